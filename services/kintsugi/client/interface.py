@@ -1,0 +1,117 @@
+"""The chunk store as its users see it. Every implementation passes `tests/contracts/store_contract.py`.
+
+Blocking and thread-safe: the engine calls it from its loader threads, never from the scheduler's.
+A store never decodes and never guesses: a chunk is there whole, or it is a miss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint
+
+Buffer = bytes | bytearray | memoryview
+
+ANCHOR_CANDIDATES_MAX = 16
+"""Manifests returned for one anchor, longest first: a bound on what a hostile corpus can make us try."""
+
+
+@dataclass(frozen=True)
+class LayerFrame:
+    """The bytes of some heads of one layer of one chunk, as they arrive."""
+
+    chunk: int
+    """Index into the request's keys."""
+    layer: int
+    data: memoryview
+    """`layout.head_bytes(codec, tokens) · len(heads)` bytes, valid until the next frame is taken."""
+
+
+@dataclass(frozen=True)
+class ChunkLost:
+    """In place of a frame: this chunk can no longer be read. Its other frames do not follow."""
+
+    chunk: int
+    layer: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A snapshot of one store."""
+
+    chunks: int
+    bytes_used: int
+    bytes_capacity: int
+    transport: str
+    """Name of the path that bytes take to this client: `ram`, `grpc`, `shared-memory`."""
+
+
+class ChunkStore(ABC):
+    """Chunk KV by key.
+
+    Invariants: `put` makes a chunk visible whole or not at all; a chunk of another namespace is found
+    by no call; what `stream` yields was written by one `put`; bytes that fail their digest are a
+    `ChunkLost`, never a frame, and the chunk is quarantined.
+    Errors: `Unavailable`, `DeadlineExceeded`, `ResourceExhausted`, `InvalidField`, `VersionMismatch`.
+    """
+
+    @abstractmethod
+    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        """The manifest of each key, None for a miss; a hit counts as a use."""
+
+    @abstractmethod
+    def lookup_anchors(
+        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
+    ) -> dict[int, list[ChunkManifest]]:
+        """Chunks of a chunk space whose first tokens hash to an anchor: at most
+        `ANCHOR_CANDIDATES_MAX` each, longest first; anchors without any are left out. The caller
+        recomputes a candidate's key from its own tokens before using it."""
+
+    @abstractmethod
+    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+        """Store one chunk: `frames[layer]` holds that layer. True if it was new; a key that is already
+        there is left alone. Raises `InvalidField` where frames and manifest disagree and `Corrupted`
+        where a digest does."""
+
+    @abstractmethod
+    def stream(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+    ) -> Iterator[LayerFrame | ChunkLost]:
+        """Frames layer-major: layer i of every chunk comes before layer i + 1 of any.
+
+        Verified against the digests. Nothing is read before the iterator is advanced; closing it early
+        frees what it holds. `deadline_s` bounds the wait for each layer; passing it raises
+        `DeadlineExceeded`."""
+
+    @abstractmethod
+    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        """Forget chunks; the number that was there. Streams already open stay whole."""
+
+    @abstractmethod
+    def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
+        """Manifests in key order, for paging."""
+
+    @abstractmethod
+    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        """Keep a small document (a calibration report) by fingerprint; replaces an older one."""
+
+    @abstractmethod
+    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+        """The document, or None."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """What is used now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; idempotent."""

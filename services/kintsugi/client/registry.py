@@ -1,0 +1,42 @@
+"""Stores by URL, so that a config names one in a string.
+
+`ram://NAME` is this process's store of that name: the connector's scheduler and worker sides, which
+share a process where the engine has one worker, meet there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from kintsugi.client.interface import ChunkStore
+from kintsugi.client.ram import RamStore
+from kintsugi.core.errors import InvalidField
+
+_lock = threading.Lock()
+_ram_stores: dict[str, RamStore] = {}
+
+
+def _open_ram(url: str) -> ChunkStore:
+    name = urlsplit(url).netloc or "default"
+    with _lock:
+        return _ram_stores.setdefault(name, RamStore())
+
+
+_OPENERS: dict[str, Callable[[str], ChunkStore]] = {"ram": _open_ram}
+
+
+def open_store(url: str) -> ChunkStore:
+    """The store that `url` names. Raises `InvalidField` for a scheme that no store has."""
+    scheme = urlsplit(url).scheme
+    opener = _OPENERS.get(scheme)
+    if opener is None:
+        schemes = ", ".join(f"{name}://" for name in sorted(_OPENERS))
+        raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
+    return opener(url)
+
+
+def is_process_local(url: str) -> bool:
+    """Whether the store cannot be reached from another process."""
+    return urlsplit(url).scheme == "ram"

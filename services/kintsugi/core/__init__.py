@@ -1,0 +1,1 @@
+"""Types and pure decisions shared by every part: no I/O, no torch, no network."""

@@ -1,0 +1,76 @@
+"""What a request cost, as every response says it under `kv_transfer_params["kintsugi"]`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """How the prompt was prefilled."""
+
+    BLENDED = "blended"
+    SAVED = "saved"
+    PREFIX_HIT = "prefix_hit"
+    """The engine's own prefix cache already held everything that would have been blended."""
+    DECLINED = "declined"
+    """An ordinary full prefill; `reason` says why."""
+    FAILED = "failed"
+    """Loading failed twice; the engine recomputed the prompt. `reason` says what failed."""
+
+
+@dataclass(frozen=True)
+class LayerTiming:
+    """One layer of a blend pass, in milliseconds since the pass began."""
+
+    load_start_ms: float
+    load_end_ms: float
+    compute_start_ms: float
+    compute_end_ms: float
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Counts are tokens of this request's prompt unless a name says otherwise."""
+
+    outcome: Outcome
+    reason: str | None = None
+    selector: str | None = None
+    ratio: float | None = None
+    chunks_hit: int = 0
+    chunks_missed: int = 0
+    tokens_hit: int = 0
+    tokens_missed: int = 0
+    tokens_prefix_cached: int = 0
+    """Exact hits in the engine's own prefix cache; never blended again."""
+    tokens_question: int = 0
+    """Tokens outside every chunk that the blend pass computed."""
+    tokens_recomputed: int = 0
+    """Tokens of hit chunks that the selector chose at the deepest layer."""
+    token_layers_computed: float = 0.0
+    token_layers_total: int = 0
+    """Computed ÷ total is the cost that speed is quoted for; a K/V projection counts its share of a layer."""
+    bytes_loaded: int = 0
+    transport: str | None = None
+    """Where the bytes came from: the store's own name of the path."""
+    load_wait_ms: float = 0.0
+    compute_ms: float = 0.0
+    blend_ms: float = 0.0
+    """Wall time from the first slice to the last, engine steps between them included."""
+    restarts: int = 0
+    recomputed_positions: dict[int, list[int]] | None = None
+    """Layer -> positions computed, with `explain`."""
+    timeline: list[LayerTiming] | None = field(default=None)
+    """Per layer, with `explain`."""
+
+    @property
+    def cost(self) -> float:
+        """Share of a full prefill's token-layers that was computed."""
+        return self.token_layers_computed / self.token_layers_total if self.token_layers_total else 1.0
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON form: fields that say nothing are left out."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {**values, "outcome": self.outcome.value, "cost": round(self.cost, 4)}

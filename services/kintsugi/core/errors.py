@@ -1,0 +1,96 @@
+"""The one tree of errors that a user of Kintsugi can cause or meet.
+
+::
+
+    KintsugiError
+    ├── InvalidField           a field has an impossible value; names the field and what would be right
+    │   ├── UnknownField       a key that no schema has; carries the nearest valid one
+    │   ├── InvalidSpan        spans overlap, leave the prompt or are empty
+    │   └── ForeignChunkKey    a key that was not made from this chunk space and these tokens
+    ├── NotFound               a chunk, report, shard or file that is not there
+    ├── ResourceExhausted      a bound was reached: bytes, entries, queue, quota
+    ├── Unavailable            the other side does not answer now; retrying later can help
+    ├── DeadlineExceeded       the other side answered too late
+    ├── Corrupted              bytes whose digest or structure is wrong; they are quarantined, never served
+    ├── VersionMismatch        protocol, format or engine version that this build does not speak
+    ├── NotBlendable           the model, engine or request cannot be blended; serving falls back
+    └── SelfTestFailed         the engine's start-up self-test found that blending would be wrong
+
+Every message says what to do. `kintsugi.client.status` holds the one table to and from gRPC status.
+Assertions, in contrast, are for our own mistakes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KintsugiError(Exception):
+    """Root of every error raised on purpose."""
+
+
+class InvalidField(KintsugiError):
+    """`field` has an impossible value. The message says what would be right."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class UnknownField(InvalidField):
+    """A key that the schema does not have."""
+
+    def __init__(self, field: str, valid: Iterable[str]) -> None:
+        names = sorted(valid)
+        leaf = field.rsplit(".", 1)[-1]
+        near = difflib.get_close_matches(leaf, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid names are {', '.join(names)}"
+        super().__init__(field, f"unknown; {hint}")
+        self.nearest = near[0] if near else None
+
+
+class InvalidSpan(InvalidField):
+    """A chunk span that is empty, overlaps another or leaves the prompt."""
+
+
+class ForeignChunkKey(InvalidField):
+    """A chunk key that does not belong to this chunk space and these tokens."""
+
+
+class NotFound(KintsugiError):
+    """What was asked for does not exist."""
+
+
+class ResourceExhausted(KintsugiError):
+    """A stated bound was reached; nothing was stored."""
+
+
+class Unavailable(KintsugiError):
+    """The other side does not answer now."""
+
+
+class DeadlineExceeded(KintsugiError):
+    """The other side answered too late."""
+
+
+class Corrupted(KintsugiError):
+    """Stored bytes whose digest or structure is wrong."""
+
+
+class VersionMismatch(KintsugiError):
+    """A protocol, format or engine version that this build does not speak."""
+
+
+class NotBlendable(KintsugiError):
+    """What was asked cannot be blended; an ordinary full prefill serves it. `reason` is a metric label."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class SelfTestFailed(KintsugiError):
+    """The engine's start-up self-test found that blending would give wrong answers."""

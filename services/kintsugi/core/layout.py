@@ -1,0 +1,159 @@
+"""What a stored chunk KV looks like: layout, codecs, frame sizes, manifest.
+
+A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K
+before V, so that a tensor-parallel rank reads one contiguous byte range, and K is stored before RoPE:
+it is rotated once, at load. A digest covers each head of each frame, so a rank can verify exactly the
+bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint, checked_namespace
+
+DIGEST_BYTES = 16
+"""xxh3-128 per (layer, kv head)."""
+
+TOKENS_MAX = 1 << 20
+LAYERS_MAX = 1024
+HEADS_MAX = 1024
+HEAD_DIM_MAX = 1024
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Codec(IntEnum):
+    """How a frame's head is encoded. Ids are on disk and on the wire: never renumber."""
+
+    RAW = 1
+    """The engine's own 16- or 32-bit elements."""
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of a model's KV: what decides a frame's size."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """Element type before encoding: a key of `ELEMENT_BYTES`."""
+
+    def __post_init__(self) -> None:
+        for name, bound in (
+            ("num_layers", LAYERS_MAX),
+            ("num_kv_heads", HEADS_MAX),
+            ("head_dim", HEAD_DIM_MAX),
+        ):
+            if not 0 < getattr(self, name) <= bound:
+                raise InvalidField(f"layout.{name}", f"{getattr(self, name)} is outside [1, {bound}]")
+        if self.dtype not in ELEMENT_BYTES:
+            raise InvalidField("layout.dtype", f"{self.dtype!r} is not one of {', '.join(ELEMENT_BYTES)}")
+
+    def head_bytes(self, codec: Codec, num_tokens: int) -> int:
+        """Bytes of one kv head (its K and V) of one frame."""
+        assert codec is Codec.RAW
+        return 2 * num_tokens * self.head_dim * ELEMENT_BYTES[self.dtype]
+
+    def frame_bytes(self, codec: Codec, num_tokens: int) -> int:
+        """Bytes of one layer of a chunk."""
+        return self.num_kv_heads * self.head_bytes(codec, num_tokens)
+
+    def chunk_bytes(self, codec: Codec, num_tokens: int) -> int:
+        return self.num_layers * self.frame_bytes(codec, num_tokens)
+
+    @property
+    def digests_bytes(self) -> int:
+        return self.num_layers * self.num_kv_heads * DIGEST_BYTES
+
+
+@dataclass(frozen=True)
+class HeadRange:
+    """Contiguous kv heads `[start, stop)` that a tensor-parallel rank reads."""
+
+    start: int
+    stop: int
+
+    @staticmethod
+    def of_rank(num_kv_heads: int, rank: int, world_size: int) -> HeadRange:
+        """vLLM's split: whole heads per rank, or one replicated head where ranks outnumber heads."""
+        if num_kv_heads >= world_size:
+            per_rank = num_kv_heads // world_size
+            return HeadRange(rank * per_rank, (rank + 1) * per_rank)
+        head = rank * num_kv_heads // world_size
+        return HeadRange(head, head + 1)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ChunkManifest:
+    """Everything about a stored chunk but its bytes. Committing it makes the chunk visible."""
+
+    key: ChunkKey
+    space_digest: bytes
+    fingerprint: ModelFingerprint
+    namespace: str
+    num_tokens: int
+    layout: KVLayout
+    codec: Codec
+    anchor: int | None
+    digests: bytes
+    """`[layers, kv_heads]` digests of `DIGEST_BYTES` each, row-major."""
+
+    def __post_init__(self) -> None:
+        checked_namespace(self.namespace)
+        if not 0 < self.num_tokens <= TOKENS_MAX:
+            raise InvalidField("manifest.num_tokens", f"{self.num_tokens} is outside [1, {TOKENS_MAX}]")
+        if len(self.digests) != self.layout.digests_bytes:
+            raise InvalidField(
+                "manifest.digests",
+                f"has {len(self.digests)} bytes; this layout needs {self.layout.digests_bytes}",
+            )
+
+    @property
+    def frame_bytes(self) -> int:
+        return self.layout.frame_bytes(self.codec, self.num_tokens)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.layout.chunk_bytes(self.codec, self.num_tokens)
+
+    def head_range_bytes(self, heads: HeadRange) -> tuple[int, int]:
+        """Byte range of `heads` within each frame."""
+        size = self.layout.head_bytes(self.codec, self.num_tokens)
+        return heads.start * size, heads.stop * size
+
+    def frame_is_intact(self, layer: int, heads: HeadRange, frame: memoryview) -> bool:
+        """Whether `frame` (the bytes of `heads` of `layer`) matches its digests. Cost: one xxh3 pass."""
+        size = self.layout.head_bytes(self.codec, self.num_tokens)
+        first = layer * self.layout.num_kv_heads + heads.start
+        expected = self.digests[first * DIGEST_BYTES : (first + len(heads)) * DIGEST_BYTES]
+        return len(frame) == size * len(heads) and digests_of(frame, size) == expected
+
+
+def digests_of(frame: memoryview | bytes, head_bytes: int) -> bytes:
+    """xxh3-128 of each head of a frame, concatenated."""
+    view = memoryview(frame).cast("B")
+    return b"".join(
+        xxhash.xxh3_128_digest(view[start : start + head_bytes]) for start in range(0, len(view), head_bytes)
+    )
+
+
+def checked_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
+    """Raise `InvalidField` unless the frames are exactly those that the manifest announces."""
+    if len(frame_sizes) != manifest.layout.num_layers:
+        raise InvalidField(
+            "frames", f"{len(frame_sizes)} frames for a layout of {manifest.layout.num_layers} layers"
+        )
+    for layer, size in enumerate(frame_sizes):
+        if size != manifest.frame_bytes:
+            raise InvalidField(
+                f"frames[{layer}]", f"has {size} bytes; the manifest needs {manifest.frame_bytes}"
+            )

@@ -1,0 +1,74 @@
+"""Where a prompt's KV comes from: the segments of a request, and the plan that the connector executes.
+
+Pure. `segments_of` turns resolved chunks into a tiling of the prompt; a `Planner` (fusor) turns it into
+a `BlendPlan`; the plan's digest names the KV that executing it produces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import blake3
+
+from kintsugi.core.request import SelectorName
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
+
+
+@dataclass(frozen=True)
+class ChunkHit:
+    """A chunk of the prompt that the store holds."""
+
+    start: int
+    end: int
+    key: ChunkKey
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """What the engine does for one prompt. Ranks execute it alike."""
+
+    hits: tuple[ChunkHit, ...]
+    """In prompt order, disjoint."""
+    ratio: float
+    """Share of the hit tokens to recompute."""
+    selector: SelectorName
+    check_layer: int
+    """The layer whose deviation selects; layers below it are computed for every token."""
+
+    def without(self, keys: frozenset[ChunkKey]) -> BlendPlan:
+        """The same plan with `keys` missed: their tokens are computed instead of loaded."""
+        hits = tuple(hit for hit in self.hits if hit.key not in keys)
+        return BlendPlan(hits, self.ratio, self.selector, self.check_layer)
+
+
+def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:
+    """First position whose KV is approximate once every span is a hit.
+
+    A chunk directly behind the prefix that it was prefilled behind is exact, and so is all that comes
+    before the next chunk. `len(prompt)` when nothing is approximate.
+    """
+    behind_prefix = len(space.prefix_token_ids)
+    for span in spans:
+        if not (span.start == behind_prefix and space.prefix_matches(prompt_token_ids)):
+            return span.start
+    return len(prompt_token_ids)
+
+
+def plan_digest(
+    space: ChunkSpace, spans: Sequence[Span], ratio: float, selector: SelectorName, check_layer: int
+) -> bytes:
+    """32 bytes that name the KV of a prompt blended this way.
+
+    It depends on the request alone, not on what the store held at that moment: a chunk that was missed
+    was computed instead, which is never worse, and a later turn over the same spans must find the KV.
+    """
+    hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
+    hasher.update(f"{selector.value}\0{check_layer}\0{ratio!r}".encode())
+    for span in spans:
+        hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
+    return hasher.digest()

@@ -1,0 +1,144 @@
+"""What a request asks of the engine: `kv_transfer_params["kintsugi"]`, typed and checked.
+
+A gateway or client sends constraints; only the connector plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kintsugi.core.errors import InvalidField, InvalidSpan
+from kintsugi.core.schema import STRICT, load
+from kintsugi.core.spaces import ChunkKey, Span, checked_namespace
+
+PARAMS_KEY = "kintsugi"
+PARAMS_VERSION = 1
+SPANS_MAX = 4096
+
+
+class Op(StrEnum):
+    """What to do with the prompt."""
+
+    BLEND = "blend"
+    SAVE = "save"
+    OFF = "off"
+
+
+class SelectorName(StrEnum):
+    """Selectors that `fusor.selectors` registers."""
+
+    HKVD = "hkvd"
+    HKVD_GRADUAL = "hkvd_gradual"
+    RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class _Wire:
+    """The JSON form of `KintsugiParams`."""
+
+    __pydantic_config__ = STRICT
+
+    namespace: str
+    version: int = PARAMS_VERSION
+    op: Op = Op.BLEND
+    spans: list[list[Any]] | None = None
+    ratio: float | None = None
+    selector: str | None = None
+    explain: bool = False
+
+
+@dataclass(frozen=True)
+class KintsugiParams:
+    """One request's constraints.
+
+    ``spans`` None means: find known chunks by content. ``ratio`` and ``selector`` None mean: the
+    engine's calibrated default.
+    """
+
+    namespace: str
+    op: Op = Op.BLEND
+    spans: tuple[Span, ...] | None = None
+    ratio: float | None = None
+    selector: SelectorName | None = None
+    explain: bool = False
+
+    def __post_init__(self) -> None:
+        checked_namespace(self.namespace)
+        if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
+            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
+        if self.op is Op.SAVE and (self.spans is None or len(self.spans) != 1):
+            raise InvalidSpan("spans", "op=save needs exactly one span: the chunk to prefill and store")
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> KintsugiParams:
+        """Parse the JSON form. Raises `InvalidField` and its subclasses."""
+        wire = load(_Wire, values, where=PARAMS_KEY)
+        if wire.version != PARAMS_VERSION:
+            raise InvalidField(
+                "version", f"{wire.version} is not {PARAMS_VERSION}, the one this engine speaks"
+            )
+        return KintsugiParams(
+            namespace=wire.namespace,
+            op=wire.op,
+            spans=None if wire.spans is None else parsed_spans(wire.spans),
+            ratio=wire.ratio,
+            selector=None if wire.selector is None else parsed_selector(wire.selector),
+            explain=wire.explain,
+        )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The JSON form, for a request's `kv_transfer_params`."""
+        wire: dict[str, Any] = {"version": PARAMS_VERSION, "op": self.op.value, "namespace": self.namespace}
+        if self.spans is not None:
+            wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
+        if self.ratio is not None:
+            wire["ratio"] = self.ratio
+        if self.selector is not None:
+            wire["selector"] = self.selector.value
+        if self.explain:
+            wire["explain"] = True
+        return {PARAMS_KEY: wire}
+
+
+def parsed_selector(name: str) -> SelectorName:
+    try:
+        return SelectorName(name)
+    except ValueError:
+        raise InvalidField("selector", f"{name!r} is not one of {', '.join(SelectorName)}") from None
+
+
+def parsed_spans(rows: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+    """Spans from `[start, end]` or `[start, end, key-hex]` rows."""
+    if len(rows) > SPANS_MAX:
+        raise InvalidField("spans", f"{len(rows)} spans; at most {SPANS_MAX} are allowed")
+    return tuple(_parsed_span(row, f"spans[{index}]") for index, row in enumerate(rows))
+
+
+def _parsed_span(row: Sequence[Any], where: str) -> Span:
+    bounds = row[:2]
+    if len(row) not in (2, 3) or not all(type(bound) is int for bound in bounds):
+        raise InvalidSpan(where, f"expected [start, end] or [start, end, key], got {list(row)!r}")
+    key = row[2] if len(row) == 3 else None
+    if key is not None and not isinstance(key, str):
+        raise InvalidSpan(where, f"the key must be a hexadecimal string, got {type(key).__name__}")
+    return Span(bounds[0], bounds[1], None if key is None else ChunkKey.from_hex(key))
+
+
+def checked_spans(spans: Sequence[Span], num_tokens: int) -> None:
+    """Raise `InvalidSpan` unless spans are non-empty, inside the prompt, in order and disjoint."""
+    previous_end = 0
+    for index, span in enumerate(spans):
+        where = f"spans[{index}]"
+        if span.end <= span.start:
+            raise InvalidSpan(where, f"[{span.start}, {span.end}) is empty")
+        if span.start < 0 or span.end > num_tokens:
+            raise InvalidSpan(where, f"[{span.start}, {span.end}) leaves the prompt of {num_tokens} tokens")
+        if span.start < previous_end:
+            raise InvalidSpan(
+                where, f"starts at {span.start}, before the previous span ends at {previous_end}"
+            )
+        previous_end = span.end

@@ -1,0 +1,168 @@
+"""Who may find a chunk: model fingerprint, chunk space, chunk key, anchor.
+
+Identity is over token ids, never text: the same text tokenises differently in another context, and a
+digest of ids is the same on every machine (Python's `hash()` is not). See docs/adr/0003.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import blake3
+import numpy as np
+import xxhash
+
+from kintsugi.core.errors import InvalidField
+
+KEY_BYTES = 32
+FORMAT_VERSION = 1
+"""Bumped when stored bytes change meaning. It is part of every fingerprint, so old chunks become misses."""
+
+ANCHOR_TOKENS = 32
+"""Length of the window whose hash finds known chunks at any offset of a plain prompt."""
+
+NAMESPACE_BYTES_MAX = 128
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """`token_ids` as little-endian u32, the form that every digest reads.
+
+    Raises `InvalidField` for an id that does not fit in 32 bits.
+    """
+    ids = np.asarray(token_ids, dtype=np.int64)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32):
+        raise InvalidField("token_ids", "every id must lie in [0, 2**32)")
+    return ids.astype("<u4").tobytes()
+
+
+def checked_namespace(namespace: str) -> str:
+    """The namespace itself, or `InvalidField`: it is mandatory, a tenant's name and part of every key."""
+    if not isinstance(namespace, str) or not namespace:
+        raise InvalidField("namespace", "is mandatory: name the tenant whose chunks may be used")
+    if len(namespace) > NAMESPACE_BYTES_MAX or not _NAMESPACE.fullmatch(namespace):
+        raise InvalidField(
+            "namespace",
+            f"{namespace!r} must start with a letter or digit, hold only letters, digits and . _ - / "
+            f"and have at most {NAMESPACE_BYTES_MAX} characters",
+        )
+    return namespace
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Digest of everything that decides a token's KV. A mismatch is a miss, never a guess."""
+
+    digest: bytes
+    """32 bytes."""
+
+    @staticmethod
+    def of(parts: dict[str, str]) -> ModelFingerprint:
+        """From named facts: weights, architecture, rope, kv_dtype, tokenizer (see `client.checkpoint`)."""
+        hasher = blake3.blake3(f"kintsugi-model-{FORMAT_VERSION}".encode())
+        for name in sorted(parts):
+            for text in (name, parts[name]):
+                data = text.encode()
+                hasher.update(len(data).to_bytes(8, "little"))
+                hasher.update(data)
+        return ModelFingerprint(hasher.digest())
+
+    @property
+    def hex(self) -> str:
+        return self.digest.hex()
+
+    def __str__(self) -> str:
+        return self.hex[:16]
+
+
+@dataclass(frozen=True)
+class ChunkSpace:
+    """The set of chunks that one request may use: model, tenant, and what chunks were prefilled behind.
+
+    The prefix (BOS, or the service's real system prompt) is only context: its own KV is not stored.
+    """
+
+    fingerprint: ModelFingerprint
+    namespace: str
+    prefix_token_ids: tuple[int, ...] = ()
+    portable: bool = True
+    """Whether its chunks may be used behind a prompt that does not start with the prefix."""
+
+    def __post_init__(self) -> None:
+        checked_namespace(self.namespace)
+        token_bytes(self.prefix_token_ids)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes over every field."""
+        name = self.namespace.encode()
+        hasher = blake3.blake3(b"kintsugi-space\0" + self.fingerprint.digest)
+        hasher.update(len(name).to_bytes(4, "little") + name + bytes([self.portable]))
+        hasher.update(token_bytes(self.prefix_token_ids))
+        return hasher.digest()
+
+    def admits(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether chunks of this space may be used in the prompt."""
+        return self.portable or self.prefix_matches(prompt_token_ids)
+
+    def prefix_matches(self, prompt_token_ids: Sequence[int]) -> bool:
+        return tuple(prompt_token_ids[: len(self.prefix_token_ids)]) == self.prefix_token_ids
+
+
+@dataclass(frozen=True, order=True)
+class ChunkKey:
+    """blake3(chunk space ‖ token ids), 32 bytes."""
+
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != KEY_BYTES:
+            raise InvalidField("key", f"has {len(self.digest)} bytes; a chunk key has {KEY_BYTES}")
+
+    @staticmethod
+    def of(space: ChunkSpace, token_ids: Sequence[int]) -> ChunkKey:
+        return ChunkKey(blake3.blake3(space.digest + token_bytes(token_ids)).digest())
+
+    @staticmethod
+    def from_hex(text: str) -> ChunkKey:
+        try:
+            return ChunkKey(bytes.fromhex(text))
+        except ValueError:
+            raise InvalidField("key", f"{text!r} is not {2 * KEY_BYTES} hexadecimal digits") from None
+
+    @property
+    def hex(self) -> str:
+        return self.digest.hex()
+
+    def __str__(self) -> str:
+        return self.hex[:16]
+
+
+def anchor_of(token_ids: Sequence[int]) -> int | None:
+    """xxh3-64 of the first `ANCHOR_TOKENS` ids; None for a shorter chunk, which only spans can name."""
+    if len(token_ids) < ANCHOR_TOKENS:
+        return None
+    return xxhash.xxh3_64_intdigest(token_bytes(token_ids[:ANCHOR_TOKENS]))
+
+
+def anchors_at_every_offset(token_ids: Sequence[int]) -> list[int]:
+    """The anchor of each window of `ANCHOR_TOKENS` ids. Cost: one 128-byte xxh3 per offset."""
+    data = memoryview(token_bytes(token_ids))
+    width, count = 4 * ANCHOR_TOKENS, len(token_ids) - ANCHOR_TOKENS + 1
+    return [xxhash.xxh3_64_intdigest(data[4 * i : 4 * i + width]) for i in range(max(count, 0))]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `[start, end)` of a prompt that are one chunk."""
+
+    start: int
+    end: int
+    key: ChunkKey | None = field(default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start

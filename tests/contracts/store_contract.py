@@ -1,0 +1,188 @@
+"""What every `ChunkStore` must do. A test module subclasses `StoreContract` and provides `store`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
+from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
+FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
+SPACE = ChunkSpace(FINGERPRINT, "acme")
+
+
+def make_chunk(
+    tokens: Sequence[int], space: ChunkSpace = SPACE, seed: int = 0
+) -> tuple[ChunkManifest, list[bytes]]:
+    """A manifest and random frames that agree with each other."""
+    generator = np.random.default_rng([seed, len(tokens)])
+    size = LAYOUT.frame_bytes(Codec.RAW, len(tokens))
+    frames = [generator.bytes(size) for _ in range(LAYOUT.num_layers)]
+    head = LAYOUT.head_bytes(Codec.RAW, len(tokens))
+    manifest = ChunkManifest(
+        key=ChunkKey.of(space, tokens),
+        space_digest=space.digest,
+        fingerprint=space.fingerprint,
+        namespace=space.namespace,
+        num_tokens=len(tokens),
+        layout=LAYOUT,
+        codec=Codec.RAW,
+        anchor=anchor_of(tokens),
+        digests=b"".join(digests_of(frame, head) for frame in frames),
+    )
+    return manifest, frames
+
+
+def read_all(
+    store: ChunkStore,
+    keys: Sequence[ChunkKey],
+    heads: HeadRange = HeadRange(0, LAYOUT.num_kv_heads),
+    layers: range = range(LAYOUT.num_layers),
+    namespace: str = "acme",
+) -> list[tuple[int, int, bytes | None]]:
+    """`(chunk, layer, bytes)` in arrival order; None for a lost chunk."""
+    return [
+        (item.chunk, item.layer, bytes(item.data) if isinstance(item, LayerFrame) else None)
+        for item in store.stream(namespace, keys, layers, heads, deadline_s=10.0)
+    ]
+
+
+class StoreContract:
+    """Subclasses provide a fixture `store`: an empty store with room for a few megabytes."""
+
+    def test_a_chunk_reads_back_as_it_was_written(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        assert store.put(manifest, frames) is True
+        assert store.lookup("acme", [manifest.key]) == [manifest]
+        assert read_all(store, [manifest.key]) == [(0, layer, frames[layer]) for layer in range(3)]
+
+    def test_a_second_put_of_a_key_changes_nothing(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        other, other_frames = make_chunk(range(40), seed=1)
+        assert manifest.key == other.key
+        assert store.put(manifest, frames)
+        assert not store.put(other, other_frames)
+        assert read_all(store, [manifest.key])[0] == (0, 0, frames[0])
+
+    def test_absent_and_foreign_keys_look_alike(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        absent = ChunkKey(b"\1" * 32)
+        assert store.lookup("acme", [absent]) == [None]
+        assert store.lookup("rival", [manifest.key]) == [None]
+        assert store.lookup_anchors("rival", SPACE.digest, [manifest.anchor or 0]) == {}
+        assert read_all(store, [manifest.key], namespace="rival") == [(0, 0, None)]
+        assert store.delete("rival", [manifest.key]) == 0
+        assert store.list("rival") == []
+
+    def test_streams_are_layer_major(self, store: ChunkStore) -> None:
+        chunks = [make_chunk(range(start, start + 33)) for start in (0, 100, 200)]
+        for manifest, frames in chunks:
+            store.put(manifest, frames)
+        items = read_all(store, [manifest.key for manifest, _ in chunks])
+        layers = [layer for _, layer, _ in items]
+        assert layers == sorted(layers)
+        assert {(chunk, layer): data for chunk, layer, data in items} == {
+            (chunk, layer): frames[layer] for chunk, (_, frames) in enumerate(chunks) for layer in range(3)
+        }
+
+    @pytest.mark.parametrize("heads", [HeadRange(0, 2), HeadRange(2, 4), HeadRange(3, 4)])
+    def test_a_rank_reads_only_its_heads(self, store: ChunkStore, heads: HeadRange) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        start, stop = manifest.head_range_bytes(heads)
+        items = read_all(store, [manifest.key], heads=heads, layers=range(1, 3))
+        assert items == [(0, layer, frames[layer][start:stop]) for layer in (1, 2)]
+
+    def test_a_missing_chunk_does_not_disturb_the_others(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        items = list(
+            store.stream(
+                "acme", [ChunkKey(b"\2" * 32), manifest.key], range(3), HeadRange(0, 4), deadline_s=10.0
+            )
+        )
+        lost = [item for item in items if isinstance(item, ChunkLost)]
+        assert [item.chunk for item in lost] == [0]
+        assert [i.layer for i in items if isinstance(i, LayerFrame)] == [0, 1, 2]
+
+    def test_anchors_find_the_longest_candidate_first(self, store: ChunkStore) -> None:
+        short, long = make_chunk(range(40)), make_chunk(range(90))
+        for manifest, frames in (short, long):
+            store.put(manifest, frames)
+        anchor = anchor_of(range(40))
+        assert anchor is not None
+        found = store.lookup_anchors("acme", SPACE.digest, [anchor, 12345])
+        assert found == {anchor: [long[0], short[0]]}
+
+    def test_anchors_of_another_space_are_not_found(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        other = ChunkSpace(FINGERPRINT, "acme", prefix_token_ids=(1,))
+        assert manifest.anchor is not None
+        assert store.lookup_anchors("acme", other.digest, [manifest.anchor]) == {}
+
+    def test_short_chunks_have_no_anchor(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(5))
+        store.put(manifest, frames)
+        assert manifest.anchor is None
+        assert store.lookup("acme", [manifest.key]) == [manifest]
+
+    def test_deleted_chunks_are_gone(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        assert store.delete("acme", [manifest.key, ChunkKey(b"\3" * 32)]) == 1
+        assert store.lookup("acme", [manifest.key]) == [None]
+        assert store.lookup_anchors("acme", SPACE.digest, [manifest.anchor or 0]) == {}
+
+    def test_listing_pages_in_key_order(self, store: ChunkStore) -> None:
+        manifests = []
+        for start in range(5):
+            manifest, frames = make_chunk(range(start, start + 33))
+            store.put(manifest, frames)
+            manifests.append(manifest)
+        expected = sorted(manifests, key=lambda m: m.key)
+        assert store.list("acme") == expected
+        first = store.list("acme", limit=2)
+        assert first + store.list("acme", after=first[-1].key) == expected
+
+    def test_wrong_frames_are_refused_and_leave_nothing(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        with pytest.raises(InvalidField, match="frames"):
+            store.put(manifest, frames[:-1])
+        with pytest.raises(InvalidField, match=r"frames\[1\]"):
+            store.put(manifest, [frames[0], frames[1][:-1], frames[2]])
+        damaged = bytearray(frames[2])
+        damaged[7] ^= 1
+        with pytest.raises(Corrupted):
+            store.put(manifest, [frames[0], frames[1], damaged])
+        assert store.lookup("acme", [manifest.key]) == [None]
+
+    def test_a_manifest_cannot_lie_about_its_size(self) -> None:
+        manifest, _ = make_chunk(range(40))
+        with pytest.raises(InvalidField, match="digests"):
+            dataclasses.replace(manifest, digests=b"")
+        with pytest.raises(InvalidField, match="num_tokens"):
+            dataclasses.replace(manifest, num_tokens=1 << 40)
+
+    def test_reports_are_kept_by_fingerprint(self, store: ChunkStore) -> None:
+        other = ModelFingerprint.of({"weights": "other"})
+        assert store.get_report(FINGERPRINT, "gate") is None
+        store.put_report(FINGERPRINT, "gate", b"one")
+        store.put_report(FINGERPRINT, "gate", b"two")
+        assert store.get_report(FINGERPRINT, "gate") == b"two"
+        assert store.get_report(other, "gate") is None
+
+    def test_stats_count_what_is_held(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        stats = store.stats()
+        assert stats.chunks == 1
+        assert stats.bytes_used >= manifest.chunk_bytes
