@@ -1,0 +1,1 @@
+"""The blend pass and what it needs: torch, but no network and no inference engine."""
