@@ -1,7 +1,7 @@
 """Stores by URL, so that a config names one in a string.
 
 `ram://NAME` is this process's store of that name: the connector's scheduler and worker sides, which
-share a process where the engine has one worker, meet there.
+share a process where the engine has one worker, meet there. `grpc://HOST:PORT` is a shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ def _open_ram(url: str) -> ChunkStore:
         return _ram_stores.setdefault(name, RamStore())
 
 
-_OPENERS: dict[str, Callable[[str], ChunkStore]] = {"ram": _open_ram}
+def _open_grpc(url: str) -> ChunkStore:
+    from kintsugi.client.grpc_store import open_grpc  # gRPC is only loaded by who uses it
+
+    return open_grpc(url)
+
+
+_OPENERS: dict[str, Callable[[str], ChunkStore]] = {"ram": _open_ram, "grpc": _open_grpc}
 
 
 def open_store(url: str) -> ChunkStore:

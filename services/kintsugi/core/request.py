@@ -32,7 +32,11 @@ class SelectorName(StrEnum):
     """Selectors that `fusor.selectors` registers."""
 
     HKVD = "hkvd"
+    """High KV deviation at the check layer, K and V together; one set for every deeper layer."""
+    HKVD_K = "hkvd_k"
+    HKVD_V = "hkvd_v"
     HKVD_GRADUAL = "hkvd_gradual"
+    """The paper's gradual filtering: a set a little too large, filtered again at every layer."""
     RANDOM = "random"
 
 

@@ -1,0 +1,311 @@
+"""One shard over gRPC.
+
+Blocking, thread-safe; gRPC's own threads do the waiting. Cost per byte of a stream: what gRPC needs, one
+xxh3 pass, no copy of ours: frames are views of the message that they came in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+
+from kintsugi.client import wire
+from kintsugi.client.interface import Buffer, ChunkLost, ChunkStore, LayerFrame, StoreStats
+from kintsugi.client.status import error_of_call
+from kintsugi.client.watchdog import Watchdog
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, Unavailable
+from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint
+from kintsugi.rpc.v1 import store_pb2 as pb
+
+MANIFESTS_MAX = 4096
+"""Manifests remembered from lookups, whose digests a stream is verified against."""
+
+_METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
+
+
+@dataclass(frozen=True)
+class GrpcOptions:
+    """How a client talks to a shard."""
+
+    call_timeout_s: float = 10.0
+    """For calls without bulk bytes."""
+    put_timeout_s: float = 120.0
+    ttl_s: float = 0.0
+    """For every chunk put; 0: chunks do not expire."""
+
+
+class GrpcStore(ChunkStore):
+    """A `ChunkStore` whose chunks lie in the shard at `address`."""
+
+    def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
+        self.address = address
+        self._options = options or GrpcOptions()
+        self._channel: Any = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+        self._watchdog = Watchdog()
+        self._manifests = _Manifests()
+        self._put: Any = self._channel.stream_unary(
+            f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
+        )
+        self._stream: Any = self._channel.unary_stream(
+            f"/{wire.SERVICE}/StreamLayers", pb.StreamLayersRequest.SerializeToString
+        )
+
+    def _call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
+        method = self._channel.unary_unary(
+            f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
+        )
+        with _errors_of(self.address):
+            return method(request, timeout=timeout_s or self._options.call_timeout_s, metadata=_METADATA)
+
+    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        found: list[ChunkManifest | None] = []
+        for start in range(0, len(keys), wire.KEYS_MAX):
+            part = keys[start : start + wire.KEYS_MAX]
+            request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
+            response = self._call("Lookup", request, pb.LookupResponse)
+            found += [self._readable(entry) for entry in response.found]
+        if len(found) != len(keys):
+            raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
+        return found
+
+    def _readable(self, found: pb.Found) -> ChunkManifest | None:
+        manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
+        if manifest is not None:
+            self._manifests.remember(manifest)
+        return manifest
+
+    def lookup_anchors(
+        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
+    ) -> dict[int, list[ChunkManifest]]:
+        found: dict[int, list[ChunkManifest]] = {}
+        for start in range(0, len(anchors), wire.KEYS_MAX):
+            request = pb.LookupAnchorsRequest(
+                namespace=namespace,
+                space_digest=space_digest,
+                anchors=anchors[start : start + wire.KEYS_MAX],
+            )
+            response = self._call("LookupAnchors", request, pb.LookupAnchorsResponse)
+            for candidates in response.candidates:
+                manifests = [wire.readable_manifest(manifest) for manifest in candidates.manifests]
+                readable = [manifest for manifest in manifests if manifest is not None]
+                for manifest in readable:
+                    self._manifests.remember(manifest)
+                if readable:
+                    found[candidates.anchor] = readable
+        return found
+
+    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+        views = [memoryview(frame).cast("B") for frame in frames]
+        checked_frames(manifest, [len(view) for view in views])
+        if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
+            raise InvalidField(
+                "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
+            )
+        with _errors_of(self.address):
+            response = self._put(
+                self._put_messages(manifest, views), timeout=self._options.put_timeout_s, metadata=_METADATA
+            )
+        return bool(response.inserted)
+
+    def _put_messages(self, manifest: ChunkManifest, views: Sequence[memoryview]) -> Iterator[bytes]:
+        header = pb.PutHeader(manifest=wire.manifest_to_wire(manifest), ttl_s=self._options.ttl_s)
+        yield pb.PutChunkKVRequest(header=header).SerializeToString()
+        step = max(1, wire.MESSAGE_BYTES_TARGET // manifest.frame_bytes)
+        for first in range(0, len(views), step):
+            part = views[first : first + step]
+            request = pb.PutChunkKVRequest(first_layer=first, commit=first + step >= len(views))
+            yield wire.with_payload(request.SerializeToString(), part)
+
+    def stream(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+    ) -> Iterator[LayerFrame | ChunkLost]:
+        if not keys or not layers:
+            return
+        manifests = self._known_manifests(namespace, keys)
+        request = pb.StreamLayersRequest(
+            namespace=namespace,
+            keys=[key.digest for key in keys],
+            layer_start=layers.start,
+            layer_stop=layers.stop,
+            head_start=heads.start,
+            head_stop=heads.stop,
+            deadline_ms=max(1, int(deadline_s * 1000)),
+        )
+        lost: set[int] = set()
+        for header, data in self._frames(request, deadline_s):
+            item = self._checked(header, data, keys, manifests, heads, lost)
+            if item is not None:
+                yield item
+
+    def _known_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        known = [self._manifests.get(namespace, key) for key in keys]
+        unknown = [index for index, manifest in enumerate(known) if manifest is None]
+        if unknown:
+            for index, manifest in zip(
+                unknown, self.lookup(namespace, [keys[index] for index in unknown]), strict=True
+            ):
+                known[index] = manifest
+        return known
+
+    def _frames(
+        self, request: pb.StreamLayersRequest, deadline_s: float
+    ) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
+        """Frames as they arrive, unverified; the call ends with the iterator."""
+        call = self._stream(request, metadata=_METADATA)
+        guard = self._watchdog.guard(call.cancel)
+        try:
+            while True:
+                guard.arm(deadline_s)
+                with _errors_of(self.address, lambda: guard.expired):
+                    message = next(call, None)
+                guard.disarm()
+                if message is None:
+                    return
+                yield from _frames_of(message)
+        finally:
+            self._watchdog.release(guard)
+            call.cancel()
+
+    def _checked(
+        self,
+        header: pb.FrameHeader,
+        data: memoryview,
+        keys: Sequence[ChunkKey],
+        manifests: Sequence[ChunkManifest | None],
+        heads: HeadRange,
+        lost: set[int],
+    ) -> LayerFrame | ChunkLost | None:
+        """What to yield for a frame; None for one of a chunk that is lost already."""
+        chunk, layer = header.chunk, header.layer
+        if chunk >= len(keys):
+            raise Unavailable(f"{self.address}: sent a frame of chunk {chunk}; {len(keys)} were asked for")
+        if chunk in lost:
+            return None
+        manifest = manifests[chunk]
+        if header.lost_reason or manifest is None:
+            lost.add(chunk)
+            return ChunkLost(chunk, layer, header.lost_reason or "absent")
+        if layer < manifest.layout.num_layers and manifest.frame_is_intact(layer, heads, data):
+            return LayerFrame(chunk, layer, data)
+        lost.add(chunk)
+        self._report_damage(manifest)
+        return ChunkLost(chunk, layer, "digest mismatch")
+
+    def _report_damage(self, manifest: ChunkManifest) -> None:
+        """Have the shard check for itself: it quarantines what is damaged there, not what was on the way."""
+        self._manifests.forget(manifest)
+        request = pb.VerifyRequest(namespace=manifest.namespace, keys=[manifest.key.digest])
+        try:
+            self._call("Verify", request, pb.VerifyResponse)
+        except KintsugiError:
+            return  # the chunk is lost to this stream either way; the scrubber finds it later
+
+    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        request = pb.DeleteRequest(namespace=namespace, keys=[key.digest for key in keys])
+        return int(self._call("Delete", request, pb.DeleteResponse).deleted)
+
+    def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
+        if limit <= 0:
+            return []
+        request = pb.ListRequest(
+            namespace=namespace, limit=limit, after=None if after is None else after.digest
+        )
+        found = self._call("List", request, pb.ListResponse).found
+        manifests = [wire.readable_manifest(entry.manifest) for entry in found]
+        return [manifest for manifest in manifests if manifest is not None]
+
+    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        request = pb.PutReportRequest(fingerprint=fingerprint.digest, name=name, document=document)
+        self._call("PutReport", request, pb.PutReportResponse)
+
+    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+        request = pb.GetReportRequest(fingerprint=fingerprint.digest, name=name)
+        response = self._call("GetReport", request, pb.GetReportResponse)
+        return bytes(response.document) if response.HasField("document") else None
+
+    def stats(self) -> StoreStats:
+        stats = self._call("Stats", pb.StatsRequest(), pb.StatsResponse)
+        return StoreStats(
+            chunks=stats.chunks,
+            bytes_used=sum(tier.bytes_used for tier in stats.tiers),
+            bytes_capacity=sum(tier.bytes_capacity for tier in stats.tiers),
+            transport="grpc",
+        )
+
+    def close(self) -> None:
+        self._watchdog.close()
+        self._channel.close()
+
+
+def open_grpc(url: str) -> GrpcStore:
+    """`grpc://host:port`. Raises `InvalidField` where it names no port."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or port is None:
+        raise InvalidField("store", f"{url!r} must name a shard as grpc://host:port")
+    return GrpcStore(parts.netloc)
+
+
+def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
+    response, payload = wire.parse_layers(message)
+    position = 0
+    for header in response.frames:
+        yield header, payload[position : position + header.size_bytes]
+        position += header.size_bytes
+
+
+class _errors_of:  # noqa: N801 - reads as the statement it is used in
+    """gRPC's failures as ours, naming the address; what a watchdog cancelled is a deadline."""
+
+    def __init__(self, address: str, expired: Callable[[], bool] = lambda: False) -> None:
+        self._address = address
+        self._expired = expired
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, grpc.RpcError):
+            if self._expired():
+                raise DeadlineExceeded(f"{self._address}: the next layer did not arrive in time") from error
+            raise error_of_call(error, self._address) from error
+        if isinstance(error, ValueError) and "closed channel" in str(error):
+            raise Unavailable(f"{self._address}: this client is closed") from error
+
+
+class _Manifests:
+    """Manifests seen lately, oldest out first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[str, ChunkKey], ChunkManifest] = OrderedDict()
+
+    def remember(self, manifest: ChunkManifest) -> None:
+        with self._lock:
+            self._seen[manifest.namespace, manifest.key] = manifest
+            self._seen.move_to_end((manifest.namespace, manifest.key))
+            while len(self._seen) > MANIFESTS_MAX:
+                self._seen.popitem(last=False)
+
+    def get(self, namespace: str, key: ChunkKey) -> ChunkManifest | None:
+        with self._lock:
+            return self._seen.get((namespace, key))
+
+    def forget(self, manifest: ChunkManifest) -> None:
+        with self._lock:
+            self._seen.pop((manifest.namespace, manifest.key), None)

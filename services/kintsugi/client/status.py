@@ -1,0 +1,74 @@
+"""The one table between gRPC status and Kintsugi's errors.
+
+A status code names a family; the trailing metadata `kintsugi-error` names the class, so that an error
+crosses the wire as what it was. A shard that does not send it (a proxy in between, gRPC itself) is read
+by the code alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from kintsugi.core import errors
+
+ERROR_METADATA = "kintsugi-error"
+DETAIL_CHARS_MAX = 1024
+"""gRPC carries details in HTTP/2 headers, which are bounded."""
+
+_TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
+    # The first row of a status is what it is read as when the metadata is missing; the first row that an
+    # exception is an instance of is how it is sent. Subclasses therefore come after what they are read as
+    # only where their base is not in the table.
+    (errors.InvalidField, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.ResourceExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Corrupted, grpc.StatusCode.DATA_LOSS),
+    (errors.VersionMismatch, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.VersionMismatch, grpc.StatusCode.UNIMPLEMENTED),
+    (errors.NotBlendable, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.SelfTestFailed, grpc.StatusCode.FAILED_PRECONDITION),
+    # Read only: what gRPC itself says. All of them mean that this shard cannot answer this client now.
+    (errors.Unavailable, grpc.StatusCode.CANCELLED),
+    (errors.Unavailable, grpc.StatusCode.ABORTED),
+    (errors.Unavailable, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.Unavailable, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.Unavailable, grpc.StatusCode.INTERNAL),
+    (errors.Unavailable, grpc.StatusCode.UNKNOWN),
+    (errors.InvalidField, grpc.StatusCode.OUT_OF_RANGE),
+)
+
+
+def status_of(error: errors.KintsugiError) -> Any:
+    """The `grpc.StatusCode` that says `error`."""
+    for cls, code in _TABLE:
+        if isinstance(error, cls):
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def error_name(error: errors.KintsugiError) -> str:
+    """What `ERROR_METADATA` carries: the nearest class of the table."""
+    return next((cls.__name__ for cls, _ in _TABLE if isinstance(error, cls)), type(error).__name__)
+
+
+def error_of(code: Any, details: str, name: str | None = None) -> errors.KintsugiError:
+    """The exception that a status was made from, or stands for."""
+    cls = next((cls for cls, _ in _TABLE if cls.__name__ == name), None)
+    if cls is None:
+        cls = next((cls for cls, row in _TABLE if row == code), errors.Unavailable)
+    if issubclass(cls, errors.InvalidField | errors.NotBlendable):
+        head, separator, tail = details.partition(": ")
+        return cls(head, tail) if separator else cls("request", details)
+    return cls(details)
+
+
+def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
+    """The exception for a failed `grpc.Call`, naming the address it failed at."""
+    metadata = {entry.key: entry.value for entry in failure.trailing_metadata() or ()}
+    name = metadata.get(ERROR_METADATA)
+    details = failure.details() or str(failure.code())
+    return error_of(failure.code(), details if name else f"{where}: {details}", name)

@@ -1,0 +1,190 @@
+"""The store's wire: protobuf messages to and from core's types, and messages that end in a payload.
+
+Cost model of the payload messages: a sender joins a header of some ten bytes per frame and views of the
+frames (one copy, which gRPC needs anyway); a receiver parses the header alone and takes a view of the
+rest. protobuf would copy every frame once more on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from kintsugi.core.errors import InvalidField, VersionMismatch
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
+from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
+from kintsugi.rpc.v1 import store_pb2 as pb
+
+PROTOCOL_VERSION = 1
+PROTOCOLS_SPOKEN = frozenset({PROTOCOL_VERSION, PROTOCOL_VERSION - 1} - {0})
+"""This version and the one before; there was none before the first."""
+PROTOCOL_METADATA = "kintsugi-protocol"
+
+SERVICE = "kintsugi.rpc.v1.ChunkStore"
+
+MESSAGE_BYTES_TARGET = 2 << 20
+"""Small frames are sent together up to this size: 1-8 MiB cost alike, 256 KiB doubles the CPU."""
+FRAME_BYTES_MAX = 64 << 20
+"""A frame travels in one message, and both ends hold a message in memory."""
+MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + (1 << 20)
+
+KEYS_MAX = 4096
+"""Keys or anchors per call."""
+LIST_MAX = 10_000
+
+DIGEST_BYTES = 32
+_PAYLOAD_TAG = 15 << 3 | 2
+_BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+)
+
+
+def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
+    layout = manifest.layout
+    return pb.Manifest(
+        format_version=FORMAT_VERSION,
+        key=manifest.key.digest,
+        space_digest=manifest.space_digest,
+        fingerprint=manifest.fingerprint.digest,
+        namespace=manifest.namespace,
+        num_tokens=manifest.num_tokens,
+        layout=pb.Layout(
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+        ),
+        codec=int(manifest.codec),
+        anchor=manifest.anchor,
+        digests=manifest.digests,
+    )
+
+
+def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
+    """Raises `VersionMismatch` for a format of another build, `InvalidField` for anything malformed."""
+    if wire.format_version != FORMAT_VERSION:
+        raise VersionMismatch(
+            f"manifest.format_version: {wire.format_version} is not {FORMAT_VERSION}, which this build reads"
+        )
+    for name in ("space_digest", "fingerprint"):
+        size = len(getattr(wire, name))
+        if size != DIGEST_BYTES:
+            raise InvalidField(f"manifest.{name}", f"has {size} bytes; a digest has {DIGEST_BYTES}")
+    layout = wire.layout
+    manifest = ChunkManifest(
+        key=ChunkKey(wire.key),
+        space_digest=wire.space_digest,
+        fingerprint=ModelFingerprint(wire.fingerprint),
+        namespace=wire.namespace,
+        num_tokens=wire.num_tokens,
+        layout=KVLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
+        codec=_codec(wire.codec),
+        anchor=wire.anchor if wire.HasField("anchor") else None,
+        digests=wire.digests,
+    )
+    if manifest.frame_bytes > FRAME_BYTES_MAX:
+        raise InvalidField(
+            "manifest.num_tokens",
+            f"{manifest.num_tokens} tokens make frames of {manifest.frame_bytes} bytes; "
+            f"at most {FRAME_BYTES_MAX} are carried, so make chunks shorter",
+        )
+    return manifest
+
+
+def _codec(value: int) -> Codec:
+    try:
+        return Codec(value)
+    except ValueError:
+        known = ", ".join(f"{codec.value} ({codec.name.lower()})" for codec in Codec)
+        raise InvalidField("manifest.codec", f"{value} is unknown; this build knows {known}") from None
+
+
+def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:
+    """The manifest, or None where it was written by a build that this one cannot read: a miss."""
+    try:
+        return manifest_from_wire(wire)
+    except (VersionMismatch, InvalidField):
+        return None
+
+
+def keys_from_wire(keys: Sequence[bytes]) -> list[ChunkKey]:
+    """Raises `InvalidField` for too many keys or one of the wrong length."""
+    if len(keys) > KEYS_MAX:
+        raise InvalidField("keys", f"{len(keys)} keys; at most {KEYS_MAX} are answered per call")
+    return [ChunkKey(key) for key in keys]
+
+
+def with_payload(header: bytes, payload: Sequence[memoryview | bytes]) -> bytes:
+    """A serialised message whose last field is `payload`, the parts joined. Cost: one copy of the parts."""
+    size = sum(len(part) for part in payload)
+    return b"".join((header, bytes((_PAYLOAD_TAG,)), _varint(size), *payload))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def split_payload(message: bytes) -> tuple[bytes, memoryview]:
+    """The header and a view of the payload of a message that ends in one; empty where it has none.
+
+    Cost: a loop over the header's top-level fields. Raises `InvalidField` for bytes that are no message.
+    """
+    view = memoryview(message)
+    position = 0
+    while position < len(view):
+        start = position
+        tag, position = _read_varint(view, position)
+        if tag & 7 == _VARINT_WIRE_TYPE:
+            _, position = _read_varint(view, position)
+            continue
+        if tag & 7 != _BYTES_WIRE_TYPE:
+            raise InvalidField("message", f"wire type {tag & 7} at byte {start} is not one of this service's")
+        size, position = _read_varint(view, position)
+        if position + size > len(view):
+            raise InvalidField("message", f"is cut: byte {start} announces {size} bytes")
+        if tag == _PAYLOAD_TAG:
+            if position + size != len(view):
+                raise InvalidField("message", "the payload must be its last field")
+            return message[:start], view[position:]
+        position += size
+    return message, view[:0]
+
+
+def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 64, 7):
+        if position >= len(view):
+            break
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise InvalidField("message", f"has a malformed number at byte {position}")
+
+
+def parse_put(message: bytes) -> tuple[pb.PutChunkKVRequest, memoryview]:
+    """One message of a put and a view of its frames. Raises `InvalidField`."""
+    header, payload = split_payload(message)
+    try:
+        return pb.PutChunkKVRequest.FromString(header), payload
+    except DecodeError as error:
+        raise InvalidField("message", f"is no PutChunkKVRequest ({error})") from None
+
+
+def parse_layers(message: bytes) -> tuple[pb.StreamLayersResponse, memoryview]:
+    """One message of a stream and a view of its frames. Raises `InvalidField`."""
+    header, payload = split_payload(message)
+    try:
+        return pb.StreamLayersResponse.FromString(header), payload
+    except DecodeError as error:
+        raise InvalidField("message", f"is no StreamLayersResponse ({error})") from None

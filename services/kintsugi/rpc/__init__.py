@@ -1,0 +1,1 @@
+"""Generated stubs of `proto/kintsugi/rpc`; `make proto` writes them, nobody edits them."""

@@ -1,0 +1,1 @@
+"""A shard of the chunk KV store: tiers, eviction, catalog and the gRPC server. No torch."""

@@ -1,0 +1,61 @@
+"""The RAM tier's memory: one memfd, so that peers of the same host can map it read-only.
+
+The first block holds generations of the same-host path's leases; frames lie behind it. The file is sealed
+once we have mapped it: it can neither shrink under a reader nor be mapped for writing by anyone else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.store.extents import BLOCK_BYTES
+
+LEASES_MAX = BLOCK_BYTES // 8
+"""Generations in the first block: concurrent same-host leases."""
+
+_F_SEAL_FUTURE_WRITE = 0x10
+
+
+class Arena:
+    """`capacity_bytes` of frames, zero-filled by the kernel when first touched."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < BLOCK_BYTES:
+            raise InvalidField("ram", f"{capacity_bytes} bytes is less than one block of {BLOCK_BYTES}")
+        self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self.file_bytes = BLOCK_BYTES + self.capacity_bytes
+        self.fd = os.memfd_create("kintsugi-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.file_bytes)
+        self._map = mmap.mmap(self.fd, self.file_bytes)
+        fcntl.fcntl(
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+        )
+        self._view = memoryview(self._map)
+        self.frames = self._view[BLOCK_BYTES:]
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """Bytes of a frame at `offset` as the tier's allocator counts; writable."""
+        return self.frames[offset : offset + size]
+
+    def generation(self, lease: int) -> int:
+        value: int = struct.unpack_from("<Q", self._view, 8 * lease)[0]
+        return value
+
+    def end_generation(self, lease: int) -> None:
+        """Tell every reader of `lease` that its bytes may change from now on."""
+        struct.pack_into("<Q", self._view, 8 * lease, self.generation(lease) + 1)
+
+    def close(self) -> None:
+        """Unmap; views that are still held keep the mapping alive until they go."""
+        self.frames.release()
+        self._view.release()
+        try:
+            self._map.close()
+        except BufferError:
+            return  # a reader still holds a view; the mapping goes with it
+        finally:
+            os.close(self.fd)

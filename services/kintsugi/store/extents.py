@@ -1,0 +1,139 @@
+"""Free space of an arena or slab, handed out as runs of whole frames.
+
+A chunk takes one run where one fits, several where free space is scattered: chunks differ in size, and
+only a hole smaller than one frame is ever lost. Cost: constant for the common case, a bounded scan of one
+size class for the best fit, a walk over the largest holes when a chunk is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+BLOCK_BYTES = 4096
+"""What O_DIRECT wants offsets, sizes and memory aligned to."""
+
+_SCAN_MAX = 32
+
+
+class Extent(NamedTuple):
+    """`frames` frames in a row, the first at byte `offset`."""
+
+    offset: int
+    frames: int
+
+
+def stride_of(frame_bytes: int) -> int:
+    """Bytes from one frame to the next: the frame, padded to whole blocks."""
+    return -(-frame_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def offsets_of(extents: Iterable[Extent], stride: int) -> tuple[int, ...]:
+    """Byte offset of every frame, in order."""
+    return tuple(offset + i * stride for offset, frames in extents for i in range(frames))
+
+
+class ExtentAllocator:
+    """Which bytes of `[0, capacity_bytes)` are free. Not thread-safe: its tier holds the lock."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self.free_bytes = 0
+        self._start_to_size: dict[int, int] = {}
+        self._end_to_start: dict[int, int] = {}
+        self._bins: list[dict[int, None]] = [{} for _ in range(64)]
+        self._add(0, self.capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.capacity_bytes - self.free_bytes
+
+    def allocate(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
+        """Room for `frames` frames, or None where it does not fit now."""
+        assert stride > 0
+        assert stride % BLOCK_BYTES == 0
+        assert frames > 0
+        if stride * frames > self.free_bytes:
+            return None
+        start = self._best_fit(stride * frames)
+        if start is None:
+            return self._scattered(stride, frames)
+        self._take(start, stride * frames)
+        return (Extent(start, frames),)
+
+    def _best_fit(self, size: int) -> int | None:
+        """Start of a hole of at least `size`: the tightest of a bounded scan, else one of a larger class."""
+        own = self._bins[size.bit_length()]
+        fits = [start for start, _ in zip(own, range(_SCAN_MAX), strict=False)]
+        fits = [start for start in fits if self._start_to_size[start] >= size]
+        if fits:
+            return min(fits, key=self._start_to_size.__getitem__)
+        for larger in self._bins[size.bit_length() + 1 :]:
+            if larger:
+                return next(iter(larger))
+        return None
+
+    def _scattered(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
+        """Whole frames from the largest holes first."""
+        plan: list[Extent] = []
+        for holes in reversed(self._bins[stride.bit_length() :]):
+            for start in sorted(holes, key=self._start_to_size.__getitem__, reverse=True):
+                fits = min(self._start_to_size[start] // stride, frames)
+                if fits:
+                    plan.append(Extent(start, fits))
+                    frames -= fits
+                if not frames:
+                    for extent in plan:
+                        self._take(extent.offset, extent.frames * stride)
+                    return tuple(plan)
+        return None
+
+    def rebuild(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Everything is free but `(start, size)` runs in ascending order that do not overlap."""
+        for holes in self._bins:
+            holes.clear()
+        self._start_to_size.clear()
+        self._end_to_start.clear()
+        self.free_bytes = 0
+        position = 0
+        for start, size in runs:
+            assert start >= position
+            if start > position:
+                self._add(position, start - position)
+            position = start + size
+        if position < self.capacity_bytes:
+            self._add(position, self.capacity_bytes - position)
+
+    def free(self, extents: Iterable[Extent], stride: int) -> None:
+        """Give extents back; neighbours join."""
+        for extent in extents:
+            self._give(extent.offset, extent.frames * stride)
+
+    def _give(self, start: int, size: int) -> None:
+        before = self._end_to_start.get(start)
+        if before is not None:
+            size += self._remove(before)
+            start = before
+        if start + size in self._start_to_size:
+            size += self._remove(start + size)
+        self._add(start, size)
+
+    def _take(self, hole: int, size: int) -> None:
+        length = self._remove(hole)
+        assert length >= size
+        if length > size:
+            self._add(hole + size, length - size)
+
+    def _add(self, start: int, size: int) -> None:
+        assert start not in self._start_to_size, f"byte {start} was freed twice"
+        self._start_to_size[start] = size
+        self._end_to_start[start + size] = start
+        self._bins[size.bit_length()][start] = None
+        self.free_bytes += size
+
+    def _remove(self, start: int) -> int:
+        size = self._start_to_size.pop(start)
+        del self._end_to_start[start + size]
+        del self._bins[size.bit_length()][start]
+        self.free_bytes -= size
+        return size

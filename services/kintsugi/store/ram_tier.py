@@ -1,0 +1,68 @@
+"""The RAM tier: an arena, what is free in it, and who leaves it first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kintsugi.core.layout import ChunkManifest
+from kintsugi.store.arena import Arena
+from kintsugi.store.entry import Entry, Residence
+from kintsugi.store.extents import ExtentAllocator, stride_of
+from kintsugi.store.policy import EvictionPolicy, Lru
+
+
+class RamTier:
+    """Not thread-safe but for the views: the shard holds the lock."""
+
+    name = "ram"
+
+    def __init__(
+        self, capacity_bytes: int, policy: Callable[[int], EvictionPolicy[Entry]] = Lru[Entry]
+    ) -> None:
+        self.arena = Arena(capacity_bytes)
+        self.allocator = ExtentAllocator(self.arena.capacity_bytes)
+        self.policy = policy(self.arena.capacity_bytes)
+        self.evictions = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.arena.capacity_bytes
+
+    def allocate(self, manifest: ChunkManifest) -> Residence | None:
+        """Room for a chunk, or None where something must leave first."""
+        stride = stride_of(manifest.frame_bytes)
+        extents = self.allocator.allocate(stride, manifest.layout.num_layers)
+        return None if extents is None else Residence(extents, stride, self._free)
+
+    def _free(self, residence: Residence) -> None:
+        self.allocator.free(residence.extents, residence.stride)
+
+    def frame(self, residence: Residence, layer: int, start: int, stop: int) -> memoryview:
+        """Bytes `[start, stop)` of a layer, in place."""
+        return self.arena.view(residence.offsets[layer] + start, stop - start)
+
+    def adopt(self, entry: Entry, residence: Residence) -> None:
+        """`residence` now holds the bytes of `entry`."""
+        assert entry.ram is None
+        entry.ram = residence
+        self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+
+    def drop(self, entry: Entry) -> None:
+        """Forget this tier's copy."""
+        if entry.ram is not None:
+            self.policy.remove(entry)
+            self._unlink(entry)
+
+    def evict(self, evictable: Callable[[Entry], bool]) -> Entry | None:
+        """Forget the copy that the policy gives up first among those that may go."""
+        entry = self.policy.evict(evictable)
+        if entry is not None:
+            self.evictions += 1
+            self._unlink(entry)
+        return entry
+
+    @staticmethod
+    def _unlink(entry: Entry) -> None:
+        assert entry.ram is not None
+        residence, entry.ram = entry.ram, None
+        residence.condemn()

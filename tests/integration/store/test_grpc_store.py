@@ -1,0 +1,101 @@
+"""A shard over real gRPC on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
+from kintsugi.client.registry import open_store
+from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
+from kintsugi.core.layout import HeadRange
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
+from tests.contracts.store_contract import StoreContract, make_chunk, read_all
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with ShardServer(Shard(RamTier(8 << 20)), "127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: ShardServer) -> Iterator[ChunkStore]:
+    store = open_store(f"grpc://{server.address}")
+    yield store
+    store.close()
+
+
+class TestGrpcStore(StoreContract):
+    pass
+
+
+def test_a_full_shard_evicts_the_least_recently_used(store: ChunkStore) -> None:
+    chunks = [make_chunk(range(start, start + 4000)) for start in range(0, 50000, 5000)]
+    for manifest, frames in chunks:
+        assert store.put(manifest, frames)
+    found = store.lookup("acme", [manifest.key for manifest, _ in chunks])
+    assert found[-1] is not None
+    assert found[0] is None
+    assert store.stats().bytes_used <= 8 << 20
+
+
+def test_a_chunk_larger_than_the_shard_is_refused_with_the_limit(store: ChunkStore) -> None:
+    manifest, frames = make_chunk(range(20000))
+    with pytest.raises(ResourceExhausted, match="capacity"):
+        store.put(manifest, frames)
+
+
+def test_damage_in_the_arena_is_lost_and_quarantined(server: ShardServer, store: ChunkStore) -> None:
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    residence = server.shard.open("acme", [manifest.key], range(3), HeadRange(0, 4)).chunks[0].residence
+    server.shard.ram.frame(residence, 1, 5, 6)[0] ^= 1
+    items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=5.0))
+    assert [type(item) for item in items] == [LayerFrame, ChunkLost]
+    assert store.lookup("acme", [manifest.key]) == [None]
+    assert server.shard.quarantined == 1
+
+
+def test_a_namespace_is_mandatory(store: ChunkStore) -> None:
+    manifest, _ = make_chunk(range(40))
+    with pytest.raises(InvalidField, match="namespace"):
+        store.lookup("", [manifest.key])
+
+
+def test_a_range_that_the_chunk_lacks_is_refused(store: ChunkStore) -> None:
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    with pytest.raises(InvalidField, match="layers"):
+        read_all(store, [manifest.key], layers=range(9))
+    with pytest.raises(InvalidField, match="heads"):
+        read_all(store, [manifest.key], heads=HeadRange(2, 9))
+
+
+def test_a_stream_closed_early_lets_go(server: ShardServer, store: ChunkStore) -> None:
+    manifest, frames = make_chunk(range(4000))
+    store.put(manifest, frames)
+    stream = store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=5.0)
+    next(stream)
+    stream.close()
+    assert store.delete("acme", [manifest.key]) == 1
+    assert [item.reason for item in store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), 5.0)] == [
+        "absent"
+    ]
+
+
+def test_a_shard_that_is_not_there_is_unavailable() -> None:
+    store = GrpcStore("127.0.0.1:1")
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+        store.stats()
+    store.close()
+
+
+@pytest.mark.parametrize("url", ["grpc://localhost", "grpc://:7400", "grpc://host:port"])
+def test_a_url_must_name_a_port(url: str) -> None:
+    with pytest.raises(InvalidField, match="host:port"):
+        open_store(url)
