@@ -52,7 +52,7 @@ def test_everything_is_read() -> None:
         ({"ratio": float("inf")}, "ratio", r"\[0, 1\]"),
         ({"ratio": True}, "kintsugi.ratio", "number"),
         ({"ratio": "0.5"}, "kintsugi.ratio", "number"),
-        ({"selector": "hkdv"}, "selector", "hkvd, hkvd_gradual, random"),
+        ({"selector": "hkdv"}, "selector", "hkvd, hkvd_k, hkvd_v, hkvd_gradual, random"),
         ({"selector": 3}, "kintsugi.selector", "string"),
         ({"op": "blnd"}, "kintsugi.op", "'blend', 'save' or 'off'"),
         ({"version": 2}, "version", "is not 1"),
