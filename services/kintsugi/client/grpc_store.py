@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import grpc
@@ -27,6 +27,8 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 MANIFESTS_MAX = 4096
 """Manifests remembered from lookups, whose digests a stream is verified against."""
 
+_ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
+
 _METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
 
 
@@ -37,6 +39,10 @@ class GrpcOptions:
     call_timeout_s: float = 10.0
     """For calls without bulk bytes."""
     put_timeout_s: float = 120.0
+    ack: Literal["ram", "durable", ""] = ""
+    """When a put returns: once it is in RAM, or on disk. Empty: the shard's default."""
+    tier: str = ""
+    """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
     ttl_s: float = 0.0
     """For every chunk put; 0: chunks do not expire."""
 
@@ -115,7 +121,12 @@ class GrpcStore(ChunkStore):
         return bool(response.inserted)
 
     def _put_messages(self, manifest: ChunkManifest, views: Sequence[memoryview]) -> Iterator[bytes]:
-        header = pb.PutHeader(manifest=wire.manifest_to_wire(manifest), ttl_s=self._options.ttl_s)
+        header = pb.PutHeader(
+            manifest=wire.manifest_to_wire(manifest),
+            ack=_ACKS[self._options.ack],
+            tier=self._options.tier,
+            ttl_s=self._options.ttl_s,
+        )
         yield pb.PutChunkKVRequest(header=header).SerializeToString()
         step = max(1, wire.MESSAGE_BYTES_TARGET // manifest.frame_bytes)
         for first in range(0, len(views), step):

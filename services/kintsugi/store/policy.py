@@ -23,7 +23,7 @@ class EvictionPolicy(ABC, Generic[Item]):
 
     @abstractmethod
     def touch(self, item: Item) -> None:
-        """`item`, which is in the tier, was used."""
+        """`item` was used. One that is not here, because it is just leaving, is ignored."""
 
     @abstractmethod
     def remove(self, item: Item) -> None:
@@ -44,7 +44,8 @@ class Lru(EvictionPolicy[Item]):
         self._items[item] = None
 
     def touch(self, item: Item) -> None:
-        self._items.move_to_end(item)
+        if item in self._items:
+            self._items.move_to_end(item)
 
     def remove(self, item: Item) -> None:
         self._items.pop(item, None)
