@@ -13,7 +13,7 @@ from kintsugi.store.admission import ShardConfig
 from kintsugi.store.disk_tier import DiskTier
 from kintsugi.store.entry import Entry
 from kintsugi.store.home import Home
-from kintsugi.store.policies import policy_factory
+from kintsugi.store.policies import DEFAULT_POLICY, policy_factory
 from kintsugi.store.policy import EvictionPolicy
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.shard import Shard
@@ -55,7 +55,7 @@ class ShardSpec:
     """Identity and reports; None only without SSD tiers, and then nothing survives the process."""
     ssds: tuple[SsdSpec, ...] = ()
     """Fastest first."""
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     """Name of an eviction policy, for every tier."""
     config: ShardConfig = field(default_factory=ShardConfig)
 
@@ -68,7 +68,7 @@ def open_shard(spec: ShardSpec) -> Shard:
     """
     if spec.ssds and spec.data_dir is None:
         raise InvalidField("data-dir", "is needed with --ssd: it holds the shard's identity")
-    policy: Callable[[int], EvictionPolicy[Entry]] = policy_factory(spec.policy)
+    policy: Callable[[int], EvictionPolicy[Entry]] = policy_factory(spec.policy, lambda entry: entry.address)
     with ExitStack() as undo:
         home = None if spec.data_dir is None else Home(spec.data_dir)
         shard_id = None

@@ -14,6 +14,11 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 
+def itself(item: Item) -> Hashable:
+    """The identity of an item that has only one life."""
+    return item
+
+
 class EvictionPolicy(ABC, Generic[Item]):
     """The items of one tier, in the order in which they should leave it."""
 
@@ -37,7 +42,7 @@ class EvictionPolicy(ABC, Generic[Item]):
 class Lru(EvictionPolicy[Item]):
     """Least recently used first. Cost: constant, plus a step over each item that may not leave."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, identity: Callable[[Item], Hashable] = itself) -> None:
         self._items: OrderedDict[Item, None] = OrderedDict()
 
     def admit(self, item: Item, size_bytes: int, cost_ms: float) -> None:

@@ -440,6 +440,12 @@ class Shard:
         with self.lock:
             return [entry.address for entry in self._index]
 
+    def chunk_bytes(self, namespace: str, key: ChunkKey) -> int:
+        """Size of a chunk; 0 for an absent one. No use is counted."""
+        with self.lock:
+            entry = self._index.get((namespace, key))
+            return 0 if entry is None else entry.manifest.chunk_bytes
+
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write back what only RAM holds; the bytes that were not written in time."""
         with self.lock:
