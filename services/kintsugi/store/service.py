@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -20,10 +18,10 @@ import grpc
 from kintsugi.client import wire
 from kintsugi.client.status import ERROR_METADATA, error_name, status_of
 from kintsugi.core.errors import (
-    Corrupted,
     DeadlineExceeded,
     InvalidField,
     KintsugiError,
+    NotFound,
     VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -31,15 +29,16 @@ from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.disk_tier import DiskTier
 from kintsugi.store.entry import Entry
+from kintsugi.store.local import ArenaDoor
 from kintsugi.store.put import ChunkPut
 from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.reading import HeldChunk, Reading
 from kintsugi.store.shard import NoRoomYet, PutOptions, Shard
+from kintsugi.store.streaming import LayerStream
 
 PUT_IDLE_S_MAX = 30.0
 """A client that sends nothing for so long has died in the middle of its put."""
-WRITE_STALL_S_MAX = 60.0
-"""A reader that takes nothing for so long loses its stream, and what that held in place."""
+LEASE_S_MAX = 60.0
+"""A same-host reader that has not finished by then loses its lease."""
 PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
 WAITING_PUTS_MAX = 16
@@ -80,8 +79,11 @@ def _answers(
 class ChunkStoreService:
     """Handlers by RPC name; `generic_handler` registers them."""
 
-    def __init__(self, shard: Shard, durable_by_default: bool = False) -> None:
+    def __init__(self, shard: Shard, durable_by_default: bool = False, door: ArenaDoor | None = None) -> None:
+        """`door`: where peers of the same host get the arena; None does not share it."""
         self.shard = shard
+        self.bytes_read = {"grpc": 0, "shared-memory": 0}
+        self._door = door
         self.durable_by_default = durable_by_default
         self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
 
@@ -169,56 +171,54 @@ class ChunkStoreService:
         heads = HeadRange(request.head_start, request.head_stop)
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
-            await self._write_layers(context, reading, layers, request.deadline_ms / 1000)
+            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
+            await stream.write_frames(context)
         finally:
             self.shard.close_reading(reading)
+        self.bytes_read["grpc"] += stream.bytes_sent
 
-    async def _write_layers(self, context: Any, reading: Reading, layers: range, deadline_s: float) -> None:
-        batch = _Batch()
-        lost: set[int] = set()
-        for layer in layers:
-            expires_s = time.monotonic() + deadline_s
-            for index, chunk in enumerate(reading.chunks):
-                if index in lost:
-                    continue
-                frame: memoryview | str | None = "absent" if chunk is None else _frame_in_place(chunk, layer)
-                if chunk is not None and frame is None:
-                    if batch:  # what is there must not wait for what is not
-                        await _written(context, batch.taken())
-                    frame = await self._frame(chunk, layer, expires_s)
-                if isinstance(frame, memoryview):
-                    if batch.add(index, layer, frame):
-                        await _written(context, batch.taken())
-                else:
-                    assert frame is not None
-                    lost.add(index)
-                    batch.add_lost(index, layer, frame)
-        if batch:
-            await _written(context, batch.taken())
+    @_answers
+    async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:
+        if self._door is None:
+            raise NotFound("this shard does not share its arena; read over gRPC")
+        arena = self.shard.ram.arena
+        return pb.OpenArenaResponse(
+            socket_path=str(self._door.path),
+            token=self._door.issue(),
+            arena_bytes=arena.file_bytes,
+            arena_id=arena.arena_id,
+        )
 
-    async def _frame(self, chunk: HeldChunk, layer: int, expires_s: float) -> memoryview | str:
-        """A frame that is not in RAM yet, or why it is lost. Raises `DeadlineExceeded`."""
+    @_answers
+    async def lease_layers(self, message: pb.LeaseLayersRequest, context: Any) -> None:
+        if self._door is None:
+            raise NotFound("this shard does not share its arena; read over gRPC")
+        request = message.request
+        keys = wire.keys_from_wire(request.keys)
+        layers = range(request.layer_start, request.layer_stop)
+        heads = HeadRange(request.head_start, request.head_stop)
+        arena = self.shard.ram.arena
+        reading = self.shard.open(request.namespace, keys, layers, heads)
+        lease = None
         try:
-            async with asyncio.timeout(expires_s - time.monotonic()):
-                if chunk.in_ram:
-                    await self._progressed(chunk, layer)
-                    return chunk.lost or chunk.frame(layer)
-                return await asyncio.to_thread(chunk.read, layer)
+            lease = arena.begin_lease()
+            header = pb.LeaseLayersResponse(
+                lease_s=LEASE_S_MAX,
+                generation_offset=lease.offset,
+                generation=lease.generation,
+                arena_id=arena.arena_id,
+            )
+            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
+            async with asyncio.timeout(LEASE_S_MAX):
+                await stream.write_descriptors(context, header)
+                self.bytes_read["shared-memory"] += stream.bytes_sent
+                await asyncio.Event().wait()  # the reader ends the call once it has its copies
         except TimeoutError:
-            raise DeadlineExceeded(f"layer {layer} of chunk {chunk.manifest.key} is still on disk") from None
-        except Corrupted as error:
-            return str(error)
-
-    async def _progressed(self, chunk: HeldChunk, layer: int) -> None:
-        """Return once a layer is in RAM or lost."""
-        loop, progress = asyncio.get_running_loop(), asyncio.Event()
-        while True:
-            with self.shard.lock:
-                if chunk.lost or chunk.ready(layer):
-                    return
-                progress.clear()
-                chunk.when_progressed(partial(_set, loop, progress))
-            await progress.wait()
+            raise DeadlineExceeded(f"the lease of {LEASE_S_MAX:.0f} s is over") from None
+        finally:
+            if lease is not None:
+                arena.end_lease(lease)
+            self.shard.close_reading(reading)
 
     @_answers
     async def prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
@@ -274,7 +274,7 @@ class ChunkStoreService:
 
     @_answers
     async def stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
-        return stats_to_wire(self.shard)
+        return stats_to_wire(self.shard, self.bytes_read)
 
     @_answers
     async def verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
@@ -303,12 +303,16 @@ class ChunkStoreService:
                 ("Clear", self.clear, pb.ClearRequest),
                 ("PutReport", self.put_report, pb.PutReportRequest),
                 ("GetReport", self.get_report, pb.GetReportRequest),
+                ("OpenArena", self.open_arena, pb.OpenArenaRequest),
                 ("Stats", self.stats, pb.StatsRequest),
                 ("Verify", self.verify, pb.VerifyRequest),
             )
         }
         handlers["PutChunkKV"] = grpc.stream_unary_rpc_method_handler(
             self.put_chunk_kv, response_serializer=_serialized
+        )
+        handlers["LeaseLayers"] = grpc.unary_stream_rpc_method_handler(
+            self.lease_layers, pb.LeaseLayersRequest.FromString
         )
         handlers["StreamLayers"] = grpc.unary_stream_rpc_method_handler(
             self.stream_layers, pb.StreamLayersRequest.FromString
@@ -334,7 +338,7 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
     return ModelFingerprint(request.fingerprint), request.name
 
 
-def stats_to_wire(shard: Shard) -> pb.StatsResponse:
+def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
     counters = shard.counters
     tiers: tuple[RamTier | DiskTier, ...] = (shard.ram, *shard.disks)
     queues = {writer.tier.name: writer.queue_bytes for writer in shard.writers}
@@ -358,19 +362,8 @@ def stats_to_wire(shard: Shard) -> pb.StatsResponse:
         misses=counters.misses,
         quarantined=counters.quarantined,
         draining=shard.draining,
+        bytes_read=bytes_read,
     )
-
-
-def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:
-    """A frame that is in RAM; None for one that is not, or not yet."""
-    if not chunk.in_ram or chunk.lost or not chunk.ready(layer):
-        return None
-    return chunk.frame(layer)
-
-
-def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the server, and with it the stream, has ended
-        loop.call_soon_threadsafe(event.set)
 
 
 async def _next_message(messages: AsyncIterator[bytes]) -> bytes:
@@ -383,36 +376,3 @@ async def _next_message(messages: AsyncIterator[bytes]) -> bytes:
         raise InvalidField(
             "commit", f"nothing arrived for {PUT_IDLE_S_MAX:.0f} s; nothing was stored"
         ) from None
-
-
-async def _written(context: Any, message: bytes) -> None:
-    await asyncio.wait_for(context.write(message), WRITE_STALL_S_MAX)
-
-
-class _Batch:
-    """Frames that travel in one message."""
-
-    def __init__(self) -> None:
-        self._headers: list[pb.FrameHeader] = []
-        self._views: list[memoryview] = []
-        self._size = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._headers)
-
-    def add(self, chunk: int, layer: int, frame: memoryview) -> bool:
-        """True once the batch is as large as a message should be."""
-        self._headers.append(pb.FrameHeader(chunk=chunk, layer=layer, size_bytes=len(frame)))
-        self._views.append(frame)
-        self._size += len(frame)
-        return self._size >= wire.MESSAGE_BYTES_TARGET
-
-    def add_lost(self, chunk: int, layer: int, reason: str) -> None:
-        self._headers.append(pb.FrameHeader(chunk=chunk, layer=layer, lost_reason=reason))
-
-    def taken(self) -> bytes:
-        """The message; the batch is empty afterwards."""
-        header = pb.StreamLayersResponse(frames=self._headers).SerializeToString()
-        message = wire.with_payload(header, self._views)
-        self._headers, self._views, self._size = [], [], 0
-        return message

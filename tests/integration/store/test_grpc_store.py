@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
@@ -25,7 +25,7 @@ def server() -> Iterator[ShardServer]:
 
 @pytest.fixture
 def store(server: ShardServer) -> Iterator[ChunkStore]:
-    store = open_store(f"grpc://{server.address}")
+    store = GrpcStore(server.address, GrpcOptions(same_host=False))
     yield store
     store.close()
 
