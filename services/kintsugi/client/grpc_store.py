@@ -6,26 +6,26 @@ xxh3 pass, no copy of ours: frames are views of the message that they came in.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import grpc
 
 from kintsugi.client import wire
 from kintsugi.client.interface import Buffer, ChunkLost, ChunkStore, LayerFrame, StoreStats
-from kintsugi.client.status import error_of_call
-from kintsugi.client.watchdog import Watchdog
-from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, Unavailable
+from kintsugi.client.manifests import Manifests
+from kintsugi.client.received import Received
+from kintsugi.client.same_host import SameHost
+from kintsugi.client.status import errors_of
+from kintsugi.client.watchdog import Watchdog, guarded
+from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 
-MANIFESTS_MAX = 4096
-"""Manifests remembered from lookups, whose digests a stream is verified against."""
+_ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
 
 _METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
 
@@ -37,6 +37,12 @@ class GrpcOptions:
     call_timeout_s: float = 10.0
     """For calls without bulk bytes."""
     put_timeout_s: float = 120.0
+    ack: Literal["ram", "durable", ""] = ""
+    """When a put returns: once it is in RAM, or on disk. Empty: the shard's default."""
+    tier: str = ""
+    """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
+    same_host: bool = True
+    """Read from the shard's memory where it runs on this host and shares it."""
     ttl_s: float = 0.0
     """For every chunk put; 0: chunks do not expire."""
 
@@ -49,19 +55,27 @@ class GrpcStore(ChunkStore):
         self._options = options or GrpcOptions()
         self._channel: Any = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
         self._watchdog = Watchdog()
-        self._manifests = _Manifests()
+        self._manifests = Manifests()
         self._put: Any = self._channel.stream_unary(
             f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
         )
         self._stream: Any = self._channel.unary_stream(
             f"/{wire.SERVICE}/StreamLayers", pb.StreamLayersRequest.SerializeToString
         )
+        self._lease: Any = self._channel.unary_stream(
+            f"/{wire.SERVICE}/LeaseLayers",
+            pb.LeaseLayersRequest.SerializeToString,
+            pb.LeaseLayersResponse.FromString,
+        )
+        self._same_host = SameHost(
+            lambda: self._call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse)
+        )
 
     def _call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         method = self._channel.unary_unary(
             f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
         )
-        with _errors_of(self.address):
+        with errors_of(self.address):
             return method(request, timeout=timeout_s or self._options.call_timeout_s, metadata=_METADATA)
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
@@ -108,14 +122,19 @@ class GrpcStore(ChunkStore):
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
-        with _errors_of(self.address):
+        with errors_of(self.address):
             response = self._put(
                 self._put_messages(manifest, views), timeout=self._options.put_timeout_s, metadata=_METADATA
             )
         return bool(response.inserted)
 
     def _put_messages(self, manifest: ChunkManifest, views: Sequence[memoryview]) -> Iterator[bytes]:
-        header = pb.PutHeader(manifest=wire.manifest_to_wire(manifest), ttl_s=self._options.ttl_s)
+        header = pb.PutHeader(
+            manifest=wire.manifest_to_wire(manifest),
+            ack=_ACKS[self._options.ack],
+            tier=self._options.tier,
+            ttl_s=self._options.ttl_s,
+        )
         yield pb.PutChunkKVRequest(header=header).SerializeToString()
         step = max(1, wire.MESSAGE_BYTES_TARGET // manifest.frame_bytes)
         for first in range(0, len(views), step):
@@ -143,11 +162,39 @@ class GrpcStore(ChunkStore):
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
         )
-        lost: set[int] = set()
+        received = Received(self.address, manifests, heads, self._report_damage)
+        if self._options.same_host and self._same_host.worth_trying():
+            done = yield from self._leased(received, request, deadline_s)
+            if done:
+                return
         for header, data in self._frames(request, deadline_s):
-            item = self._checked(header, data, keys, manifests, heads, lost)
+            item = received.frame(header, data)
             if item is not None:
                 yield item
+
+    def _leased(
+        self, received: Received, request: pb.StreamLayersRequest, deadline_s: float
+    ) -> Generator[LayerFrame | ChunkLost, None, bool]:
+        """Frames from the shard's memory; False, and none of them, where that does not work now."""
+        call = self._lease(pb.LeaseLayersRequest(request=request), metadata=_METADATA)
+        guard = self._watchdog.guard(call.cancel)
+        try:
+            with errors_of(self.address, lambda: guard.expired):
+                lease = self._same_host.lease(guarded(call, guard, deadline_s))
+            if lease is None:
+                return False
+            frames = lease.frames()
+            while True:
+                with errors_of(self.address, lambda: guard.expired):
+                    frame = next(frames, None)
+                if frame is None:
+                    return True
+                item = received.leased(frame, lease)
+                if item is not None:
+                    yield item
+        finally:
+            self._watchdog.release(guard)
+            call.cancel()
 
     def _known_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         known = [self._manifests.get(namespace, key) for key in keys]
@@ -165,43 +212,17 @@ class GrpcStore(ChunkStore):
         """Frames as they arrive, unverified; the call ends with the iterator."""
         call = self._stream(request, metadata=_METADATA)
         guard = self._watchdog.guard(call.cancel)
+        messages = guarded(call, guard, deadline_s)
         try:
             while True:
-                guard.arm(deadline_s)
-                with _errors_of(self.address, lambda: guard.expired):
-                    message = next(call, None)
-                guard.disarm()
+                with errors_of(self.address, lambda: guard.expired):
+                    message = next(messages, None)
                 if message is None:
                     return
                 yield from _frames_of(message)
         finally:
             self._watchdog.release(guard)
             call.cancel()
-
-    def _checked(
-        self,
-        header: pb.FrameHeader,
-        data: memoryview,
-        keys: Sequence[ChunkKey],
-        manifests: Sequence[ChunkManifest | None],
-        heads: HeadRange,
-        lost: set[int],
-    ) -> LayerFrame | ChunkLost | None:
-        """What to yield for a frame; None for one of a chunk that is lost already."""
-        chunk, layer = header.chunk, header.layer
-        if chunk >= len(keys):
-            raise Unavailable(f"{self.address}: sent a frame of chunk {chunk}; {len(keys)} were asked for")
-        if chunk in lost:
-            return None
-        manifest = manifests[chunk]
-        if header.lost_reason or manifest is None:
-            lost.add(chunk)
-            return ChunkLost(chunk, layer, header.lost_reason or "absent")
-        if layer < manifest.layout.num_layers and manifest.frame_is_intact(layer, heads, data):
-            return LayerFrame(chunk, layer, data)
-        lost.add(chunk)
-        self._report_damage(manifest)
-        return ChunkLost(chunk, layer, "digest mismatch")
 
     def _report_damage(self, manifest: ChunkManifest) -> None:
         """Have the shard check for itself: it quarantines what is damaged there, not what was on the way."""
@@ -241,11 +262,12 @@ class GrpcStore(ChunkStore):
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
             bytes_capacity=sum(tier.bytes_capacity for tier in stats.tiers),
-            transport="grpc",
+            transport="shared-memory" if self._same_host.attached else "grpc",
         )
 
     def close(self) -> None:
         self._watchdog.close()
+        self._same_host.close()
         self._channel.close()
 
 
@@ -267,45 +289,3 @@ def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
     for header in response.frames:
         yield header, payload[position : position + header.size_bytes]
         position += header.size_bytes
-
-
-class _errors_of:  # noqa: N801 - reads as the statement it is used in
-    """gRPC's failures as ours, naming the address; what a watchdog cancelled is a deadline."""
-
-    def __init__(self, address: str, expired: Callable[[], bool] = lambda: False) -> None:
-        self._address = address
-        self._expired = expired
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, grpc.RpcError):
-            if self._expired():
-                raise DeadlineExceeded(f"{self._address}: the next layer did not arrive in time") from error
-            raise error_of_call(error, self._address) from error
-        if isinstance(error, ValueError) and "closed channel" in str(error):
-            raise Unavailable(f"{self._address}: this client is closed") from error
-
-
-class _Manifests:
-    """Manifests seen lately, oldest out first. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen: OrderedDict[tuple[str, ChunkKey], ChunkManifest] = OrderedDict()
-
-    def remember(self, manifest: ChunkManifest) -> None:
-        with self._lock:
-            self._seen[manifest.namespace, manifest.key] = manifest
-            self._seen.move_to_end((manifest.namespace, manifest.key))
-            while len(self._seen) > MANIFESTS_MAX:
-                self._seen.popitem(last=False)
-
-    def get(self, namespace: str, key: ChunkKey) -> ChunkManifest | None:
-        with self._lock:
-            return self._seen.get((namespace, key))
-
-    def forget(self, manifest: ChunkManifest) -> None:
-        with self._lock:
-            self._seen.pop((manifest.namespace, manifest.key), None)

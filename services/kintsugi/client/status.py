@@ -7,6 +7,7 @@ by the code alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -72,3 +73,24 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
     name = metadata.get(ERROR_METADATA)
     details = failure.details() or str(failure.code())
     return error_of(failure.code(), details if name else f"{where}: {details}", name)
+
+
+class errors_of:  # noqa: N801 - reads as the statement it is used in
+    """gRPC's failures as ours, naming the address; what a watchdog cancelled is a deadline."""
+
+    def __init__(self, address: str, expired: Callable[[], bool] = lambda: False) -> None:
+        self._address = address
+        self._expired = expired
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, grpc.RpcError):
+            if self._expired():
+                raise errors.DeadlineExceeded(
+                    f"{self._address}: the next layer did not arrive in time"
+                ) from error
+            raise error_of_call(error, self._address) from error
+        if isinstance(error, ValueError) and "closed channel" in str(error):
+            raise errors.Unavailable(f"{self._address}: this client is closed") from error

@@ -9,15 +9,24 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import struct
+from typing import NamedTuple
 
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.store.extents import BLOCK_BYTES
 
 LEASES_MAX = BLOCK_BYTES // 8
 """Generations in the first block: concurrent same-host leases."""
 
 _F_SEAL_FUTURE_WRITE = 0x10
+
+
+class Lease(NamedTuple):
+    """Where in the file a lease's generation stands, and what it is for as long as the lease lasts."""
+
+    offset: int
+    generation: int
 
 
 class Arena:
@@ -36,18 +45,40 @@ class Arena:
         )
         self._view = memoryview(self._map)
         self.frames = self._view[BLOCK_BYTES:]
+        self.arena_id = secrets.randbits(64)
+        """Tells this arena from the one of an earlier process."""
+        self._free_leases = list(range(LEASES_MAX))
 
     def view(self, offset: int, size: int) -> memoryview:
         """Bytes of a frame at `offset` as the tier's allocator counts; writable."""
         return self.frames[offset : offset + size]
 
-    def generation(self, lease: int) -> int:
-        value: int = struct.unpack_from("<Q", self._view, 8 * lease)[0]
+    def file_offset(self, view_offset: int) -> int:
+        """Where a frame's byte lies for those who map the file."""
+        return BLOCK_BYTES + view_offset
+
+    def begin_lease(self) -> Lease:
+        """Raises `ResourceExhausted` where too many are held.
+
+        Not thread-safe: leases belong to the server's event loop.
+        """
+        if not self._free_leases:
+            raise ResourceExhausted(f"{LEASES_MAX} readers of the same host hold leases; read over gRPC")
+        offset = 8 * self._free_leases.pop()
+        return Lease(offset, self._generation(offset))
+
+    def end_lease(self, lease: Lease) -> None:
+        """Tell the reader that the bytes may change from now on."""
+        struct.pack_into("<Q", self._view, lease.offset, lease.generation + 1)
+        self._free_leases.append(lease.offset // 8)
+
+    def _generation(self, offset: int) -> int:
+        value: int = struct.unpack_from("<Q", self._view, offset)[0]
         return value
 
-    def end_generation(self, lease: int) -> None:
-        """Tell every reader of `lease` that its bytes may change from now on."""
-        struct.pack_into("<Q", self._view, 8 * lease, self.generation(lease) + 1)
+    def read_only_fd(self) -> int:
+        """A descriptor to hand to a peer; close it afterwards."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Unmap; views that are still held keep the mapping alive until they go."""

@@ -1,10 +1,12 @@
-"""A chunk as a shard knows it, and its bytes in one tier."""
+"""A chunk as a shard knows it, and its bytes in one tier. The shard's lock guards every field."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
@@ -14,18 +16,36 @@ Address = tuple[str, ChunkKey]
 """Namespace and key: there is no way to name a chunk without its tenant."""
 
 
+class Tier(Protocol):
+    """Where a residence lies."""
+
+    @property
+    def name(self) -> str:
+        """`ram`, `ssd0`, `ssd1` …"""
+        ...
+
+    def free(self, residence: Residence) -> None:
+        """Nobody reads the residence any more, and its entry has let go of it."""
+        ...
+
+
 @dataclass(eq=False)
 class Residence:
-    """The bytes of one chunk in one tier. Whoever reads them holds a reader count; the shard's lock
-    guards every field."""
+    """The bytes of one chunk in one tier. Whoever uses them holds a reader count."""
 
+    tier: Tier
+    address: Address
     extents: tuple[Extent, ...]
     stride: int
-    give_back: Callable[[Residence], None]
-    """Frees the extents; called once, when the residence is condemned and nobody reads it."""
     readers: int = 0
     condemned: bool = False
-    """Unlinked from its entry: no new readers."""
+    """Its entry has let go of it: no new readers."""
+    unloaded: set[int] = field(default_factory=set)
+    """Layers that a promotion has not read yet."""
+    lost: str = ""
+    """Why the promotion failed; empty: it did not."""
+    waiters: list[Callable[[], None]] = field(default_factory=list)
+    """Called once, under the lock, after the next progress of a promotion."""
     offsets: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,20 +72,39 @@ class Residence:
 
     def _free_if_unused(self) -> None:
         if self.condemned and not self.readers:
-            self.give_back(self)
+            self.tier.free(self)
+
+    def wake(self) -> None:
+        """Tell everyone who waits for a layer to look again."""
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            waiter()
 
 
 @dataclass(eq=False)
 class Entry:
-    """One visible chunk."""
+    """One chunk."""
 
     manifest: ChunkManifest
     expires_at_s: float = math.inf
     """Unix seconds."""
     recompute_ms: float = 0.0
     ram: Residence | None = None
+    disk: Residence | None = None
+    writing: Future[None] | None = None
+    """Done when the write-back on its way has ended, one way or the other."""
+    leaving: bool = False
+    """Its RAM copy goes as soon as the write-back has ended."""
+    gone: bool = False
+    """Forgotten; what still works on it throws its result away."""
     pins: int = 0
 
     @property
     def address(self) -> Address:
         return self.manifest.namespace, self.manifest.key
+
+    @property
+    def tier_name(self) -> str:
+        """The fastest tier that holds it."""
+        residence = self.ram or self.disk
+        return residence.tier.name if residence is not None else ""

@@ -14,6 +14,11 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 
+def itself(item: Item) -> Hashable:
+    """The identity of an item that has only one life."""
+    return item
+
+
 class EvictionPolicy(ABC, Generic[Item]):
     """The items of one tier, in the order in which they should leave it."""
 
@@ -23,7 +28,7 @@ class EvictionPolicy(ABC, Generic[Item]):
 
     @abstractmethod
     def touch(self, item: Item) -> None:
-        """`item`, which is in the tier, was used."""
+        """`item` was used. One that is not here, because it is just leaving, is ignored."""
 
     @abstractmethod
     def remove(self, item: Item) -> None:
@@ -37,14 +42,15 @@ class EvictionPolicy(ABC, Generic[Item]):
 class Lru(EvictionPolicy[Item]):
     """Least recently used first. Cost: constant, plus a step over each item that may not leave."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, identity: Callable[[Item], Hashable] = itself) -> None:
         self._items: OrderedDict[Item, None] = OrderedDict()
 
     def admit(self, item: Item, size_bytes: int, cost_ms: float) -> None:
         self._items[item] = None
 
     def touch(self, item: Item) -> None:
-        self._items.move_to_end(item)
+        if item in self._items:
+            self._items.move_to_end(item)
 
     def remove(self, item: Item) -> None:
         self._items.pop(item, None)

@@ -14,9 +14,11 @@ class ChunkPut:
     Cost per byte: one copy into the arena and one xxh3 pass over it.
     """
 
-    def __init__(self, entry: Entry, residence: Residence, ram: RamTier) -> None:
+    def __init__(self, entry: Entry, residence: Residence, ram: RamTier, tier: str) -> None:
         self.entry = entry
         self.residence = residence
+        self.tier = tier
+        """Where it is written once it is committed: `ram`, or an SSD tier's name."""
         self._ram = ram
         self._layers_written = 0
 

@@ -11,10 +11,12 @@ from kintsugi.store.extents import ExtentAllocator, stride_of
 from kintsugi.store.policy import EvictionPolicy, Lru
 
 
+def _ignore() -> None:
+    return None
+
+
 class RamTier:
     """Not thread-safe but for the views: the shard holds the lock."""
-
-    name = "ram"
 
     def __init__(
         self, capacity_bytes: int, policy: Callable[[int], EvictionPolicy[Entry]] = Lru[Entry]
@@ -23,6 +25,13 @@ class RamTier:
         self.allocator = ExtentAllocator(self.arena.capacity_bytes)
         self.policy = policy(self.arena.capacity_bytes)
         self.evictions = 0
+        self.chunks = 0
+        self.on_free: Callable[[], None] = _ignore
+        """Called under the shard's lock whenever room came back."""
+
+    @property
+    def name(self) -> str:
+        return "ram"
 
     @property
     def capacity_bytes(self) -> int:
@@ -32,10 +41,14 @@ class RamTier:
         """Room for a chunk, or None where something must leave first."""
         stride = stride_of(manifest.frame_bytes)
         extents = self.allocator.allocate(stride, manifest.layout.num_layers)
-        return None if extents is None else Residence(extents, stride, self._free)
+        if extents is None:
+            return None
+        return Residence(self, (manifest.namespace, manifest.key), extents, stride)
 
-    def _free(self, residence: Residence) -> None:
+    def free(self, residence: Residence) -> None:
+        """Take the bytes back."""
         self.allocator.free(residence.extents, residence.stride)
+        self.on_free()
 
     def frame(self, residence: Residence, layer: int, start: int, stop: int) -> memoryview:
         """Bytes `[start, stop)` of a layer, in place."""
@@ -45,24 +58,25 @@ class RamTier:
         """`residence` now holds the bytes of `entry`."""
         assert entry.ram is None
         entry.ram = residence
+        self.chunks += 1
         self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
     def drop(self, entry: Entry) -> None:
         """Forget this tier's copy."""
         if entry.ram is not None:
             self.policy.remove(entry)
-            self._unlink(entry)
+            self.unlink(entry)
 
     def evict(self, evictable: Callable[[Entry], bool]) -> Entry | None:
-        """Forget the copy that the policy gives up first among those that may go."""
+        """The entry that the policy gives up first among those that may go; the caller unlinks it."""
         entry = self.policy.evict(evictable)
         if entry is not None:
             self.evictions += 1
-            self._unlink(entry)
         return entry
 
-    @staticmethod
-    def _unlink(entry: Entry) -> None:
+    def unlink(self, entry: Entry) -> None:
+        """Let go of the copy of an entry that the policy no longer orders."""
         assert entry.ram is not None
         residence, entry.ram = entry.ram, None
+        self.chunks -= 1
         residence.condemn()

@@ -7,27 +7,42 @@ block it (disk, waiting for room, verification of whole chunks) runs elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import wraps
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
 from typing import Any
 
 import grpc
 
 from kintsugi.client import wire
 from kintsugi.client.status import ERROR_METADATA, error_name, status_of
-from kintsugi.core.errors import InvalidField, KintsugiError, VersionMismatch
-from kintsugi.core.layout import HeadRange
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    KintsugiError,
+    NotFound,
+    VersionMismatch,
+)
+from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.disk_tier import DiskTier
 from kintsugi.store.entry import Entry
+from kintsugi.store.local import ArenaDoor
 from kintsugi.store.put import ChunkPut
-from kintsugi.store.shard import PutOptions, Shard
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.shard import NoRoomYet, PutOptions, Shard
+from kintsugi.store.streaming import LayerStream
 
 PUT_IDLE_S_MAX = 30.0
 """A client that sends nothing for so long has died in the middle of its put."""
-WRITE_STALL_S_MAX = 60.0
-"""A reader that takes nothing for so long loses its stream, and what that held in place."""
-REPORT_NAME_CHARS_MAX = 128
+LEASE_S_MAX = 60.0
+"""A same-host reader that has not finished by then loses its lease."""
+PUT_WAIT_S_MAX = 10.0
+"""How long a put waits for room."""
+WAITING_PUTS_MAX = 16
+DRAIN_S_MAX = 3600.0
 
 
 def _checked_protocol(context: Any) -> None:
@@ -64,8 +79,13 @@ def _answers(
 class ChunkStoreService:
     """Handlers by RPC name; `generic_handler` registers them."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, durable_by_default: bool = False, door: ArenaDoor | None = None) -> None:
+        """`door`: where peers of the same host get the arena; None does not share it."""
         self.shard = shard
+        self.bytes_read = {"grpc": 0, "shared-memory": 0}
+        self._door = door
+        self.durable_by_default = durable_by_default
+        self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
 
     @_answers
     async def lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
@@ -90,30 +110,54 @@ class ChunkStoreService:
 
     @_answers
     async def put_chunk_kv(self, messages: AsyncIterator[bytes], context: Any) -> pb.PutChunkKVResponse:
-        put = await self._begun_put(messages)
+        manifest, options = self._put_header(await _next_message(messages))
+        durable = options.durable
+        put = await self._begun_put(manifest, options)
         if put is None:
-            return pb.PutChunkKVResponse(inserted=False)
+            return await self._present(manifest, durable)
         try:
-            while not await self._take(put, await _next_message(messages)):
+            while not self._take(put, await _next_message(messages)):
                 pass
         except BaseException:
             self.shard.abort(put)
             raise
-        return pb.PutChunkKVResponse(inserted=self.shard.commit(put))
+        committed = self.shard.commit(put)
+        if durable and committed.durable is not None:
+            await asyncio.wrap_future(committed.durable)
+        return pb.PutChunkKVResponse(inserted=committed.inserted)
 
-    async def _begun_put(self, messages: AsyncIterator[bytes]) -> ChunkPut | None:
-        first, payload = wire.parse_put(await _next_message(messages))
+    async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
+        """The answer for a key that is there already: durable only once it is."""
+        writing = self.shard.writing(manifest.namespace, manifest.key)
+        if durable and writing is not None:
+            await asyncio.wrap_future(writing)
+        return pb.PutChunkKVResponse(inserted=False)
+
+    async def _begun_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
+        """Room for a chunk. Waits in a thread, because it may take a disk's time to come."""
+        try:
+            return self.shard.begin_put(manifest, options)
+        except NoRoomYet:
+            waiting = partial(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
+            return await asyncio.get_running_loop().run_in_executor(self._waiting_puts, waiting)
+
+    def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
+        first, payload = wire.parse_put(message)
         if not first.HasField("header") or payload:
             raise InvalidField("header", "the first message of a put carries the header and no frames")
         header = first.header
-        manifest = wire.manifest_from_wire(header.manifest)
-        options = PutOptions(recompute_ms=header.recompute_ms)
-        if header.ttl_s:
-            options = PutOptions(ttl_s=header.ttl_s, recompute_ms=header.recompute_ms)
-        return self.shard.begin_put(manifest, options)
+        durable = (
+            self.durable_by_default if header.ack == pb.ACK_UNSPECIFIED else header.ack == pb.ACK_DURABLE
+        )
+        return wire.manifest_from_wire(header.manifest), PutOptions(
+            tier=header.tier,
+            durable=durable,
+            ttl_s=header.ttl_s or math.inf,
+            recompute_ms=header.recompute_ms,
+        )
 
     @staticmethod
-    async def _take(put: ChunkPut, message: bytes) -> bool:
+    def _take(put: ChunkPut, message: bytes) -> bool:
         """Write one message's frames; True once it commits."""
         request, payload = wire.parse_put(message)
         if payload:
@@ -127,64 +171,110 @@ class ChunkStoreService:
         heads = HeadRange(request.head_start, request.head_stop)
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
-            batch = _Batch()
-            for layer in layers:
-                for index, chunk in enumerate(reading.chunks):
-                    if chunk is not None:
-                        if batch.add(index, layer, chunk.frame(layer)):
-                            await _written(context, batch.taken())
-                    elif layer == layers.start:
-                        batch.add_lost(index, layer, "absent")
-            if batch:
-                await _written(context, batch.taken())
+            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
+            await stream.write_frames(context)
         finally:
             self.shard.close_reading(reading)
+        self.bytes_read["grpc"] += stream.bytes_sent
+
+    @_answers
+    async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:
+        if self._door is None:
+            raise NotFound("this shard does not share its arena; read over gRPC")
+        arena = self.shard.ram.arena
+        return pb.OpenArenaResponse(
+            socket_path=str(self._door.path),
+            token=self._door.issue(),
+            arena_bytes=arena.file_bytes,
+            arena_id=arena.arena_id,
+        )
+
+    @_answers
+    async def lease_layers(self, message: pb.LeaseLayersRequest, context: Any) -> None:
+        if self._door is None:
+            raise NotFound("this shard does not share its arena; read over gRPC")
+        request = message.request
+        keys = wire.keys_from_wire(request.keys)
+        layers = range(request.layer_start, request.layer_stop)
+        heads = HeadRange(request.head_start, request.head_stop)
+        arena = self.shard.ram.arena
+        reading = self.shard.open(request.namespace, keys, layers, heads)
+        lease = None
+        try:
+            lease = arena.begin_lease()
+            header = pb.LeaseLayersResponse(
+                lease_s=LEASE_S_MAX,
+                generation_offset=lease.offset,
+                generation=lease.generation,
+                arena_id=arena.arena_id,
+            )
+            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
+            async with asyncio.timeout(LEASE_S_MAX):
+                await stream.write_descriptors(context, header)
+                self.bytes_read["shared-memory"] += stream.bytes_sent
+                await asyncio.Event().wait()  # the reader ends the call once it has its copies
+        except TimeoutError:
+            raise DeadlineExceeded(f"the lease of {LEASE_S_MAX:.0f} s is over") from None
+        finally:
+            if lease is not None:
+                arena.end_lease(lease)
+            self.shard.close_reading(reading)
+
+    @_answers
+    async def prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+        keys = wire.keys_from_wire(request.keys)
+        return pb.PrefetchResponse(accepted=self.shard.prefetch(request.namespace, keys))
+
+    @_answers
+    async def pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+        keys = wire.keys_from_wire(request.keys)
+        lease_id, pinned = self.shard.pin(request.namespace, keys, request.lease_s)
+        return pb.PinResponse(lease_id=lease_id, pinned=pinned)
+
+    @_answers
+    async def unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
+        return pb.UnpinResponse(unpinned=self.shard.unpin(request.lease_id))
+
+    @_answers
+    async def drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        timeout_s = min(request.timeout_s, DRAIN_S_MAX)
+        return pb.DrainResponse(bytes_left=await asyncio.to_thread(self.shard.drain, timeout_s))
 
     @_answers
     async def delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
         keys = wire.keys_from_wire(request.keys)
-        return pb.DeleteResponse(deleted=self.shard.delete(request.namespace, keys))
+        deleted = self.shard.delete(request.namespace, keys)
+        await self._flushed()
+        return pb.DeleteResponse(deleted=deleted)
+
+    async def _flushed(self) -> None:
+        """Deletions survive a crash before they are answered."""
+        await asyncio.gather(*map(asyncio.wrap_future, self.shard.flushed()))
 
     @_answers
     async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
-        return pb.ListResponse(found=map(_found, self.shard.list(request.namespace, limit, after)))
+        return pb.ListResponse(found=map(_found, self.shard.page(request.namespace, limit, after)))
 
     @_answers
     async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
-        return pb.ClearResponse(deleted=self.shard.clear(request.namespace))
+        deleted = self.shard.clear(request.namespace)
+        await self._flushed()
+        return pb.ClearResponse(deleted=deleted)
 
     @_answers
     async def put_report(self, request: pb.PutReportRequest, context: Any) -> pb.PutReportResponse:
-        self.shard.put_report(*_report_address(request), request.document)
+        await asyncio.to_thread(self.shard.reports.put, *_report_address(request), request.document)
         return pb.PutReportResponse()
 
     @_answers
     async def get_report(self, request: pb.GetReportRequest, context: Any) -> pb.GetReportResponse:
-        return pb.GetReportResponse(document=self.shard.get_report(*_report_address(request)))
+        return pb.GetReportResponse(document=self.shard.reports.get(*_report_address(request)))
 
     @_answers
     async def stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
-        shard = self.shard
-        return pb.StatsResponse(
-            shard_id=shard.shard_id,
-            protocol_version=wire.PROTOCOL_VERSION,
-            format_version=FORMAT_VERSION,
-            chunks=len(shard),
-            tiers=[
-                pb.TierStats(
-                    name=shard.ram.name,
-                    chunks=len(shard),
-                    bytes_used=shard.ram.allocator.used_bytes,
-                    bytes_capacity=shard.ram.capacity_bytes,
-                    evictions=shard.ram.evictions,
-                )
-            ],
-            hits=shard.hits,
-            misses=shard.misses,
-            quarantined=shard.quarantined,
-        )
+        return stats_to_wire(self.shard, self.bytes_read)
 
     @_answers
     async def verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
@@ -204,17 +294,25 @@ class ChunkStoreService:
             for name, handler, request in (
                 ("Lookup", self.lookup, pb.LookupRequest),
                 ("LookupAnchors", self.lookup_anchors, pb.LookupAnchorsRequest),
+                ("Prefetch", self.prefetch, pb.PrefetchRequest),
+                ("Pin", self.pin, pb.PinRequest),
+                ("Unpin", self.unpin, pb.UnpinRequest),
+                ("Drain", self.drain, pb.DrainRequest),
                 ("Delete", self.delete, pb.DeleteRequest),
                 ("List", self.list, pb.ListRequest),
                 ("Clear", self.clear, pb.ClearRequest),
                 ("PutReport", self.put_report, pb.PutReportRequest),
                 ("GetReport", self.get_report, pb.GetReportRequest),
+                ("OpenArena", self.open_arena, pb.OpenArenaRequest),
                 ("Stats", self.stats, pb.StatsRequest),
                 ("Verify", self.verify, pb.VerifyRequest),
             )
         }
         handlers["PutChunkKV"] = grpc.stream_unary_rpc_method_handler(
             self.put_chunk_kv, response_serializer=_serialized
+        )
+        handlers["LeaseLayers"] = grpc.unary_stream_rpc_method_handler(
+            self.lease_layers, pb.LeaseLayersRequest.FromString
         )
         handlers["StreamLayers"] = grpc.unary_stream_rpc_method_handler(
             self.stream_layers, pb.StreamLayersRequest.FromString
@@ -229,7 +327,7 @@ def _serialized(message: Any) -> Any:
 def _found(entry: Entry | None) -> pb.Found:
     if entry is None:
         return pb.Found()
-    return pb.Found(manifest=wire.manifest_to_wire(entry.manifest), tier="ram")
+    return pb.Found(manifest=wire.manifest_to_wire(entry.manifest), tier=entry.tier_name)
 
 
 def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple[ModelFingerprint, str]:
@@ -237,9 +335,35 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
         raise InvalidField(
             "fingerprint", f"has {len(request.fingerprint)} bytes; a digest has {wire.DIGEST_BYTES}"
         )
-    if not 0 < len(request.name) <= REPORT_NAME_CHARS_MAX:
-        raise InvalidField("name", f"has {len(request.name)} characters, not 1 to {REPORT_NAME_CHARS_MAX}")
     return ModelFingerprint(request.fingerprint), request.name
+
+
+def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
+    counters = shard.counters
+    tiers: tuple[RamTier | DiskTier, ...] = (shard.ram, *shard.disks)
+    queues = {writer.tier.name: writer.queue_bytes for writer in shard.writers}
+    return pb.StatsResponse(
+        shard_id=shard.shard_id,
+        protocol_version=wire.PROTOCOL_VERSION,
+        format_version=FORMAT_VERSION,
+        chunks=len(shard),
+        tiers=[
+            pb.TierStats(
+                name=tier.name,
+                chunks=tier.chunks,
+                bytes_used=tier.allocator.used_bytes,
+                bytes_capacity=tier.capacity_bytes,
+                evictions=tier.evictions,
+                queue_bytes=queues.get(tier.name, 0),
+            )
+            for tier in tiers
+        ],
+        hits=counters.hits,
+        misses=counters.misses,
+        quarantined=counters.quarantined,
+        draining=shard.draining,
+        bytes_read=bytes_read,
+    )
 
 
 async def _next_message(messages: AsyncIterator[bytes]) -> bytes:
@@ -252,36 +376,3 @@ async def _next_message(messages: AsyncIterator[bytes]) -> bytes:
         raise InvalidField(
             "commit", f"nothing arrived for {PUT_IDLE_S_MAX:.0f} s; nothing was stored"
         ) from None
-
-
-async def _written(context: Any, message: bytes) -> None:
-    await asyncio.wait_for(context.write(message), WRITE_STALL_S_MAX)
-
-
-class _Batch:
-    """Frames that travel in one message."""
-
-    def __init__(self) -> None:
-        self._headers: list[pb.FrameHeader] = []
-        self._views: list[memoryview] = []
-        self._size = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._headers)
-
-    def add(self, chunk: int, layer: int, frame: memoryview) -> bool:
-        """True once the batch is as large as a message should be."""
-        self._headers.append(pb.FrameHeader(chunk=chunk, layer=layer, size_bytes=len(frame)))
-        self._views.append(frame)
-        self._size += len(frame)
-        return self._size >= wire.MESSAGE_BYTES_TARGET
-
-    def add_lost(self, chunk: int, layer: int, reason: str) -> None:
-        self._headers.append(pb.FrameHeader(chunk=chunk, layer=layer, lost_reason=reason))
-
-    def taken(self) -> bytes:
-        """The message; the batch is empty afterwards."""
-        header = pb.StreamLayersResponse(frames=self._headers).SerializeToString()
-        message = wire.with_payload(header, self._views)
-        self._headers, self._views, self._size = [], [], 0
-        return message

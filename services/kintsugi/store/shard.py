@@ -6,73 +6,175 @@ happens under it.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kintsugi.client.interface import ANCHOR_CANDIDATES_MAX
-from kintsugi.core.errors import InvalidField, ResourceExhausted
+from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.spaces import ChunkKey, ModelFingerprint, checked_namespace
-from kintsugi.store.entry import Address, Entry
+from kintsugi.core.spaces import ChunkKey, checked_namespace
+from kintsugi.store.admission import Admission, ShardConfig
+from kintsugi.store.demotion import Demoter
+from kintsugi.store.disk_tier import DiskTier
+from kintsugi.store.entry import Address, Entry, Residence
+from kintsugi.store.home import Home
 from kintsugi.store.index import Index
+from kintsugi.store.pins import Pins
+from kintsugi.store.placement import AUTO, TierSpeed, chosen_tier
+from kintsugi.store.promotion import Load, Promoter
 from kintsugi.store.put import ChunkPut
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.reading import HeldChunk, Reading
+from kintsugi.store.reports import Reports
+from kintsugi.store.writeback import WriteBack
 
-REPORTS_MAX = 1024
-REPORT_BYTES_MAX = 1 << 20
+log = logging.getLogger(__name__)
+
+QUEUE_SHARE_MAX = 0.25
+"""Of RAM, that may wait for one SSD tier: puts wait when more would."""
+
+
+class NoRoomYet(ResourceExhausted):
+    """Room may come: chunks are being read or written back."""
 
 
 @dataclass(frozen=True)
 class PutOptions:
     """What a put may ask for beside its bytes."""
 
+    tier: str = AUTO
+    durable: bool = False
     ttl_s: float = math.inf
     recompute_ms: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not self.ttl_s > 0:
+            raise InvalidField("ttl_s", f"{self.ttl_s} is not positive")
+        if not (self.recompute_ms >= 0 and math.isfinite(self.recompute_ms)):
+            raise InvalidField("recompute_ms", f"{self.recompute_ms} is not a duration")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a commit did."""
+
+    inserted: bool
+    """False where another put of the key was faster."""
+    durable: Future[None] | None
+    """Done once the chunk is on disk; None where no SSD tier takes it."""
+
+
+@dataclass
+class Counters:
+    """Since the shard started."""
+
+    hits: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    expired: int = 0
+
 
 class Shard:
-    """Chunk KV in this process's arena."""
+    """Chunk KV in this process's arena and on its disks. `close` it."""
 
     def __init__(
-        self, ram: RamTier, shard_id: str | None = None, wall_clock: Callable[[], float] = time.time
+        self,
+        ram: RamTier,
+        disks: Sequence[DiskTier] = (),
+        shard_id: str | None = None,
+        config: ShardConfig | None = None,
+        home: Home | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shard_id = shard_id or str(uuid.uuid4())
         self.ram = ram
-        self.hits = 0
-        self.misses = 0
-        self.quarantined = 0
-        self._lock = threading.RLock()
-        self._index = Index()
-        self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
+        self.disks = disks
+        self.config = config or ShardConfig()
+        self.counters = Counters()
+        self.reports = Reports(None if home is None else home.path / "reports")
+        self._home = home
+        self.draining = False
+        self.failure: BaseException | None = None
+        """What killed one of its threads: nothing is served any more."""
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        ram.on_free = self._changed.notify_all
         self._wall_clock = wall_clock
+        self._clock = clock
+        self._index = Index()
+        largest_bytes = max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0)
+        self._pins = Pins(largest_bytes, clock)
+        self._next_of: dict[DiskTier, WriteBack] = {}
+        demoter = Demoter(self.lock, self._next_of, self._forget_unheld)
+        queue_bytes_max = int(QUEUE_SHARE_MAX * ram.capacity_bytes)
+        self.writers = [
+            WriteBack(disk, ram, self._changed, self.lock, queue_bytes_max, demoter.demote, self.fail)
+            for disk in disks
+        ]
+        self._next_of.update(zip(disks, self.writers[1:], strict=False))
+        self._admission = Admission(
+            ram, disks, self.writers, self._index, self.config, self._forget, self._forget_unheld
+        )
+        self._promoter = Promoter(ram, self.lock, self._quarantine, self.fail)
+        self._recover()
+        for writer in self.writers:
+            writer.start()
+        self._promoter.start()
+
+    def _recover(self) -> None:
+        for disk in self.disks:
+            recovered = disk.recover(lambda address: self._index.get(address) is not None)
+            self.counters.quarantined += recovered.damaged
+            for entry in recovered.entries:
+                self._index.add(entry)
+
+    def fail(self, error: BaseException) -> None:
+        """One of the shard's own threads died: refuse everything from now on, and say why."""
+        log.critical("the shard failed", exc_info=error)
+        with self.lock:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise Unavailable(f"this shard failed ({self.failure!r}); restart it")
 
     # Finding
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Entry | None]:
         """The entry of each key; a hit counts as a use."""
         checked_namespace(namespace)
-        with self._lock:
+        self._check_alive()
+        with self.lock:
             return [self._used((namespace, key)) for key in keys]
 
     def _used(self, address: Address) -> Entry | None:
         entry = self._living(address)
         if entry is None:
-            self.misses += 1
+            self.counters.misses += 1
             return None
-        self.hits += 1
+        self.counters.hits += 1
+        self._touch(entry)
+        return entry
+
+    def _touch(self, entry: Entry) -> None:
         if entry.ram is not None:
             self.ram.policy.touch(entry)
-        return entry
+        if entry.disk is not None:
+            disk_of(entry.disk).policy.touch(entry)
 
     def _living(self, address: Address) -> Entry | None:
         """The entry, unless it is absent or its time is over."""
         entry = self._index.get(address)
-        if entry is not None and entry.expires_at_s <= self._wall_clock():
+        if entry is not None and entry.expires_at_s <= self._wall_clock() and not entry.pins:
+            self.counters.expired += 1
             self._forget(entry)
             return None
         return entry
@@ -82,8 +184,9 @@ class Shard:
     ) -> dict[int, list[ChunkManifest]]:
         """As `ChunkStore.lookup_anchors`."""
         checked_namespace(namespace)
+        self._check_alive()
         found: dict[int, list[ChunkManifest]] = {}
-        with self._lock:
+        with self.lock:
             for anchor in set(anchors):
                 entries = self._index.candidates(namespace, space_digest, anchor)
                 manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
@@ -91,73 +194,94 @@ class Shard:
                     found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
         return found
 
-    def list(self, namespace: str, limit: int, after: ChunkKey | None) -> list[Entry]:
+    def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[Entry]:
         """Entries in key order."""
         checked_namespace(namespace)
-        with self._lock:
+        self._check_alive()
+        with self.lock:
             return self._index.page(namespace, limit, after)
 
     # Writing
 
-    def begin_put(self, manifest: ChunkManifest, options: PutOptions | None = None) -> ChunkPut | None:
-        """Room for a chunk, or None where the key is there already.
+    def begin_put(
+        self, manifest: ChunkManifest, options: PutOptions | None = None, wait_s: float = 0.0
+    ) -> ChunkPut | None:
+        """Room for a chunk, or None where the key is there already. End it with `commit` or `abort`.
 
-        Raises `ResourceExhausted` where it cannot fit: end every put with `commit` or `abort`.
+        Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
         """
         options = options or PutOptions()
-        if not options.ttl_s > 0:
-            raise InvalidField("ttl_s", f"{options.ttl_s} is not positive")
-        if manifest.chunk_bytes > self.ram.capacity_bytes:
-            raise ResourceExhausted(
-                f"a chunk of {manifest.chunk_bytes} bytes exceeds the RAM tier's {self.ram.capacity_bytes}; "
-                "raise its capacity or make chunks shorter"
-            )
-        with self._lock:
-            if self._living((manifest.namespace, manifest.key)) is not None:
-                return None
-            residence = self.ram.allocate(manifest)
-            while residence is None:
-                if self._evict_one() is None:
-                    raise ResourceExhausted(
-                        f"{manifest.chunk_bytes} bytes do not fit beside chunks that are pinned or being "
-                        f"read ({self.ram.allocator.free_bytes} of {self.ram.capacity_bytes} bytes are free)"
+        self._admission.check_sizes(manifest)
+        deadline_s = self._clock() + wait_s
+        with self.lock:
+            while True:
+                self._check_alive()
+                if self.draining:
+                    raise Unavailable("this shard is draining; put to another")
+                if self._living((manifest.namespace, manifest.key)) is not None:
+                    return None
+                tier = self._tier_for(manifest, options)
+                residence = self._admission.room_for_put(manifest, tier)
+                if residence is not None:
+                    break
+                if self._clock() >= deadline_s:
+                    raise NoRoomYet(
+                        f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or "
+                        f"waiting for the disk ({self.ram.allocator.free_bytes} of "
+                        f"{self.ram.capacity_bytes} bytes of RAM are free); try again later"
                     )
-                residence = self.ram.allocate(manifest)
+                self._changed.wait(deadline_s - self._clock())
             residence.acquire()
         expires_at_s = self._wall_clock() + options.ttl_s
-        return ChunkPut(Entry(manifest, expires_at_s, options.recompute_ms), residence, self.ram)
+        entry = Entry(manifest, expires_at_s, options.recompute_ms)
+        return ChunkPut(entry, residence, self.ram, tier)
 
-    def _evict_one(self) -> Entry | None:
-        victim = self.ram.evict(_may_leave)
-        if victim is not None:
-            self._index.remove(victim)
-        return victim
+    def _tier_for(self, manifest: ChunkManifest, options: PutOptions) -> str:
+        speeds = [TierSpeed(disk.name, disk.read_bytes_per_s) for disk in self.disks]
+        tier = chosen_tier(options.tier, speeds, manifest.chunk_bytes, options.recompute_ms, options.durable)
+        for disk in self.disks:
+            if disk.name == tier and manifest.chunk_bytes > disk.capacity_bytes:
+                raise ResourceExhausted(
+                    f"a chunk of {manifest.chunk_bytes} bytes exceeds {tier}'s {disk.capacity_bytes}; "
+                    "name another tier or make chunks shorter"
+                )
+        return tier
 
-    def commit(self, put: ChunkPut) -> bool:
-        """Make the chunk visible. False where another put of the key was faster."""
+    def commit(self, put: ChunkPut) -> Committed:
+        """Make the chunk visible. Raises `InvalidField` where frames are missing."""
         if not put.complete:
             self.abort(put)
             raise InvalidField("frames", "the put was committed before its last layer")
-        with self._lock:
-            inserted = self._living(put.entry.address) is None
-            if inserted:
-                self._index.add(put.entry)
-                self.ram.adopt(put.entry, put.residence)
-                put.residence.release()
-        if not inserted:
-            self.abort(put)
-        return inserted
+        entry = put.entry
+        with self.lock:
+            present = self._living(entry.address)
+            if present is not None:
+                self.abort(put)
+                return Committed(False, present.writing)
+            self._index.add(entry)
+            self.ram.adopt(entry, put.residence)
+            writer = self._admission.writer(put.tier)
+            writing = None if writer is None else writer.submit(entry)
+            put.residence.release()
+        return Committed(True, writing)
 
     def abort(self, put: ChunkPut) -> None:
         """Give the room back."""
-        with self._lock:
+        with self.lock:
             put.residence.condemn()
             put.residence.release()
 
+    def writing(self, namespace: str, key: ChunkKey) -> Future[None] | None:
+        """Done once a chunk that is on its way to disk is there; None where it is not on its way."""
+        with self.lock:
+            entry = self._index.get((namespace, key))
+            return None if entry is None else entry.writing
+
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; the number that was there."""
+        """Forget chunks; the number that was there. Durable once `flushed` is done."""
         checked_namespace(namespace)
-        with self._lock:
+        self._check_alive()
+        with self.lock:
             entries = [self._living((namespace, key)) for key in keys]
             present = {entry.address: entry for entry in entries if entry is not None}
             for entry in present.values():
@@ -167,91 +291,194 @@ class Shard:
     def clear(self, namespace: str) -> int:
         """Forget a namespace's chunks; their number."""
         checked_namespace(namespace)
-        with self._lock:
+        self._check_alive()
+        with self.lock:
             entries = self._index.page(namespace, len(self._index), None)
             for entry in entries:
                 self._forget(entry)
         return len(entries)
 
+    def flushed(self) -> list[Future[None]]:
+        """Done once every put and deletion until now is on disk."""
+        with self.lock:
+            return [writer.flush() for writer in self.writers]
+
     def _forget(self, entry: Entry) -> None:
-        self._index.remove(entry)
+        self._forget_unheld(entry)
         self.ram.drop(entry)
+        if entry.disk is not None:
+            disk_of(entry.disk).drop(entry)
+
+    def _forget_unheld(self, entry: Entry) -> None:
+        self._index.remove(entry)
+        entry.gone = True
 
     # Reading
 
     def open(self, namespace: str, keys: Sequence[ChunkKey], layers: range, heads: HeadRange) -> Reading:
-        """Hold chunks in place; end with `close`. Raises `InvalidField` for a range that a chunk lacks."""
+        """Hold chunks in place, and start to bring those on disk into RAM; end with `close_reading`.
+
+        Raises `InvalidField` for a range that a chunk lacks.
+        """
         checked_namespace(namespace)
-        with self._lock:
+        self._check_alive()
+        with self.lock:
             entries = [self._living((namespace, key)) for key in keys]
             for entry in entries:
                 if entry is not None:
                     checked_range(entry.manifest, layers, heads)
-            chunks = [None if entry is None else self._hold(entry, heads) for entry in entries]
-        return Reading(chunks)
+            return Reading(self._held(entries, heads))
 
-    def _hold(self, entry: Entry, heads: HeadRange) -> HeldChunk:
-        assert entry.ram is not None
-        entry.ram.acquire()
-        return HeldChunk(entry.manifest, entry.ram, heads, self.ram)
+    def _held(self, entries: Sequence[Entry | None], heads: HeadRange) -> list[HeldChunk | None]:
+        loads: list[Load] = []
+        held: list[HeldChunk | None] = []
+        for entry in entries:
+            if entry is None:
+                held.append(None)
+                continue
+            if entry.ram is None:
+                load = self._promotion(entry)
+                loads += [] if load is None else [load]
+            residence = entry.ram or entry.disk
+            assert residence is not None
+            residence.acquire()
+            held.append(HeldChunk(entry.manifest, residence, heads))
+        if loads:
+            self._promoter.submit(loads)
+        return held
+
+    def _promotion(self, entry: Entry) -> Load | None:
+        """A load of the chunk into RAM; None where RAM has no room for it now."""
+        source = entry.disk
+        assert source is not None
+        source.acquire()
+        target = self._admission.room(entry.manifest)
+        if target is None:
+            source.release()
+            return None
+        target.unloaded.update(range(len(target.offsets)))
+        target.acquire()
+        self.ram.adopt(entry, target)
+        return Load(entry, source, disk_of(source), target)
+
+    def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        """Start to bring chunks into RAM; how many are there or on their way."""
+        checked_namespace(namespace)
+        self._check_alive()
+        loads: list[Load] = []
+        with self.lock:
+            entries = {entry for key in keys if (entry := self._living((namespace, key))) is not None}
+            for entry in entries:
+                load = self._promotion(entry) if entry.ram is None else None
+                loads += [] if load is None else [load]
+            if loads:
+                self._promoter.submit(loads)
+            return sum(entry.ram is not None for entry in entries)
 
     def close_reading(self, reading: Reading) -> None:
         """Let the chunks go."""
-        with self._lock:
+        with self.lock:
             for chunk in reading.chunks:
                 if chunk is not None:
                     chunk.residence.release()
 
     def verify(self, namespace: str, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
-        """Read chunks; those whose digests are wrong are quarantined. Key -> whether intact; absent ones
-        are left out. Cost: one xxh3 pass over them; holds no lock meanwhile."""
+        """Read chunks from every tier that holds them; those whose digests are wrong are quarantined.
+
+        Key -> whether intact; absent ones are left out. Blocks; one xxh3 pass over the bytes.
+        """
+        checked_namespace(namespace)
         intact: dict[ChunkKey, bool] = {}
         for key in keys:
-            with self._lock:
+            with self.lock:
                 entry = self._living((namespace, key))
-                held = None if entry is None else self._hold(entry, every_head(entry.manifest))
-            if entry is None or held is None:
-                continue
-            layers = range(entry.manifest.layout.num_layers)
-            intact[key] = all(
-                entry.manifest.frame_is_intact(layer, held.heads, held.frame(layer)) for layer in layers
-            )
-            self.close_reading(Reading([held]))
+                if entry is None:
+                    continue
+                heads = HeadRange(0, entry.manifest.layout.num_kv_heads)
+                whole = [r for r in (entry.ram, entry.disk) if r is not None and not r.unloaded]
+                reading = Reading([HeldChunk(entry.manifest, residence, heads) for residence in whole])
+                for residence in whole:
+                    residence.acquire()
+            intact[key] = all(chunk is None or chunk.is_intact() for chunk in reading.chunks)
+            self.close_reading(reading)
             if not intact[key]:
                 self._quarantine(entry)
         return intact
 
     def _quarantine(self, entry: Entry) -> None:
-        with self._lock:
-            self.quarantined += 1
-            if self._index.get(entry.address) is entry:
+        with self.lock:
+            self.counters.quarantined += 1
+            log.error("quarantined chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
+            if not entry.gone:
                 self._forget(entry)
 
-    # Reports and numbers
+    # Keeping
 
-    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """As `ChunkStore.put_report`. Raises `ResourceExhausted` past a megabyte or `REPORTS_MAX`."""
-        if len(document) > REPORT_BYTES_MAX:
-            raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
-        with self._lock:
-            if len(self._reports) >= REPORTS_MAX and (fingerprint, name) not in self._reports:
-                raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")
-            self._reports[fingerprint, name] = bytes(document)
+    def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> tuple[str, int]:
+        """Keep chunks from leaving; the lease's id and how many of them are there."""
+        checked_namespace(namespace)
+        self._check_alive()
+        with self.lock:
+            entries = {entry for key in keys if (entry := self._living((namespace, key))) is not None}
+            return self._pins.pin(list(entries), lease_s), len(entries)
 
-    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        with self._lock:
-            return self._reports.get((fingerprint, name))
+    def unpin(self, lease_id: str) -> int:
+        """End a lease early; how many chunks it held."""
+        with self.lock:
+            return self._pins.unpin(lease_id)
+
+    def expire(self) -> None:
+        """End leases and forget chunks whose time is over."""
+        with self.lock:
+            self._pins.expire()
+            now = self._wall_clock()
+            for entry in [entry for entry in self._index if entry.expires_at_s <= now]:
+                self._living(entry.address)
+
+    def addresses(self) -> list[Address]:
+        """Every chunk, for the scrubber."""
+        with self.lock:
+            return [entry.address for entry in self._index]
+
+    def chunk_bytes(self, namespace: str, key: ChunkKey) -> int:
+        """Size of a chunk; 0 for an absent one. No use is counted."""
+        with self.lock:
+            entry = self._index.get((namespace, key))
+            return 0 if entry is None else entry.manifest.chunk_bytes
+
+    def drain(self, timeout_s: float) -> int:
+        """Refuse puts and write back what only RAM holds; the bytes that were not written in time."""
+        with self.lock:
+            self.draining = True
+            if self.writers:
+                for entry in self._index:
+                    if entry.disk is None and entry.writing is None:
+                        self.writers[0].submit(entry)
+            self._changed.wait_for(lambda: not self._unwritten() or self.failure, timeout_s)
+            return self._unwritten()
+
+    def _unwritten(self) -> int:
+        return sum(writer.queue_bytes for writer in self.writers)
 
     def __len__(self) -> int:
         return len(self._index)
 
+    def close(self) -> None:
+        """Write what waits, stop the threads, let go of the directories."""
+        self._promoter.close()
+        for writer in self.writers:
+            writer.close()
+        for disk in self.disks:
+            disk.close()
+        self.reports.close()
+        if self._home is not None:
+            self._home.close()
 
-def _may_leave(entry: Entry) -> bool:
-    return not entry.pins and entry.ram is not None and not entry.ram.readers
 
-
-def every_head(manifest: ChunkManifest) -> HeadRange:
-    return HeadRange(0, manifest.layout.num_kv_heads)
+def disk_of(residence: Residence) -> DiskTier:
+    """The SSD tier of an entry's disk copy."""
+    assert isinstance(residence.tier, DiskTier)
+    return residence.tier
 
 
 def checked_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
@@ -25,7 +25,7 @@ def server() -> Iterator[ShardServer]:
 
 @pytest.fixture
 def store(server: ShardServer) -> Iterator[ChunkStore]:
-    store = open_store(f"grpc://{server.address}")
+    store = GrpcStore(server.address, GrpcOptions(same_host=False))
     yield store
     store.close()
 
@@ -58,7 +58,7 @@ def test_damage_in_the_arena_is_lost_and_quarantined(server: ShardServer, store:
     items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=5.0))
     assert [type(item) for item in items] == [LayerFrame, ChunkLost]
     assert store.lookup("acme", [manifest.key]) == [None]
-    assert server.shard.quarantined == 1
+    assert server.shard.counters.quarantined == 1
 
 
 def test_a_namespace_is_mandatory(store: ChunkStore) -> None:

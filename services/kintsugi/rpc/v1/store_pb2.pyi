@@ -864,18 +864,22 @@ class OpenArenaResponse(google.protobuf.message.Message):
     SOCKET_PATH_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     ARENA_BYTES_FIELD_NUMBER: builtins.int
+    ARENA_ID_FIELD_NUMBER: builtins.int
     socket_path: builtins.str
     """Unix socket that hands out the arena's descriptor, once, against the token."""
     token: builtins.bytes
     arena_bytes: builtins.int
+    arena_id: builtins.int
+    """Random; a shard that was restarted has another."""
     def __init__(
         self,
         *,
         socket_path: builtins.str = ...,
         token: builtins.bytes = ...,
         arena_bytes: builtins.int = ...,
+        arena_id: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "socket_path", b"socket_path", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_id", b"arena_id", "socket_path", b"socket_path", "token", b"token"]) -> None: ...
 
 global___OpenArenaResponse = OpenArenaResponse
 
@@ -908,8 +912,10 @@ class FrameDescriptor(google.protobuf.message.Message):
     chunk: builtins.int
     layer: builtins.int
     offset: builtins.int
+    """Of the first byte in the arena's file."""
     size_bytes: builtins.int
     lost_reason: builtins.str
+    """Not empty: in place of a frame; no later frame of this chunk follows."""
     def __init__(
         self,
         *,
@@ -931,13 +937,18 @@ class LeaseLayersResponse(google.protobuf.message.Message):
     GENERATION_OFFSET_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
+    ARENA_ID_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
     lease_s: builtins.float
-    """The lease lasts until the call ends, at most this long after the last message."""
+    """The lease lasts until the call ends, at most this long after the first message."""
     generation_offset: builtins.int
     """Where in the arena the lease's generation stands, and its value: bytes that were copied count only
     if it still stands there after the copy.
     """
     generation: builtins.int
+    arena_id: builtins.int
+    last: builtins.bool
+    """No more frames follow; the client ends the call once it has its copies."""
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FrameDescriptor]: ...
     def __init__(
@@ -947,7 +958,9 @@ class LeaseLayersResponse(google.protobuf.message.Message):
         generation_offset: builtins.int = ...,
         generation: builtins.int = ...,
         frames: collections.abc.Iterable[global___FrameDescriptor] | None = ...,
+        arena_id: builtins.int = ...,
+        last: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "generation", b"generation", "generation_offset", b"generation_offset", "lease_s", b"lease_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "frames", b"frames", "generation", b"generation", "generation_offset", b"generation_offset", "last", b"last", "lease_s", b"lease_s"]) -> None: ...
 
 global___LeaseLayersResponse = LeaseLayersResponse

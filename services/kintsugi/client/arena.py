@@ -1,0 +1,65 @@
+"""A shard's memory, mapped read-only by a client of the same host.
+
+The shard says over gRPC where frames lie and keeps them there for the length of a lease. A frame counts
+only if, after the copy, the lease's generation is still the one that was given: a lease that ended early
+(the client stalled, the shard took its memory back) is noticed, and the digest is checked on the copy, the
+very bytes that are used. Cost per byte: one copy and one xxh3 pass over it, a head at a time, while it is
+still in the cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+
+from kintsugi.core.layout import DIGEST_BYTES, ChunkManifest, HeadRange, digests_of
+from kintsugi.rpc.v1 import store_pb2 as pb
+
+_CONNECT_TIMEOUT_S = 2.0
+
+
+class ArenaMap:
+    """One shard process's arena. It is unmapped with the last reference to it."""
+
+    def __init__(self, opened: pb.OpenArenaResponse) -> None:
+        """Raises `OSError` where the socket is not there: another host, or another pod."""
+        self.arena_id = opened.arena_id
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.settimeout(_CONNECT_TIMEOUT_S)
+            door.connect(opened.socket_path)
+            door.sendall(opened.token)
+            _, fds, _, _ = socket.recv_fds(door, 1, 1)
+        if len(fds) != 1:
+            raise ConnectionRefusedError(f"{opened.socket_path} did not accept the token")
+        try:
+            if os.fstat(fds[0]).st_size != opened.arena_bytes:
+                raise ConnectionRefusedError(f"{opened.socket_path} handed out something else")
+            self._map = mmap.mmap(fds[0], opened.arena_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fds[0])
+        self._view = memoryview(self._map)
+
+    def holds(self, offset: int, size: int) -> bool:
+        """Whether a descriptor lies inside the arena."""
+        return offset >= 0 and offset + size <= len(self._view)
+
+    def generation(self, offset: int) -> int:
+        value: int = struct.unpack_from("<Q", self._view, offset)[0]
+        return value
+
+    def copy_frame(
+        self, offset: int, into: memoryview, manifest: ChunkManifest, layer: int, heads: HeadRange
+    ) -> bool:
+        """Copy the bytes of `heads` of a layer; whether they match their digests."""
+        size = manifest.layout.head_bytes(manifest.codec, manifest.num_tokens)
+        first = (layer * manifest.layout.num_kv_heads + heads.start) * DIGEST_BYTES
+        intact = True
+        for head in range(len(heads)):
+            start = head * size
+            part = into[start : start + size]
+            part[:] = self._view[offset + start : offset + start + size]
+            expected = manifest.digests[first + head * DIGEST_BYTES : first + (head + 1) * DIGEST_BYTES]
+            intact = intact and digests_of(part, size) == expected
+        return intact

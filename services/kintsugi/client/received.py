@@ -1,0 +1,74 @@
+"""What one request for layers has received: verified frames, and chunks that are lost to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kintsugi.client import wire
+from kintsugi.client.interface import ChunkLost, LayerFrame
+from kintsugi.client.same_host import Lease, LeasedFrame
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.rpc.v1 import store_pb2 as pb
+
+
+class Received:
+    """What one request has seen so far."""
+
+    def __init__(
+        self,
+        address: str,
+        manifests: Sequence[ChunkManifest | None],
+        heads: HeadRange,
+        report_damage: Callable[[ChunkManifest], None],
+    ) -> None:
+        """`manifests`: of the chunks asked for, None for one that is not there. `report_damage`: called
+        with the manifest of a chunk whose bytes do not match it."""
+        self._address = address
+        self._report_damage = report_damage
+        self._manifests = manifests
+        self._heads = heads
+        self._lost: set[int] = set()
+        self._buffer = memoryview(bytearray())
+
+    def frame(self, header: pb.FrameHeader, data: memoryview) -> LayerFrame | ChunkLost | None:
+        """What to yield for a frame that came with its bytes; None for one of a chunk that is lost."""
+        manifest = self._manifest(header.chunk)
+        if header.chunk in self._lost:
+            return None
+        if header.lost_reason or manifest is None:
+            return self._lose(header.chunk, header.layer, header.lost_reason or "absent")
+        if header.layer < manifest.layout.num_layers and manifest.frame_is_intact(
+            header.layer, self._heads, data
+        ):
+            return LayerFrame(header.chunk, header.layer, data)
+        return self._damaged(header.chunk, header.layer, manifest)
+
+    def leased(self, frame: LeasedFrame, lease: Lease) -> LayerFrame | ChunkLost | None:
+        """What to yield for a frame in the shard's memory: a copy, valid until the next."""
+        manifest = self._manifest(frame.chunk)
+        if frame.chunk in self._lost:
+            return None
+        if frame.lost_reason or manifest is None:
+            return self._lose(frame.chunk, frame.layer, frame.lost_reason or "absent")
+        if len(self._buffer) < frame.size_bytes <= wire.FRAME_BYTES_MAX:
+            self._buffer = memoryview(bytearray(frame.size_bytes))
+        data = self._buffer[: frame.size_bytes]
+        if frame.layer < manifest.layout.num_layers and lease.copy(frame, data, manifest, self._heads):
+            return LayerFrame(frame.chunk, frame.layer, data)
+        return self._damaged(frame.chunk, frame.layer, manifest)
+
+    def _manifest(self, chunk: int) -> ChunkManifest | None:
+        if chunk >= len(self._manifests):
+            raise Unavailable(
+                f"{self._address}: sent a frame of chunk {chunk}; {len(self._manifests)} were asked for"
+            )
+        return self._manifests[chunk]
+
+    def _damaged(self, chunk: int, layer: int, manifest: ChunkManifest) -> ChunkLost:
+        self._report_damage(manifest)
+        return self._lose(chunk, layer, "digest mismatch")
+
+    def _lose(self, chunk: int, layer: int, reason: str) -> ChunkLost:
+        self._lost.add(chunk)
+        return ChunkLost(chunk, layer, reason)

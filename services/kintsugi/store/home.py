@@ -1,0 +1,94 @@
+"""Directories that a shard owns: what format they have, whose they are, and that nobody else uses them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kintsugi.core.errors import Corrupted, InvalidField, Unavailable, VersionMismatch
+
+DATA_FORMAT_VERSION = 1
+"""Of everything below a data directory; part of no chunk key, unlike `core.spaces.FORMAT_VERSION`."""
+
+_IDENTITY = "kintsugi.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What `kintsugi.json` says."""
+
+    format_version: int
+    shard_id: str
+    """The UUID that chunks are placed by; every directory of a shard carries it."""
+
+
+class Home:
+    """An owned directory, locked until `close`."""
+
+    def __init__(self, path: Path, shard_id: str | None = None) -> None:
+        """Open or create. `shard_id`: whose it must be; None takes the one it has, or makes one.
+
+        Raises `Unavailable` where another process owns it, `VersionMismatch` for a format of another
+        build, `InvalidField` where it belongs to another shard or cannot be written.
+        """
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InvalidField("data-dir", f"{path} cannot be written ({error.strerror})") from error
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock_fd)
+            raise Unavailable(f"{path} is in use by another shard; stop it or name another folder") from error
+        try:
+            self.identity = self._identified(shard_id)
+        except BaseException:
+            self.close()
+            raise
+
+    def _identified(self, shard_id: str | None) -> Identity:
+        file = self.path / _IDENTITY
+        if not file.exists():
+            identity = Identity(DATA_FORMAT_VERSION, shard_id or str(uuid.uuid4()))
+            write_durably(file, json.dumps(asdict(identity)).encode())
+            return identity
+        try:
+            identity = Identity(**json.loads(file.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise Corrupted(f"{file} is no identity ({error}); restore it or empty the folder") from error
+        if identity.format_version != DATA_FORMAT_VERSION:
+            raise VersionMismatch(
+                f"{self.path} has data format {identity.format_version}; this build reads "
+                f"{DATA_FORMAT_VERSION}: use the build that wrote it or empty the folder"
+            )
+        if shard_id is not None and identity.shard_id != shard_id:
+            raise InvalidField(
+                "ssd",
+                f"{self.path} belongs to shard {identity.shard_id}, not {shard_id}; name another folder",
+            )
+        return identity
+
+    def close(self) -> None:
+        os.close(self._lock_fd)
+
+
+def write_durably(file: Path, data: bytes) -> None:
+    """Replace `file` whole or not at all, across a crash."""
+    fresh = file.with_suffix(".new")
+    with open(fresh, "wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(fresh, file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,47 @@
+"""Which tier a put goes to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.errors import InvalidField
+
+AUTO = "auto"
+RAM = "ram"
+
+
+@dataclass(frozen=True)
+class TierSpeed:
+    """An SSD tier as placement sees it."""
+
+    name: str
+    read_bytes_per_s: float
+    """Measured on recent loads."""
+
+
+def chosen_tier(
+    wanted: str, tiers: Sequence[TierSpeed], chunk_bytes: int, recompute_ms: float, durable: bool
+) -> str:
+    """The tier that a chunk is written to: `ram`, or the name of one of `tiers` (fastest first).
+
+    `auto` takes the cheapest, that is the last, whose load still hides behind computing the chunk again;
+    the fastest where that cost is unknown or a disk is asked for; RAM where no disk is fast enough.
+    Raises `InvalidField` for a tier that this shard lacks.
+    """
+    wanted = wanted or AUTO
+    names = [tier.name for tier in tiers]
+    if wanted not in (AUTO, RAM, *names):
+        raise InvalidField("tier", f"{wanted!r} is not one of {', '.join((AUTO, RAM, *names))}")
+    if durable and (not tiers or wanted == RAM):
+        raise InvalidField("ack", "durable needs an SSD tier; ask for ram, or start the shard with --ssd")
+    if wanted != AUTO:
+        return wanted
+    if not tiers:
+        return RAM
+    if not recompute_ms:
+        return names[0]
+    hidden = [tier.name for tier in tiers if 1e3 * chunk_bytes / tier.read_bytes_per_s <= recompute_ms]
+    if hidden:
+        return hidden[-1]
+    return names[0] if durable else RAM

@@ -1,0 +1,64 @@
+"""Small documents by model fingerprint: in memory, and in the data directory where there is one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
+from kintsugi.core.spaces import ModelFingerprint
+
+REPORTS_MAX = 1024
+REPORT_BYTES_MAX = 1 << 20
+NAME_CHARS_MAX = 128
+_MAP_BYTES = 2 * REPORTS_MAX * REPORT_BYTES_MAX
+_CHECKSUM_BYTES = 16
+
+
+class Reports:
+    """Thread-safe. A damaged document is absent."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._lock = threading.Lock()
+        self._documents: dict[bytes, bytes] = {}
+        self._env = None
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES)
+            with self._env.begin() as transaction:
+                for key, value in transaction.cursor():
+                    if xxhash.xxh3_128_digest(value[_CHECKSUM_BYTES:]) == value[:_CHECKSUM_BYTES]:
+                        self._documents[key] = value[_CHECKSUM_BYTES:]
+
+    def put(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        """Durable when it returns. Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
+        if len(document) > REPORT_BYTES_MAX:
+            raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
+        key = _key(fingerprint, name)
+        with self._lock:
+            if len(self._documents) >= REPORTS_MAX and key not in self._documents:
+                raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")
+            if self._env is not None:
+                try:
+                    with self._env.begin(write=True) as transaction:
+                        transaction.put(key, xxhash.xxh3_128_digest(document) + document)
+                except lmdb.Error as error:
+                    raise Unavailable(f"the report could not be written: {error}") from error
+            self._documents[key] = bytes(document)
+
+    def get(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+        with self._lock:
+            return self._documents.get(_key(fingerprint, name))
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+
+
+def _key(fingerprint: ModelFingerprint, name: str) -> bytes:
+    if not 0 < len(name) <= NAME_CHARS_MAX:
+        raise InvalidField("name", f"has {len(name)} characters, not 1 to {NAME_CHARS_MAX}")
+    return fingerprint.digest + name.encode()

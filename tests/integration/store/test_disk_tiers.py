@@ -1,0 +1,295 @@
+"""A shard with SSD tiers over real gRPC: what RAM forgets, disks keep, and a restart finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.client.interface import ChunkLost
+from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, VersionMismatch
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import PutOptions, Shard
+from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
+
+MIB = 1 << 20
+DURABLE = GrpcOptions(ack="durable")
+
+
+def spec(folder: Path, ram_mib: int = 2, ssd_mib: tuple[int, ...] = (16,)) -> ShardSpec:
+    ssds = tuple(SsdSpec(folder / f"disk{i}", size * MIB) for i, size in enumerate(ssd_mib))
+    return ShardSpec(ram_mib * MIB, folder / "data", ssds)
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[Shard]:
+    shard = open_shard(spec(tmp_path))
+    yield shard
+    shard.close()
+
+
+@pytest.fixture
+def store(shard: Shard) -> Iterator[GrpcStore]:
+    with ShardServer(shard, "127.0.0.1:0") as server:
+        store = GrpcStore(server.address, DURABLE)
+        yield store
+        store.close()
+
+
+class TestDurableStore(StoreContract):
+    pass
+
+
+def put(shard: Shard, manifest: ChunkManifest, frames: list[bytes], durable: bool = True) -> None:
+    begun = shard.begin_put(manifest, PutOptions(durable=durable), wait_s=10.0)
+    assert begun is not None
+    for layer, frame in enumerate(frames):
+        begun.write(layer, memoryview(frame))
+    committed = shard.commit(begun)
+    if durable:
+        assert committed.durable is not None
+        committed.durable.result(10.0)
+
+
+def many(count: int, tokens: int = 400) -> list[tuple[ChunkManifest, list[bytes]]]:
+    """Chunks of about 0.3 MiB."""
+    return [make_chunk(range(start, start + tokens)) for start in range(0, 1000 * count, 1000)]
+
+
+def test_chunks_that_left_ram_are_read_from_disk(shard: Shard, store: GrpcStore) -> None:
+    chunks = many(20)
+    for manifest, frames in chunks:
+        assert store.put(manifest, frames)
+    assert shard.ram.evictions > 0
+    keys = [manifest.key for manifest, _ in chunks]
+    assert all(store.lookup("acme", keys))
+    for start in (0, 10):
+        items = read_all(store, keys[start : start + 10])
+        assert {(chunk, layer): data for chunk, layer, data in items} == {
+            (chunk, layer): chunks[start + chunk][1][layer] for chunk in range(10) for layer in range(3)
+        }
+
+
+def test_a_restart_finds_what_was_durable(tmp_path: Path) -> None:
+    chunks = many(8)
+    shard = open_shard(spec(tmp_path))
+    for manifest, frames in chunks:
+        put(shard, manifest, frames)
+    shard.delete("acme", [chunks[0][0].key])
+    shard.reports.put(FINGERPRINT, "gate", b"passed")
+    shard_id = shard.shard_id
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    try:
+        assert shard.shard_id == shard_id
+        assert shard.reports.get(FINGERPRINT, "gate") == b"passed"
+        found = shard.lookup("acme", [manifest.key for manifest, _ in chunks])
+        assert [entry.manifest if entry else None for entry in found] == [None] + [m for m, _ in chunks[1:]]
+        assert all(shard.verify("acme", [manifest.key for manifest, _ in chunks[1:]]).values())
+        anchor = chunks[1][0].anchor
+        assert anchor is not None
+        assert shard.lookup_anchors("acme", chunks[1][0].space_digest, [anchor]) == {anchor: [chunks[1][0]]}
+    finally:
+        shard.close()
+
+
+def test_a_full_disk_demotes_to_the_next_before_it_drops(tmp_path: Path) -> None:
+    chunks = many(24)
+    shard = open_shard(spec(tmp_path, ssd_mib=(3, 16)))
+    try:
+        for manifest, frames in chunks:
+            put(shard, manifest, frames)
+        assert shard.disks[0].evictions > 0
+        assert shard.disks[1].chunks > 0
+        keys = [manifest.key for manifest, _ in chunks]
+        assert all(shard.lookup("acme", keys))
+        assert shard.verify("acme", keys) == dict.fromkeys(keys, True)
+    finally:
+        shard.close()
+    shard = open_shard(spec(tmp_path, ssd_mib=(3, 16)))
+    try:
+        assert shard.verify("acme", keys) == dict.fromkeys(keys, True)
+    finally:
+        shard.close()
+
+
+def test_the_last_disk_drops_what_it_cannot_hold(tmp_path: Path) -> None:
+    chunks = many(40)
+    shard = open_shard(spec(tmp_path, ssd_mib=(4,)))
+    try:
+        for manifest, frames in chunks:
+            put(shard, manifest, frames)
+        found = [entry is not None for entry in shard.lookup("acme", [m.key for m, _ in chunks])]
+        assert 8 <= sum(found) < 40
+        assert found[-1]
+        assert shard.disks[0].allocator.used_bytes <= 4 * MIB
+    finally:
+        shard.close()
+
+
+def test_a_chunk_put_to_ram_is_written_when_it_has_to_leave(tmp_path: Path) -> None:
+    chunks = many(12)
+    shard = open_shard(spec(tmp_path))
+    try:
+        for manifest, frames in chunks:
+            begun = shard.begin_put(manifest, PutOptions(tier="ram"), wait_s=10.0)
+            assert begun is not None
+            for layer, frame in enumerate(frames):
+                begun.write(layer, memoryview(frame))
+            assert shard.commit(begun).durable is None
+        assert all(shard.lookup("acme", [manifest.key for manifest, _ in chunks]))
+        assert shard.drain(10.0) == 0
+        assert shard.disks[0].chunks == len(chunks)
+        with pytest.raises(Unavailable, match="draining"):
+            put(shard, *make_chunk(range(7)))
+    finally:
+        shard.close()
+
+
+def test_a_flipped_bit_on_disk_is_lost_and_quarantined(tmp_path: Path) -> None:
+    manifest, frames = make_chunk(range(400))
+    shard = open_shard(spec(tmp_path))
+    put(shard, manifest, frames)
+    shard.close()
+    with open(tmp_path / "disk0/kintsugi-tier/slab", "r+b") as slab:
+        slab.seek(5000)
+        byte = slab.read(1)
+        slab.seek(5000)
+        slab.write(bytes([byte[0] ^ 4]))
+    shard = open_shard(spec(tmp_path))
+    with ShardServer(shard, "127.0.0.1:0") as server:
+        store = GrpcStore(server.address)
+        items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=5.0))
+        assert items == [ChunkLost(0, 0, "digest mismatch")]
+        assert store.lookup("acme", [manifest.key]) == [None]
+        store.close()
+    assert shard.counters.quarantined == 1
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    assert len(shard) == 0
+    shard.close()
+
+
+def test_a_truncated_slab_loses_only_what_lay_behind_the_cut(tmp_path: Path) -> None:
+    chunks = many(6)
+    shard = open_shard(spec(tmp_path))
+    for manifest, frames in chunks:
+        put(shard, manifest, frames)
+    shard.close()
+    os.truncate(tmp_path / "disk0/kintsugi-tier/slab", MIB)
+    shard = open_shard(spec(tmp_path))
+    try:
+        found = [entry is not None for entry in shard.lookup("acme", [m.key for m, _ in chunks])]
+        assert found == [True, True, True, False, False, False]
+        assert all(shard.verify("acme", [manifest.key for manifest, _ in chunks[:3]]).values())
+    finally:
+        shard.close()
+
+
+def test_two_owners_are_refused(tmp_path: Path, shard: Shard) -> None:
+    with pytest.raises(Unavailable, match="another shard"):
+        open_shard(spec(tmp_path))
+
+
+def test_a_directory_of_another_format_or_shard_is_refused(tmp_path: Path) -> None:
+    open_shard(spec(tmp_path / "a")).close()
+    open_shard(spec(tmp_path / "b")).close()
+    identity = tmp_path / "a/disk0/kintsugi-tier/kintsugi.json"
+    original = identity.read_bytes()
+    identity.write_bytes((tmp_path / "b/data/kintsugi.json").read_bytes())
+    with pytest.raises(InvalidField, match="belongs to shard"):
+        open_shard(spec(tmp_path / "a"))
+    identity.write_bytes(original.replace(b'"format_version": 1', b'"format_version": 9'))
+    with pytest.raises(VersionMismatch, match="format 9"):
+        open_shard(spec(tmp_path / "a"))
+    identity.write_bytes(original)
+    open_shard(spec(tmp_path / "a")).close()
+
+
+def test_a_tier_larger_than_its_disk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResourceExhausted, match="smaller"):
+        open_shard(spec(tmp_path, ssd_mib=(1 << 40,)))
+
+
+def test_durable_needs_a_disk() -> None:
+    shard = open_shard(ShardSpec(2 * MIB))
+    try:
+        with pytest.raises(InvalidField, match="durable"):
+            shard.begin_put(make_chunk(range(40))[0], PutOptions(durable=True))
+    finally:
+        shard.close()
+
+
+def test_an_io_error_leaves_the_chunk_in_ram_and_says_so(
+    shard: Shard, store: GrpcStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, frames = make_chunk(range(40))
+
+    def broken() -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard.disks[0].slab, "sync", broken)
+        with pytest.raises(Unavailable, match="Input/output error"):
+            store.put(manifest, frames)
+    assert store.lookup("acme", [manifest.key]) == [manifest]
+    assert shard.disks[0].allocator.used_bytes == 0
+    other, other_frames = make_chunk(range(50))
+    assert store.put(other, other_frames)
+
+
+def test_the_death_of_a_thread_is_fatal_and_visible(
+    shard: Shard, store: GrpcStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, frames = make_chunk(range(40))
+
+    def bug(_: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(shard.disks[0], "bury", bug)
+    with pytest.raises(Unavailable):
+        store.put(manifest, frames)
+    with pytest.raises(Unavailable, match="a bug"):
+        store.lookup("acme", [ChunkKey(b"\1" * 32)])
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tests.integration.store.test_disk_tiers import many, put, spec
+from kintsugi.store.opening import open_shard
+shard = open_shard(spec(Path(sys.argv[1])))
+for manifest, frames in many(1000):
+    put(shard, manifest, frames)
+    print(manifest.key.hex, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    path = os.pathsep.join(entry for entry in (str(Path.cwd()), *sys.path) if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdout is not None
+    acknowledged = [ChunkKey.from_hex(process.stdout.readline().strip()) for _ in range(10)]
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    shard = open_shard(spec(tmp_path))
+    try:
+        assert shard.verify("acme", acknowledged) == dict.fromkeys(acknowledged, True)
+        everything = [key for _, key in shard.addresses()]
+        assert all(shard.verify("acme", everything).values())
+    finally:
+        shard.close()
