@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.fusor.reference import reference_attention
 
 CACHE_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -56,7 +56,8 @@ def scattered_attention(
     sinks: `[q_heads]`, one more logit per head that takes probability and gives no value (gpt-oss).
 
     On CUDA this never waits for the device, so ascending positions that lie inside the block table are
-    the caller's promise. Raises `InvalidField` for shapes and dtypes that do not fit together.
+    the caller's promise. Raises `InvalidField` for shapes and dtypes that do not fit together and
+    `NotBlendable` for a cache that this GPU's kernel cannot read.
     """
     _check(query, key_cache, value_cache, block_table, positions, sinks)
     assert sliding_window is None or sliding_window > 0
@@ -66,6 +67,7 @@ def scattered_attention(
     if query.device.type != "cuda":
         implementation = reference_attention
     else:
+        _check_device(query.device, key_cache.dtype)
         from kintsugi.fusor.kernels.scattered import triton_attention
 
         implementation = triton_attention
@@ -82,6 +84,23 @@ def scattered_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+
+
+def kernel_reads(cache_dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether the kernel can read such a cache on a GPU of this compute capability.
+
+    Triton converts e4m3 only where the hardware does, from Ada and Hopper on.
+    """
+    return cache_dtype is not torch.float8_e4m3fn or capability >= (8, 9)
+
+
+def _check_device(device: torch.device, cache_dtype: torch.dtype) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if not kernel_reads(cache_dtype, capability):
+        major, minor = capability
+        raise NotBlendable(
+            "fp8_kv_unsupported", f"compute capability {major}.{minor} cannot read e4m3; use fp8_e5m2 or auto"
+        )
 
 
 def _check(

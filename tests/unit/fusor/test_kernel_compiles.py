@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.errors import CompilationError
 
+from kintsugi.fusor.attention import kernel_reads
 from kintsugi.fusor.kernels import scattered
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
@@ -93,6 +96,19 @@ def test_every_feature_compiles(
 ) -> None:
     kernel = compiled(90, dtype, cache, group, head_dim, **features)
     assert kernel.metadata.shared <= SHARED_MEMORY_BYTES[90]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+@pytest.mark.parametrize(("triton_name", "dtype"), [("fp8e5", "float8_e5m2"), ("fp8e4nv", "float8_e4m3fn")])
+def test_what_the_kernel_reads_is_what_compiles(
+    capability: tuple[int, int], triton_name: str, dtype: str
+) -> None:
+    number = 10 * capability[0] + capability[1]
+    if kernel_reads(getattr(torch, dtype), capability):
+        compiled(number, "bf16", triton_name, 4, 128)
+    else:
+        with pytest.raises(CompilationError, match="not supported"):
+            compiled(number, "bf16", triton_name, 4, 128)
 
 
 def test_a_single_query_compiles() -> None:

@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kintsugi.core.errors import InvalidField
-from kintsugi.fusor.attention import scattered_attention
+from kintsugi.core.errors import InvalidField, NotBlendable
+from kintsugi.fusor.attention import _check_device, scattered_attention
 from kintsugi.fusor.reference import reference_attention
 from tests.contracts.scattered_attention import PATTERNS, TOLERANCE, Case, problem_of
 
@@ -60,7 +60,7 @@ def interpreted() -> Iterator[Verdict]:
 MATRIX = [
     *(Case(group=group, head_dim=dim) for group in (1, 3, 4, 8) for dim in (32, 64, 80, 128)),
     *(
-        Case(pattern=pattern, block_size=size, window=window, tile=(4, 16, 16))
+        Case(pattern=pattern, block_size=size, window=window, context=90, tile=(4, 16, 16))
         for pattern, size, window in itertools.product(PATTERNS, (16, 32), (None, 40))
     ),
     Case(softcap=5.0),
@@ -212,3 +212,11 @@ def test_sinks_and_byte_caches_that_do_not_fit_are_named() -> None:
     problem.value_cache = problem.value_cache.view(torch.uint8)
     with pytest.raises(InvalidField, match="fp8"):
         problem.solve(scattered_attention)
+
+
+def test_a_gpu_that_cannot_read_the_cache_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    with pytest.raises(NotBlendable, match=r"8\.0 cannot read e4m3") as raised:
+        _check_device(torch.device("cuda"), torch.float8_e4m3fn)
+    assert raised.value.reason == "fp8_kv_unsupported"
+    _check_device(torch.device("cuda"), torch.bfloat16)

@@ -234,8 +234,11 @@ def _start(sinks, head, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
 @triton.jit
 def _logits(q, k, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """fp32 `[ROWS, COLUMNS]` logits in base 2; minus infinity where a query must not look."""
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    product = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_SOFTCAP:
         # tanh(x) as 1 - 2 / (1 + e^2x): saturates without overflow, and the interpreter has no libdevice.
-        logits = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * logits / softcap)))
-    return tl.where(visible, logits * LOG2_E, float("-inf"))
+        capped = 1.0 - 2.0 / (1.0 + tl.exp(product * (2.0 * scale / softcap)))
+        logits = capped * (softcap * LOG2_E)
+    else:
+        logits = product * (scale * LOG2_E)
+    return tl.where(visible, logits, float("-inf"))
