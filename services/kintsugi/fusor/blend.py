@@ -6,7 +6,8 @@ are always active. The pass is cut into units of bounded work, so that an engine
 between two decode steps.
 
 Cost, in token-layers: ``layers · (missed + question) + full_width_layers · hit + (layers -
-full_width_layers) · ratio · hit``, plus `projection_share · hit` where a selector needs a deviation.
+full_width_layers) · ratio · hit``, plus, at each layer whose deviation filters, `projection_share` of
+every token that was active before (the question's too: its K and V are projected with the others').
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class BlendPass(SlicedWork):
         """Begin at layer 0 with the plan as it stands."""
         self.close()
         self._loader = self._open_loader(self.plan)
+        self.tally.timeline.clear()
+        self.tally.active_positions.clear()
         self._place_tokens()
         self._units = self._layers()
 
@@ -206,7 +209,12 @@ class BlendPass(SlicedWork):
         lost_here = [hit.key in failure.keys if failure else loaded is None for hit in self.plan.hits]
         lost_anywhere = self._stack.sum_over_ranks(torch.tensor(lost_here, dtype=torch.float32))
         keys = frozenset(hit.key for hit, lost in zip(self.plan.hits, lost_anywhere, strict=True) if lost > 0)
-        reason = failure.reason if failure else f"another rank could not load layer {layer}"
+        if failure:
+            reason = failure.reason
+        elif loaded is None:
+            reason = f"layer {layer} did not arrive within {self._loader.patience_s:g} s"
+        else:
+            reason = f"another rank could not load layer {layer}"
         return loaded, (keys, reason) if keys else None
 
     def _filter(self, layer: int, hidden: Hidden, loaded: LoadedLayer, selector: Selector) -> Units[Hidden]:
