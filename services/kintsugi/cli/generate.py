@@ -14,7 +14,14 @@ from kintsugi.cli import html
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
 from kintsugi.cli.rag import RagPrompt, read_chunk
-from kintsugi.cli.render import HEADINGS, comparison_rows, facts_of, print_accounting, print_comparison
+from kintsugi.cli.render import (
+    HEADINGS,
+    comparison_rows,
+    counted,
+    facts_of,
+    print_accounting,
+    print_comparison,
+)
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import Model, Session, chosen_model, opened
 from kintsugi.core.errors import InvalidField
@@ -88,9 +95,10 @@ def generate_document(
 def _page(model: Model, session: Session, task: Task, measurements: Sequence[Measurement]) -> html.Page:
     blend, prompt, tokenizer = measurements[-1], session.prompt, session.tokenizer
     accounting = blend.generation.accounting
+    size = f"{counted(len(prompt.token_ids), 'token')}, {counted(len(prompt.chunks), 'chunk')}"
     return html.Page(
         title="How this answer was blended",
-        subtitle=f"{len(prompt.token_ids):,} tokens on {model.name}, {len(prompt.chunks)} chunks",
+        subtitle=f"{size}, on {model.name}",
         question=task.question,
         answer=blend.generation.text,
         facts=[("TTFT", f"{blend.ttft_s * 1e3:,.0f} ms"), *facts_of(accounting)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from kintsugi.cli.rag import RagPrompt
+from kintsugi.cli.render import counted
 
 Decode = Callable[[int], str]
 """Text of one token."""
@@ -21,7 +23,7 @@ _CHART_LEFT = 130
 _CHART_RIGHT = 20
 _ROW_HEIGHT = 15
 _AXIS_HEIGHT = 24
-_TICKS = 5
+_TICKS_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def parts_of(prompt: RagPrompt, accounting: dict[str, Any] | None, decode: Decod
             for position in range(start, end)
         ]
         deepest = sum(1 for position in range(start, end) if num_layers and depths[position] == num_layers)
-        note = f"{end - start} tokens, {deepest} of them computed in every layer"
+        note = f"{counted(end - start, 'token')}, {deepest} computed in every layer"
         parts.append(Part(title, note, tokens))
     return parts
 
@@ -159,17 +161,24 @@ def timeline_of(accounting: dict[str, Any] | None) -> Timeline | None:
     computed = (accounting or {}).get("recomputed_positions") or {}
     counts = [len(positions) for _, positions in sorted(computed.items(), key=lambda item: int(item[0]))]
     rows = [_row(index, layer, scale, counts) for index, layer in enumerate(layers)]
+    step_ms = tick_step(end_ms)
     ticks = [
-        Tick(round(_CHART_LEFT + scale * end_ms * step / _TICKS, 1), f"{end_ms * step / _TICKS:.0f} ms")
-        for step in range(_TICKS + 1)
+        Tick(_x(step_ms * index, scale), f"{step_ms * index:g} ms")
+        for index in range(int(end_ms / step_ms) + 1)
     ]
     exposed_ms = _exposed_ms(layers)
     summary = (
-        f"{len(layers)} layers in {end_ms:.0f} ms; the pass computed nothing for {exposed_ms:.0f} ms of it, "
-        "waiting for loads or for the engine's other requests."
+        f"{counted(len(layers), 'layer')} in {end_ms:.0f} ms; for {exposed_ms:.0f} ms of it the pass computed "
+        "nothing, waiting for loads or for the engine's other requests."
     )
     height = _ROW_HEIGHT * len(rows) + _AXIS_HEIGHT
     return Timeline(_CHART_WIDTH, height, rows, ticks, summary)
+
+
+def tick_step(end_ms: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that gives at most `_TICKS_MAX` steps."""
+    magnitude: float = 10.0 ** math.floor(math.log10(end_ms / _TICKS_MAX))
+    return next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude * _TICKS_MAX >= end_ms)
 
 
 def _exposed_ms(layers: list[dict[str, float]]) -> float:
@@ -182,7 +191,7 @@ def _exposed_ms(layers: list[dict[str, float]]) -> float:
 def _row(index: int, layer: dict[str, float], scale: float, counts: list[int]) -> Row:
     load = layer["load_start_ms"], layer["load_end_ms"]
     compute = layer["compute_start_ms"], layer["compute_end_ms"]
-    tokens = f" · {counts[index]} tokens" if index < len(counts) else ""
+    tokens = f" · {counted(counts[index], 'token')}" if index < len(counts) else ""
     return Row(
         y=_ROW_HEIGHT * index,
         label=f"layer {index}{tokens}",

@@ -108,10 +108,9 @@ def compare(
 ) -> list[Measurement]:
     """Every method, interleaved, `repeat` times. `progress` is entered for each run.
 
-    A full prefill and a blend come first and are not timed: the first use of a kernel and of a cache
-    block costs extra.
+    Each comes once before that is not timed: the first use of a kernel or a cache block costs extra.
     """
-    for method in (Method.FULL, Method.BLEND):
+    for method in Method:
         with progress(method):
             _run(engine, prompt, choice, method, max_tokens=1)
     runs: dict[Method, list[Generation]] = {method: [] for method in Method}

@@ -77,8 +77,10 @@ def facts_of(accounting: dict[str, Any] | None) -> list[tuple[str, str]]:
         ("chunks", f"{values.get('chunks_hit', 0)} hit, {values.get('chunks_missed', 0)} missed"),
         (
             "tokens",
-            f"{values.get('tokens_hit', 0)} loaded, {values.get('tokens_recomputed', 0)} of them recomputed, "
-            f"{values.get('tokens_missed', 0)} missed, {values.get('tokens_question', 0)} of the question",
+            f"{values.get('tokens_hit', 0):,} loaded, "
+            f"{values.get('tokens_recomputed', 0):,} of them recomputed, "
+            f"{values.get('tokens_missed', 0):,} missed, "
+            f"{values.get('tokens_question', 0):,} around the chunks",
         ),
         ("cost", f"{values['cost']:.1%} of a full prefill"),
         ("loaded", f"{values.get('bytes_loaded', 0) / 2**20:.1f} MiB over {values.get('transport')}"),
@@ -94,6 +96,11 @@ def milliseconds(seconds: float) -> str:
     """`1,234 ms`, with a decimal below ten."""
     value = seconds * 1e3
     return f"{value:.1f} ms" if value < 10 else f"{value:,.0f} ms"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `1,234 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def one_line(text: str) -> str:

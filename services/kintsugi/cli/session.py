@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.cli.rag import RagPrompt, build_prompt
+from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
@@ -80,7 +81,9 @@ def opened(
             )
         with engine:
             chunk_tokens = sum(span.num_tokens for span in prompt.spans)
-            with screen.step(f"Storing {len(prompt.chunks)} chunks, {chunk_tokens:,} tokens of KV"):
+            with screen.step(
+                f"Storing {counted(len(prompt.chunks), 'chunk')}, {counted(chunk_tokens, 'token')}"
+            ):
                 reason = _store_chunks(engine, prompt, namespace)
             yield Session(engine, tokenizer, prompt, reason)
 

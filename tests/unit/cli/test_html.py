@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kintsugi.cli.html import LEGEND, Page, depth_class, parts_of, rendered, timeline_of
+from kintsugi.cli.html import LEGEND, Page, depth_class, parts_of, rendered, tick_step, timeline_of
 from kintsugi.cli.rag import Chunk, RagPrompt
 from tests.unit.cli.fakes import NUM_LAYERS, PROMPT, explained_accounting
 
@@ -75,7 +75,7 @@ def test_tokens_are_coloured_by_depth() -> None:
     assert [token.css for token in second.tokens] == ["d1", "d1"]
     assert [token.css for token in question.tokens] == ["d4", "d4"]
     assert first.title == "1. A & <b>"
-    assert first.note == "3 tokens, 1 of them computed in every layer"
+    assert first.note == "3 tokens, 1 computed in every layer"
 
 
 def test_cached_tokens_and_absent_explanations_have_no_colour() -> None:
@@ -106,6 +106,11 @@ def test_the_timeline_stays_inside_its_frame() -> None:
     assert [row.label for row in timeline.rows][:2] == ["layer 0 · 8 tokens", "layer 1 · 3 tokens"]
     assert "4 layers in 27 ms" in timeline.summary
     assert "nothing for 7 ms" in timeline.summary
+
+
+@pytest.mark.parametrize(("end_ms", "step_ms"), [(27, 5), (667, 100), (8, 1), (1500, 200), (0.8, 0.1)])
+def test_ticks_are_round(end_ms: float, step_ms: float) -> None:
+    assert tick_step(end_ms) == pytest.approx(step_ms)
 
 
 def test_four_thousand_tokens_stay_a_page_that_a_browser_opens() -> None:
