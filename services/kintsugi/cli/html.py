@@ -168,8 +168,8 @@ def timeline_of(accounting: dict[str, Any] | None) -> Timeline | None:
     ]
     exposed_ms = _exposed_ms(layers)
     summary = (
-        f"{counted(len(layers), 'layer')} in {end_ms:.0f} ms; for {exposed_ms:.0f} ms of it the pass computed "
-        "nothing, waiting for loads or for the engine's other requests."
+        f"{counted(len(layers), 'layer')} in {end_ms:.0f} ms; for {exposed_ms:.0f} ms of it the pass "
+        "computed nothing, waiting for loads or for the engine's other requests."
     )
     height = _ROW_HEIGHT * len(rows) + _AXIS_HEIGHT
     return Timeline(_CHART_WIDTH, height, rows, ticks, summary)

@@ -38,7 +38,10 @@ class Screen:
             yield
             self._progress.print(f"  done in {time.monotonic() - started_s:.1f} s", highlight=False)
             return
-        with Progress(*columns, console=self._progress) as progress:
+        # Redirected, the engine's log handlers would keep writing to this display.
+        with Progress(
+            *columns, console=self._progress, redirect_stdout=False, redirect_stderr=False
+        ) as progress:
             task = progress.add_task(text, total=1)
             yield
             progress.update(task, completed=1)

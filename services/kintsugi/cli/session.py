@@ -80,10 +80,7 @@ def opened(
                 max_model_len=length,
             )
         with engine:
-            chunk_tokens = sum(span.num_tokens for span in prompt.spans)
-            with screen.step(
-                f"Storing {counted(len(prompt.chunks), 'chunk')}, {counted(chunk_tokens, 'token')}"
-            ):
+            with screen.step(f"Storing {counted(len(prompt.chunks), 'chunk')}"):
                 reason = _store_chunks(engine, prompt, namespace)
             yield Session(engine, tokenizer, prompt, reason)
 

@@ -105,7 +105,7 @@ def test_the_timeline_stays_inside_its_frame() -> None:
         assert row.y + 12 <= timeline.height
     assert [row.label for row in timeline.rows][:2] == ["layer 0 · 8 tokens", "layer 1 · 3 tokens"]
     assert "4 layers in 27 ms" in timeline.summary
-    assert "nothing for 7 ms" in timeline.summary
+    assert "for 7 ms of it" in timeline.summary
 
 
 @pytest.mark.parametrize(("end_ms", "step_ms"), [(27, 5), (667, 100), (8, 1), (1500, 200), (0.8, 0.1)])
