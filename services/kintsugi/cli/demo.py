@@ -38,9 +38,9 @@ def run(screen: Screen, model: str | None, files: Sequence[Path], question: str 
     chosen = chosen_model(screen, model)
     with opened(screen, chosen, texts, asked, NAMESPACE, MAX_TOKENS) as session:
         _insist(session.not_saved_because)
-        with screen.step("Answering four ways, after a warm-up"):
+        with screen.step("Answering four ways") as say:
             measurements = compare(
-                session.engine, session.prompt, BlendChoice(NAMESPACE), MAX_TOKENS, repeat=repeat
+                session.engine, session.prompt, BlendChoice(NAMESPACE), MAX_TOKENS, repeat, say
             )
         prompt = session.prompt
     for measurement in measurements:

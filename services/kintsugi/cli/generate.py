@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ def run(screen: Screen, task: Task) -> ExitCode:
     texts = [read_chunk(path) for path in task.chunks]
     model = chosen_model(screen, task.model)
     with opened(screen, model, texts, task.question, task.choice.namespace, task.max_tokens) as session:
-        with screen.step("Answering four ways, after a warm-up" if task.compare else "Answering"):
-            measurements = _measure(session, task)
+        with screen.step("Answering four ways" if task.compare else "Answering") as say:
+            measurements = _measure(session, task, say)
         page = _page(model, session, task, measurements) if task.html is not None else None
     if task.html is not None and page is not None:
         task.html.write_text(html.rendered(page), encoding="utf-8")
@@ -64,10 +64,10 @@ def run(screen: Screen, task: Task) -> ExitCode:
     return ExitCode.OK
 
 
-def _measure(session: Session, task: Task) -> list[Measurement]:
+def _measure(session: Session, task: Task, say: Callable[[str], None]) -> list[Measurement]:
     """The blend comes last."""
     if task.compare:
-        return compare(session.engine, session.prompt, task.choice, task.max_tokens, repeat=task.repeat)
+        return compare(session.engine, session.prompt, task.choice, task.max_tokens, task.repeat, say)
     return [blend_once(session.engine, session.prompt, task.choice, task.max_tokens)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -104,20 +103,20 @@ def compare(
     choice: BlendChoice,
     max_tokens: int,
     repeat: int = 1,
-    progress: Callable[[Method], AbstractContextManager[None]] = lambda method: nullcontext(),
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
-    """Every method, interleaved, `repeat` times. `progress` is entered for each run.
+    """Every method, interleaved, `repeat` times. `say` hears what is being run.
 
     Each comes once before that is not timed: the first use of a kernel or a cache block costs extra.
     """
     for method in Method:
-        with progress(method):
-            _run(engine, prompt, choice, method, max_tokens=1)
+        say(f"warm-up, {method}")
+        _run(engine, prompt, choice, method, max_tokens=1)
     runs: dict[Method, list[Generation]] = {method: [] for method in Method}
-    for _ in range(repeat):
+    for number in range(1, repeat + 1):
         for method in Method:
-            with progress(method):
-                runs[method].append(_run(engine, prompt, choice, method, max_tokens))
+            say(f"run {number} of {repeat}, {method}")
+            runs[method].append(_run(engine, prompt, choice, method, max_tokens))
     reference = runs[Method.FULL][-1].token_ids
     return [_measured(method, runs[method], prompt, reference) for method in Method]
 

@@ -25,26 +25,29 @@ class Screen:
         self._progress = Console(stderr=True)
 
     @contextmanager
-    def step(self, text: str) -> Iterator[None]:
-        """Show `text`, a spinner and the time while the body runs; it stays, ticked, when done."""
-        columns = (
-            SpinnerColumn(finished_text="[green]✓[/]"),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-        )
-        started_s = time.monotonic()
+    def step(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show `text`, a spinner and the time while the body runs; it stays, ticked, when done.
+
+        The body may call what it is given to say which part it is at; only a terminal shows that.
+        """
         if not self._progress.is_terminal:
+            started_s = time.monotonic()
             self._progress.print(f"{text} …", highlight=False)
-            yield
+            yield lambda part: None
             self._progress.print(f"  done in {time.monotonic() - started_s:.1f} s", highlight=False)
             return
+        columns = (
+            SpinnerColumn(finished_text="[green]✓[/]"),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+        )
         # Redirected, the engine's log handlers would keep writing to this display.
         with Progress(
             *columns, console=self._progress, redirect_stdout=False, redirect_stderr=False
         ) as progress:
             task = progress.add_task(text, total=1)
-            yield
-            progress.update(task, completed=1)
+            yield lambda part: progress.update(task, description=f"{text}: {part}")
+            progress.update(task, description=text, completed=1)
 
     def show(self, document: Mapping[str, Any], render: Callable[[Console], None]) -> None:
         """The command's result: `document` as JSON, or what `render` prints."""
