@@ -164,18 +164,23 @@ class LayerLoader:
         started, num_bytes = time.perf_counter(), 0
         keys: list[Tensor] = []
         values: list[Tensor] = []
+        lost: dict[ChunkKey, str] = {}
         for expected, placement in enumerate(self._placements):
             frame = next(frames, None)
             if frame is None:
                 raise LoadFailed(self._every_key(), f"the stream ended before layer {layer} was complete")
             if isinstance(frame, ChunkLost):
-                lost = self._placements[frame.chunk].manifest.key
-                raise LoadFailed(frozenset([lost]), f"chunk {lost} layer {frame.layer}: {frame.reason}")
+                # Read the layer to its end: chunks are often lost together, and a pass restarts only once.
+                key_lost = self._placements[frame.chunk].manifest.key
+                lost[key_lost] = f"chunk {key_lost} layer {frame.layer}: {frame.reason}"
+                continue
             assert (frame.layer, frame.chunk) == (layer, expected), "stores stream layer-major, in key order"
             key, value = self._decode(placement, frame)
             keys.append(key)
             values.append(value)
             num_bytes += len(frame.data)
+        if lost:
+            raise LoadFailed(frozenset(lost), "; ".join(lost.values()))
         key, value = torch.cat(keys), torch.cat(values)
         if self._device.type != "cpu":
             key, value = (t.pin_memory().to(self._device, non_blocking=True) for t in (key, value))

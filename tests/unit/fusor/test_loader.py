@@ -221,6 +221,22 @@ def test_a_lost_chunk_names_its_own_key() -> None:
     loader.close()
 
 
+def test_chunks_lost_in_one_layer_are_named_together() -> None:
+    chunks = Chunks([3, 4, 5])
+
+    def frames() -> Frames:
+        yield ChunkLost(0, 0, "absent")
+        yield LayerFrame(1, 0, chunks.frames[1][0])
+        yield ChunkLost(2, 0, "absent")
+
+    loader = loader_of(frames, [chunks.placement(chunk, 10 * chunk) for chunk in range(3)])
+    with pytest.raises(LoadFailed) as caught:
+        loader.take(0, TIMEOUT_S)
+    assert caught.value.keys == {chunks.manifests[0].key, chunks.manifests[2].key}
+    assert caught.value.reason.count("absent") == 2
+    loader.close()
+
+
 def failing(chunks: Chunks, error: Exception) -> Iterator[LayerFrame]:
     """Layer 0 of every chunk, then `error`."""
     for chunk, frames in enumerate(chunks.frames):
