@@ -111,9 +111,8 @@ def test_behind_a_prefix_that_is_in_the_cache_already() -> None:
 
 def test_part_of_what_is_computed_is_kept() -> None:
     """The last token of a prompt is the engine's own; a chunk may end before it."""
-    (item,) = items_of(2, [12])
-    shorter = SaveItem(item.token_ids, 0, 5, 9)
-    assert_frames(saved([shorter], 5), [shorter])
+    items = [SaveItem(item.token_ids, 0, 5, 9) for item in items_of(2, [12, 10, 15])]
+    assert_frames(saved(items, 5), items)
 
 
 def test_closing_early() -> None:
