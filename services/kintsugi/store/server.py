@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVIC
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.client import wire
+from kintsugi.client.malloc import keep_large_buffers
 from kintsugi.client.tls import ServerTls, TlsFiles, checked_listen
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.store.keeper import Keeper
@@ -27,20 +27,6 @@ from kintsugi.store.service import ChunkStoreService
 from kintsugi.store.shard import Shard
 
 HEALTH_PERIOD_S = 0.5
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-
-
-def keep_large_buffers() -> None:
-    """Stop glibc from mapping and unmapping every 2 MiB message: page faults nearly double gRPC's cost.
-
-    The price is memory: up to the largest burst of messages stays with the process.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # another C library has no such knob
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-        mallopt(_M_TOP_PAD, 64 << 20)
 
 
 @dataclass(frozen=True)
