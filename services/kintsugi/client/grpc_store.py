@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from kintsugi.client import wire
-from kintsugi.client.interface import Buffer, ChunkLost, ChunkStore, LayerFrame, StoreStats
+from kintsugi.client.interface import Buffer, BufferFor, ChunkLost, ChunkStore, LayerFrame, StoreStats
 from kintsugi.client.manifests import Manifests
 from kintsugi.client.received import Received
 from kintsugi.client.same_host import SameHost
@@ -84,8 +84,8 @@ class GrpcStore(ChunkStore):
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         found: list[ChunkManifest | None] = []
-        for start in range(0, len(keys), wire.KEYS_MAX):
-            part = keys[start : start + wire.KEYS_MAX]
+        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
+            part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
             response = self.call("Lookup", request, pb.LookupResponse)
             found += [self._readable(entry) for entry in response.found]
@@ -154,6 +154,28 @@ class GrpcStore(ChunkStore):
         heads: HeadRange,
         deadline_s: float,
     ) -> Iterator[LayerFrame | ChunkLost]:
+        return self._streamed(namespace, keys, layers, heads, deadline_s, None)
+
+    def stream_into(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+        buffer_for: BufferFor,
+    ) -> Iterator[LayerFrame | ChunkLost]:
+        return self._streamed(namespace, keys, layers, heads, deadline_s, buffer_for)
+
+    def _streamed(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+        buffer_for: BufferFor | None,
+    ) -> Iterator[LayerFrame | ChunkLost]:
         if not keys or not layers:
             return
         manifests = self._known_manifests(namespace, keys)
@@ -166,7 +188,7 @@ class GrpcStore(ChunkStore):
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
         )
-        received = Received(self.address, manifests, heads, self._report_damage)
+        received = Received(self.address, manifests, heads, self._report_damage, buffer_for)
         if self._options.same_host and self._same_host.worth_trying():
             done = yield from self._leased(received, request, deadline_s)
             if done:
@@ -238,18 +260,25 @@ class GrpcStore(ChunkStore):
             return  # the chunk is lost to this stream either way; the scrubber finds it later
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        request = pb.DeleteRequest(namespace=namespace, keys=[key.digest for key in keys])
-        return int(self.call("Delete", request, pb.DeleteResponse).deleted)
+        deleted = 0
+        for start in range(0, len(keys), wire.KEYS_MAX):
+            part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
+            request = pb.DeleteRequest(namespace=namespace, keys=part)
+            deleted += self.call("Delete", request, pb.DeleteResponse).deleted
+        return deleted
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        if limit <= 0:
-            return []
-        request = pb.ListRequest(
-            namespace=namespace, limit=limit, after=None if after is None else after.digest
-        )
-        found = self.call("List", request, pb.ListResponse).found
-        manifests = [wire.readable_manifest(entry.manifest) for entry in found]
-        return [manifest for manifest in manifests if manifest is not None]
+        manifests: list[ChunkManifest] = []
+        last = None if after is None else after.digest
+        while len(manifests) < limit:
+            request = pb.ListRequest(namespace=namespace, limit=limit - len(manifests), after=last)
+            found = self.call("List", request, pb.ListResponse).found
+            if not found:
+                break
+            last = found[-1].manifest.key
+            readable = (wire.readable_manifest(entry.manifest) for entry in found)
+            manifests += [manifest for manifest in readable if manifest is not None]
+        return manifests
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         request = pb.PutReportRequest(fingerprint=fingerprint.digest, name=name, document=document)

@@ -103,12 +103,16 @@ class ChunkStoreService:
                 "anchors", f"{len(request.anchors)} anchors; at most {wire.KEYS_MAX} are answered per call"
             )
         found = self.shard.lookup_anchors(request.namespace, request.space_digest, request.anchors)
-        return pb.LookupAnchorsResponse(
-            candidates=[
+        response = pb.LookupAnchorsResponse()
+        size = 0
+        for anchor, manifests in found.items():
+            size += sum(len(manifest.digests) for manifest in manifests)
+            if size > wire.RESPONSE_BYTES_MAX:
+                break
+            response.candidates.append(
                 pb.AnchorCandidates(anchor=anchor, manifests=map(wire.manifest_to_wire, manifests))
-                for anchor, manifests in found.items()
-            ]
-        )
+            )
+        return response
 
     @_answers
     async def put_chunk_kv(self, messages: AsyncIterator[bytes], context: Any) -> pb.PutChunkKVResponse:
@@ -257,7 +261,14 @@ class ChunkStoreService:
     async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
-        return pb.ListResponse(found=map(_found, self.shard.page(request.namespace, limit, after)))
+        response = pb.ListResponse()
+        size = 0
+        for entry in self.shard.page(request.namespace, limit, after):
+            size += len(entry.manifest.digests)
+            if response.found and size > wire.RESPONSE_BYTES_MAX:
+                break
+            response.found.append(_found(entry))
+        return response
 
     @_answers
     async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:

@@ -445,13 +445,14 @@ class Shard:
         return len(self._index)
 
     def close(self) -> None:
-        """Write what waits, stop the threads, let go of the directories."""
+        """Write what waits, stop the threads, let go of memory and directories. Once."""
         self._promoter.close()
         for writer in self.writers:
             writer.close()
         for disk in self.disks:
             disk.close()
         self.reports.close()
+        self.ram.arena.close()
         if self._home is not None:
             self._home.close()
 
