@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
+from kintsugi.core.stream import ChunkLost as ChunkLost
+from kintsugi.core.stream import LayerFrame as LayerFrame
 
 Buffer = bytes | bytearray | memoryview
 BufferFor = Callable[[int, int, int], memoryview]
@@ -19,26 +21,6 @@ BufferFor = Callable[[int, int, int], memoryview]
 
 ANCHOR_CANDIDATES_MAX = 16
 """Manifests returned for one anchor, longest first: a bound on what a hostile corpus can make us try."""
-
-
-@dataclass(frozen=True)
-class LayerFrame:
-    """The bytes of some heads of one layer of one chunk, as they arrive."""
-
-    chunk: int
-    """Index into the request's keys."""
-    layer: int
-    data: memoryview
-    """`layout.head_bytes(codec, tokens) · len(heads)` bytes, valid until the next frame is taken."""
-
-
-@dataclass(frozen=True)
-class ChunkLost:
-    """In place of a frame: this chunk can no longer be read. Its other frames do not follow."""
-
-    chunk: int
-    layer: int
-    reason: str
 
 
 @dataclass(frozen=True)

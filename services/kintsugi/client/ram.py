@@ -73,7 +73,7 @@ class RamStore(ChunkStore):
                 "raise its capacity or make chunks shorter"
             )
         every_head = HeadRange(0, manifest.layout.num_kv_heads)
-        copies = tuple(memoryview(bytes(memoryview(frame).cast("B"))) for frame in frames)
+        copies = tuple(memoryview(bytearray(memoryview(frame).cast("B"))) for frame in frames)
         for layer, copy in enumerate(copies):
             if not manifest.frame_is_intact(layer, every_head, copy):
                 raise Corrupted(f"frames[{layer}] does not match the manifest's digest; send it again")

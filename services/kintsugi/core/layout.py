@@ -81,7 +81,12 @@ class HeadRange:
 
     @staticmethod
     def of_rank(num_kv_heads: int, rank: int, world_size: int) -> HeadRange:
-        """vLLM's split: whole heads per rank, or one replicated head where ranks outnumber heads."""
+        """vLLM's split: whole heads per rank, or one replicated head where ranks outnumber heads.
+
+        One number must divide the other; vLLM itself refuses to start otherwise.
+        """
+        assert 0 <= rank < world_size
+        assert num_kv_heads % world_size == 0 or world_size % num_kv_heads == 0
         if num_kv_heads >= world_size:
             per_rank = num_kv_heads // world_size
             return HeadRange(rank * per_rank, (rank + 1) * per_rank)
@@ -132,10 +137,12 @@ class ChunkManifest:
 
     def frame_is_intact(self, layer: int, heads: HeadRange, frame: memoryview) -> bool:
         """Whether `frame` (the bytes of `heads` of `layer`) matches its digests. Cost: one xxh3 pass."""
+        assert 0 <= layer < self.layout.num_layers
+        assert 0 <= heads.start < heads.stop <= self.layout.num_kv_heads
         size = self.layout.head_bytes(self.codec, self.num_tokens)
         first = layer * self.layout.num_kv_heads + heads.start
         expected = self.digests[first * DIGEST_BYTES : (first + len(heads)) * DIGEST_BYTES]
-        return len(frame) == size * len(heads) and digests_of(frame, size) == expected
+        return frame.nbytes == size * len(heads) and digests_of(frame, size) == expected
 
 
 def digests_of(frame: memoryview | bytes, head_bytes: int) -> bytes:

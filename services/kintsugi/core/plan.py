@@ -68,7 +68,8 @@ def plan_digest(
     was computed instead, which is never worse, and a later turn over the same spans must find the KV.
     """
     hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
-    hasher.update(f"{selector.value}\0{check_layer}\0{ratio!r}".encode())
+    # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.
+    hasher.update(f"{selector.value}\0{check_layer}\0{ratio + 0.0!r}\0".encode())
     for span in spans:
         hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
     return hasher.digest()

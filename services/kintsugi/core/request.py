@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic import StrictBool, StrictFloat, StrictInt
+
 from kintsugi.core.errors import InvalidField, InvalidSpan
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, Span, checked_namespace
@@ -32,23 +34,27 @@ class SelectorName(StrEnum):
     """Selectors that `fusor.selectors` registers."""
 
     HKVD = "hkvd"
+    """High KV deviation at the check layer, K and V together; one set for every deeper layer."""
+    HKVD_K = "hkvd_k"
+    HKVD_V = "hkvd_v"
     HKVD_GRADUAL = "hkvd_gradual"
+    """The paper's gradual filtering: a set a little too large, filtered again at every layer."""
     RANDOM = "random"
 
 
 @dataclass(frozen=True)
 class _Wire:
-    """The JSON form of `KintsugiParams`."""
+    """The JSON form of `KintsugiParams`. JSON has types: `true` is no ratio, and `"yes"` no flag."""
 
     __pydantic_config__ = STRICT
 
     namespace: str
-    version: int = PARAMS_VERSION
+    version: StrictInt = PARAMS_VERSION
     op: Op = Op.BLEND
     spans: list[list[Any]] | None = None
-    ratio: float | None = None
+    ratio: StrictFloat | None = None
     selector: str | None = None
-    explain: bool = False
+    explain: StrictBool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,10 @@ def _parsed_span(row: Sequence[Any], where: str) -> Span:
     key = row[2] if len(row) == 3 else None
     if key is not None and not isinstance(key, str):
         raise InvalidSpan(where, f"the key must be a hexadecimal string, got {type(key).__name__}")
-    return Span(bounds[0], bounds[1], None if key is None else ChunkKey.from_hex(key))
+    try:
+        return Span(bounds[0], bounds[1], None if key is None else ChunkKey.from_hex(key))
+    except InvalidField as error:
+        raise InvalidSpan(where, f"the key {error.problem}") from None
 
 
 def checked_spans(spans: Sequence[Span], num_tokens: int) -> None:

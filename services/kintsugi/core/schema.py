@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -34,26 +34,43 @@ def load(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 @lru_cache(maxsize=64)
 def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    config = getattr(cls, "__pydantic_config__", {})
+    assert config.get("extra") == "forbid", f"{cls.__name__} would drop unknown keys: set it to STRICT"
     return TypeAdapter(cls)
 
 
 def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidField:
-    first = error.errors(include_url=False)[0]
+    """One error of those found: an unknown key before all, since a misspelt one is also a missing one."""
+    found = error.errors(include_url=False)
+    first = min(found, key=lambda item: item["type"] not in _UNKNOWN)
     path = [str(part) for part in first["loc"]]
     field = ".".join([where, *path] if where else path) or cls.__name__
-    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+    if first["type"] in _UNKNOWN:
         return UnknownField(field, _names_at(cls, path[:-1]))
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidField):
-        return cause
+    if first["type"] in ("missing", "missing_argument"):
+        return InvalidField(field, "is mandatory")
     return InvalidField(field, f"{first['msg'][0].lower()}{first['msg'][1:]} (got {first['input']!r})")
 
 
-def _names_at(cls: Any, path: list[str]) -> list[str]:
-    """Field names of the dataclass that `path` leads to, following nested dataclass fields."""
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+
+
+def _names_at(cls: type[Any], path: list[str]) -> list[str]:
+    """Field names of the dataclass that `path` leads to, through optional, listed and mapped ones."""
     for part in path:
-        fields = {f.name: f.type for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-        if part not in fields or not dataclasses.is_dataclass(fields[part]):
-            break
-        cls = fields[part]
-    return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        if part in _field_names(cls):
+            # `Field.type` is only text where annotations are postponed.
+            cls = _dataclass_in(get_type_hints(cls)[part]) or cls
+    return _field_names(cls)
+
+
+def _field_names(cls: type[Any]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def _dataclass_in(annotation: Any) -> type[Any] | None:
+    """The first dataclass within an annotation: `Tier` of `list[Tier] | None`."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return annotation
+    inner = (_dataclass_in(argument) for argument in get_args(annotation))
+    return next((cls for cls in inner if cls is not None), None)

@@ -31,11 +31,17 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """`token_ids` as little-endian u32, the form that every digest reads.
 
-    Raises `InvalidField` for an id that does not fit in 32 bits.
+    Raises `InvalidField` for anything but integers that fit in 32 bits: a rounded or wrapped id would
+    be another chunk's.
     """
-    ids = np.asarray(token_ids, dtype=np.int64)
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32):
-        raise InvalidField("token_ids", "every id must lie in [0, 2**32)")
+    if len(token_ids) == 0:
+        return b""
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError:
+        raise InvalidField("token_ids", "must be one flat list of ids") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
+        raise InvalidField("token_ids", "every id must be an integer in [0, 2**32)")
     return ids.astype("<u4").tobytes()
 
 
@@ -57,7 +63,11 @@ class ModelFingerprint:
     """Digest of everything that decides a token's KV. A mismatch is a miss, never a guess."""
 
     digest: bytes
-    """32 bytes."""
+    """`KEY_BYTES` bytes: a fixed length, because other digests read it without one."""
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != KEY_BYTES:
+            raise InvalidField("fingerprint", f"has {len(self.digest)} bytes; it must have {KEY_BYTES}")
 
     @staticmethod
     def of(parts: dict[str, str]) -> ModelFingerprint:

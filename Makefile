@@ -1,0 +1,90 @@
+# The verbs, the same for a person and for CI. Every one that needs an installation makes it first.
+#
+#   make demo [MODEL=path]   answer a question from blended chunks, beside full prefill
+#   make test                the tests, without the long matrices
+#   make test-full           everything
+#   make check               formatting, lints, types, import layers, stubs, length limits
+#   make bench [BENCHMARKS=benchmarks/...py]
+#   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
+#   make proto               generate the gRPC stubs again
+#   make lock                resolve locks/*.in again
+
+VENV := .venv
+BIN := $(VENV)/bin
+PROTO_VENV := .venv-proto
+
+# Tried in this order; the first that is CPython 3.11 or 3.12 makes the environments.
+PYTHONS := python3.11 python3.12 python3
+
+# Asked for torch alone, and only where pip's configured sources lack the CPU wheel.
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+TORCH := $(shell sed -n '/^torch==/p' locks/cpu.txt)
+
+# Published only as CUDA builds that break a CPU installation; nothing here imports them.
+CPU_EXCLUDE := torchvision torchaudio torchcodec
+
+BENCHMARKS := $(wildcard benchmarks/*.py)
+
+.PHONY: help setup demo test test-full check proto bench lock
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: locks/cpu.txt pyproject.toml
+	@$(call make_venv,$(VENV))
+	$(BIN)/python -m pip install --upgrade pip
+	@from=; if ! $(BIN)/python -m pip install --quiet --dry-run --no-deps "$(TORCH)" >/dev/null 2>&1; then \
+		echo "$(TORCH) is not among pip's configured sources: taking it from $(TORCH_INDEX)"; \
+		from="--index-url $(TORCH_INDEX)"; \
+	fi; $(BIN)/python -m pip install --no-deps $$from "$(TORCH)"
+	$(BIN)/python -m pip install --no-deps -r locks/cpu.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The generator requires an older protobuf than the services run on, so it lives by itself.
+$(PROTO_VENV)/.installed: locks/proto.txt
+	@$(call make_venv,$(PROTO_VENV))
+	$(PROTO_VENV)/bin/python -m pip install --quiet --no-deps -r locks/proto.txt
+	@touch $@
+
+demo: setup
+	$(BIN)/kintsugi demo $(if $(MODEL),--model "$(MODEL)")
+
+test: setup
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: setup
+	$(BIN)/python -m pytest
+
+check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(if $(wildcard scripts/proto.py),$(PROTO_VENV)/bin/python scripts/proto.py --check)
+	$(BIN)/python scripts/ratchet.py
+
+proto: $(PROTO_VENV)/.installed
+	$(PROTO_VENV)/bin/python scripts/proto.py
+
+bench: setup
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+lock: setup
+	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE)
+	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
+
+# $(call make_venv,FOLDER): an environment of the first suitable interpreter, unless there is a working one.
+define make_venv
+if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
+	for candidate in $(PYTHONS); do \
+		if $$candidate -c 'import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
+			echo "$(1): made with $$candidate"; $$candidate -m venv --clear $(1); exit $$?; \
+		fi; \
+	done; \
+	echo "error: none of $(PYTHONS) is CPython 3.11 or 3.12; install one, or name it: make setup PYTHONS=/path/to/python" >&2; \
+	exit 1; \
+fi
+endef

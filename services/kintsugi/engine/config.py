@@ -1,0 +1,61 @@
+"""The connector's configuration: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.request import SelectorName
+from kintsugi.core.schema import STRICT
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Read with `core.schema.load`: an unknown key is an error that names the nearest valid one."""
+
+    __pydantic_config__ = STRICT
+
+    store: str = "ram://default"
+    """URL of the chunk store. `ram://` lives in the engine's process and dies with it."""
+
+    prefix_token_ids: list[int] | None = None
+    """What chunks were prefilled behind. None: the tokenizer's BOS where the model has one, else nothing."""
+
+    portable: bool = True
+    """Whether chunks prefilled behind the prefix may be used behind another one."""
+
+    ratio: float = 0.15
+    """Share of the hit tokens that a blend recomputes where a request names none."""
+
+    selector: SelectorName = SelectorName.HKVD
+
+    check_layer: int = 1
+    """Layer whose KV deviation selects; layers below it are computed for every token."""
+
+    match_content: bool = True
+    """Find known chunks at any offset of prompts that come without spans."""
+
+    prefetch_layers: int = 4
+    """Layers that loading may run ahead of computing: bounds host memory per blend."""
+
+    layer_deadline_ms: int = 2_000
+    """A layer that takes longer to load is lost: its chunks are recomputed."""
+
+    lookup_deadline_ms: int = 500
+    """A store that takes longer to say what it has is not waited for: the prompt is prefilled in full."""
+
+    slice_tokens: int | None = None
+    """Full-width tokens' worth of work per engine step, over all layers. None: half of the scheduler's
+    `max_num_batched_tokens`, so that a decode beside a blend waits no longer than beside a prefill."""
+
+    self_test: bool = True
+    """Check at start that blending gives the engine's own answers; off, nothing would notice a defect."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.ratio <= 1.0:
+            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
+        for name in ("check_layer", "prefetch_layers", "layer_deadline_ms", "lookup_deadline_ms"):
+            if getattr(self, name) < 1:
+                raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
+        if self.slice_tokens is not None and self.slice_tokens < 1:
+            raise InvalidField("slice_tokens", f"{self.slice_tokens} must be at least 1")

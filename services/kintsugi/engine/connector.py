@@ -1,0 +1,166 @@
+"""The vLLM connector: a thin shell around `SchedulerSide` and `WorkerSide`.
+
+vLLM makes one object per role; each method below belongs to one role and says which.
+Requests are claimed asynchronously (`get_num_new_matched_tokens` returns `(n, True)`): vLLM parks them,
+leaves their blocks unnamed, and calls `start_load_kv` in every step, where the worker runs a slice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kintsugi.client.checkpoint import model_fingerprint
+from kintsugi.client.registry import is_process_local, open_store
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.schema import load
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.protocol import StepMetadata, WorkerReport
+from kintsugi.engine.scheduler import SchedulerSide
+from kintsugi.engine.support import unsupported
+from kintsugi.engine.worker import WorkerSide
+from kintsugi.fusor.planner import FixedRatioPlanner
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise InvalidField(
+                "kv_load_failure_policy",
+                f"{transfer.kv_load_failure_policy!r} fails a request whose chunks cannot be loaded; "
+                "set 'recompute'",
+            )
+        config = load(EngineConfig, transfer.kv_connector_extra_config, "kv_connector_extra_config")
+        if is_process_local(config.store) and vllm_config.parallel_config.world_size > 1:
+            raise InvalidField("store", f"{config.store!r} cannot be shared by several workers; run a shard")
+        store = open_store(config.store)
+        max_batched = vllm_config.scheduler_config.max_num_batched_tokens
+        slice_tokens = config.slice_tokens or max(1, max_batched // 2)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                config=config,
+                store=store,
+                planner=FixedRatioPlanner(config.ratio, config.selector, config.check_layer),
+                fingerprint=model_fingerprint(
+                    vllm_config.model_config.model, str(vllm_config.model_config.dtype)
+                ),
+                prefix_token_ids=_prefix_of(config, vllm_config),
+                hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
+                declined_because=unsupported(vllm_config),
+            )
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a blend that is dropped costs a prefill, so preempted requests may run on."""
+        return False
+
+    # Scheduler role
+
+    def on_new_request(self, request: Request) -> None:
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.take_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self._scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._scheduler.update(report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return False, self._scheduler.request_finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return False, self._scheduler.request_finished(request)
+
+    # Worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        self._worker.step(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: requests whose KV is not there yet are not in the batch."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: chunks are captured before RoPE, in the save pass."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: a save is reported finished once its chunk is committed."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        done, failed = self._worker.take_finished()
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self._worker is not None
+        return self._worker.take_report()
+
+    # Both roles
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+
+def _prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
+    """The configured prefix, else the model's BOS."""
+    if config.prefix_token_ids is not None:
+        return tuple(config.prefix_token_ids)
+    bos = getattr(vllm_config.model_config.hf_text_config, "bos_token_id", None)
+    return (bos,) if isinstance(bos, int) else ()

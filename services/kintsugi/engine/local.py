@@ -1,0 +1,261 @@
+"""One vLLM engine inside this process: what the CLI, the tests and the benchmarks drive.
+
+It steps the engine itself, over vLLM's public `LLM` and `LLMEngine`, because time to first token has to
+be measured where the token appears. Several prompts given at once share steps, as in a server.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, NotFound, Unavailable
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.spaces import Span
+
+CONNECTOR = "KintsugiConnector"
+KV_CACHE_BYTES = 2 << 30
+"""vLLM would take most of a CPU machine's memory otherwise."""
+
+GENERATE_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request."""
+
+    token_ids: Sequence[int]
+    params: KintsugiParams | None = None
+    """None: vLLM without us."""
+    max_tokens: int = 16
+    cache_salt: str | None = None
+    """vLLM's. The connector sets it to the namespace itself; give one only to test that."""
+    top_logprobs: int = 0
+    """Logprobs of so many best tokens at each step, besides the chosen one's."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one request answered, greedily decoded."""
+
+    token_ids: list[int]
+    text: str
+    ttft_s: float
+    """From handing the request to the engine to its first token."""
+    itl_s: list[float]
+    """Between each token and the one before; one fewer than tokens."""
+    logprobs: list[float]
+    """Of each chosen token."""
+    top_logprobs: list[dict[int, float]]
+    """Token id -> logprob at each step: the chosen one and `Prompt.top_logprobs` more."""
+    finish_reason: str | None
+    num_cached_tokens: int
+    """Prompt tokens that the engine did not compute itself: prefix cache and connector."""
+    accounting: dict[str, Any] | None
+    """The response's `kv_transfer_params["kintsugi"]`."""
+
+
+@dataclass
+class _Running:
+    """A request between `add_request` and its last token."""
+
+    started_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    steps: list[dict[int, float]] = field(default_factory=list)
+    generation: Generation | None = None
+
+    def take(self, output: Any, now_s: float) -> None:
+        """Add the tokens of one `vllm.RequestOutput` in delta form."""
+        completion = output.outputs[0]
+        self.token_times_s += [now_s] * len(completion.token_ids)
+        self.token_ids += completion.token_ids
+        self.text += completion.text
+        for entries in completion.logprobs or ():
+            self.steps.append({token: entry.logprob for token, entry in entries.items()})
+        if output.finished:
+            self.generation = self._finished(output, completion.finish_reason)
+
+    def _finished(self, output: Any, finish_reason: str | None) -> Generation:
+        times = self.token_times_s
+        return Generation(
+            token_ids=self.token_ids,
+            text=self.text,
+            ttft_s=times[0] - self.started_s if times else float("nan"),
+            itl_s=[later - earlier for earlier, later in pairwise(times)],
+            logprobs=[step[token] for step, token in zip(self.steps, self.token_ids, strict=True)],
+            top_logprobs=self.steps,
+            finish_reason=finish_reason,
+            num_cached_tokens=output.num_cached_tokens or 0,
+            accounting=(output.kv_transfer_params or {}).get(PARAMS_KEY),
+        )
+
+
+class LocalEngine:
+    """A running engine. Use `start`, and `close` when done (or a `with` block). One thread at a time."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        """The `vllm.LLM`, for what is not offered here."""
+        self._submitted = 0
+
+    @staticmethod
+    def start(
+        model: str | Path, *, extra_config: Mapping[str, object] | None = None, **vllm_args: Any
+    ) -> LocalEngine:
+        """Load `model`, a checkpoint folder or a name that vLLM resolves.
+
+        ``extra_config`` is the connector's configuration (`engine.config.EngineConfig`); None starts
+        plain vLLM. ``vllm_args`` go to `vllm.LLM`. Unless given: eager execution, and `KV_CACHE_BYTES` of
+        KV cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared.
+        Takes 10-30 s, most of it imports. Raises `NotFound` for a path that is not there, `Unavailable`
+        where vLLM does not start, and what the connector raises.
+        """
+        if isinstance(model, Path) and not model.is_dir():
+            raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        try:
+            from vllm import LLM
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise Unavailable(
+                f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]"
+            ) from error
+        arguments: dict[str, Any] = {"enforce_eager": True, "use_tqdm_on_load": False}
+        if current_platform.is_cpu():
+            arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+        if extra_config is not None:
+            arguments["kv_transfer_config"] = transfer_config(extra_config)
+        try:
+            return LocalEngine(LLM(model=str(model), **{**arguments, **vllm_args}))
+        except KintsugiError:
+            raise
+        except Exception as error:
+            # vLLM raises many types here, from a bad config value to a failed allocation.
+            raise Unavailable(f"vLLM did not start on {model}: {type(error).__name__}: {error}") from error
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loads it."""
+        return self.llm.get_tokenizer()
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together that a request may have."""
+        return int(self.llm.llm_engine.model_config.max_model_len)
+
+    def generate(self, prompts: Sequence[Prompt], timeout_s: float = GENERATE_TIMEOUT_S) -> list[Generation]:
+        """Answer all prompts, submitted together; results in their order.
+
+        Raises `InvalidField` before anything is submitted where a prompt is empty or too long, and
+        `DeadlineExceeded` after `timeout_s`, with every request aborted.
+        """
+        for index, prompt in enumerate(prompts):
+            self._check(prompt, f"prompts[{index}]")
+        running = {request_id: _Running(time.perf_counter()) for request_id in self._ids(len(prompts))}
+        for (request_id, request), prompt in zip(running.items(), prompts, strict=True):
+            request.started_s = time.perf_counter()
+            self._submit(request_id, prompt)
+        deadline_s = time.monotonic() + timeout_s
+        while any(request.generation is None for request in running.values()):
+            if time.monotonic() > deadline_s:
+                self.llm.llm_engine.abort_request(list(running))
+                raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s; the requests were aborted")
+            for output in self.llm.llm_engine.step():
+                running[output.request_id].take(output, time.perf_counter())
+        return [request.generation for request in running.values() if request.generation is not None]
+
+    def save(
+        self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
+    ) -> list[Generation]:
+        """Prefill chunks in isolation behind the prefix and store their KV, all in one batch."""
+        return self.generate([save_prompt(prefix_token_ids, chunk, namespace) for chunk in chunks])
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks, so that the next prompt is prefilled from its first token."""
+        if not self.llm.reset_prefix_cache():
+            raise Unavailable("the prefix cache is in use; wait for running requests to end")
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory. Idempotent."""
+        if self.llm is None:
+            return
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+
+    def _ids(self, count: int) -> list[str]:
+        """Request ids that this engine has not seen."""
+        first, self._submitted = self._submitted, self._submitted + count
+        return [f"local-{index}" for index in range(first, first + count)]
+
+    def _check(self, prompt: Prompt, where: str) -> None:
+        if not prompt.token_ids:
+            raise InvalidField(f"{where}.token_ids", "is empty; a prompt needs at least one token")
+        if prompt.max_tokens < 1:
+            raise InvalidField(f"{where}.max_tokens", f"{prompt.max_tokens} must be at least 1")
+        length = len(prompt.token_ids) + prompt.max_tokens
+        if length > self.max_model_len:
+            raise InvalidField(
+                f"{where}.token_ids",
+                f"{len(prompt.token_ids)} tokens and {prompt.max_tokens} to generate exceed the model's "
+                f"{self.max_model_len}; use fewer or shorter chunks",
+            )
+
+    def _submit(self, request_id: str, prompt: Prompt) -> None:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        extra_args = None
+        if prompt.params is not None:
+            extra_args = {"kv_transfer_params": prompt.params.to_mapping()}
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=prompt.max_tokens,
+            logprobs=prompt.top_logprobs,
+            ignore_eos=prompt.ignore_eos,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra_args,
+        )
+        tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        if prompt.cache_salt is not None:
+            tokens["cache_salt"] = prompt.cache_salt
+        self.llm.llm_engine.add_request(request_id, tokens, sampling)
+
+
+def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
+    """vLLM's `--kv-transfer-config` for our connector."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        # vLLM's own default fails the request; a chunk that cannot be loaded is a miss.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra_config),
+    }
+
+
+def save_prompt(prefix_token_ids: Sequence[int], chunk: Sequence[int], namespace: str) -> Prompt:
+    """The request that stores one chunk.
+
+    One token follows the chunk: the connector claims what it computes itself as external, and vLLM has
+    to be left at least one token to forward.
+    """
+    if not chunk:
+        raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
+    start, end = len(prefix_token_ids), len(prefix_token_ids) + len(chunk)
+    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end),))
+    return Prompt([*prefix_token_ids, *chunk, chunk[-1]], params, max_tokens=1)

@@ -1,0 +1,60 @@
+"""Which chunks of a prompt the store holds: by explicit spans, or by content at any offset.
+
+Runs on the connector's lookup threads, never on the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kintsugi.client.interface import ChunkStore
+from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_at_every_offset
+
+
+@dataclass(frozen=True)
+class Match:
+    """A prompt's spans with their keys, and the manifests of those that the store holds."""
+
+    spans: tuple[Span, ...]
+    manifests: dict[ChunkKey, ChunkManifest]
+
+
+def match_spans(store: ChunkStore, space: ChunkSpace, spans: Sequence[Span]) -> Match:
+    """Look up spans whose keys are known."""
+    keys = list(dict.fromkeys(span.key for span in spans if span.key is not None))
+    found = store.lookup(space.namespace, keys)
+    return Match(tuple(spans), {m.key: m for m in found if m is not None})
+
+
+def match_content(store: ChunkStore, space: ChunkSpace, prompt_token_ids: Sequence[int]) -> Match:
+    """Find known chunks at any offset, left to right, the longest candidate first.
+
+    Cost: one anchor per offset, one batched lookup, one blake3 per candidate. An anchor only proposes:
+    a candidate counts when the key of the prompt's own tokens is its key.
+    """
+    anchors = anchors_at_every_offset(prompt_token_ids)
+    candidates = store.lookup_anchors(space.namespace, space.digest, list(dict.fromkeys(anchors)))
+    spans: list[Span] = []
+    manifests: dict[ChunkKey, ChunkManifest] = {}
+    offset = 0
+    while offset < len(anchors):
+        manifest = _longest_at(space, prompt_token_ids, offset, candidates.get(anchors[offset], ()))
+        if manifest is None:
+            offset += 1
+            continue
+        spans.append(Span(offset, offset + manifest.num_tokens, manifest.key))
+        manifests[manifest.key] = manifest
+        offset += manifest.num_tokens
+    return Match(tuple(spans), manifests)
+
+
+def _longest_at(
+    space: ChunkSpace, token_ids: Sequence[int], offset: int, candidates: Sequence[ChunkManifest]
+) -> ChunkManifest | None:
+    for manifest in candidates:
+        end = offset + manifest.num_tokens
+        if end <= len(token_ids) and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:
+            return manifest
+    return None

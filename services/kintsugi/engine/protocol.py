@@ -1,0 +1,84 @@
+"""What the scheduler's side of the connector tells the worker's side, and what it hears back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.plan import BlendPlan
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
+
+
+@dataclass(frozen=True)
+class JobTokens:
+    """The part of a request that the worker computes, and the cache blocks that hold it."""
+
+    request_id: str
+    token_ids: list[int]
+    """Tokens of positions `[start, start + len)`."""
+    start: int
+    block_ids: tuple[list[int], ...]
+    """Per KV cache group, from position 0 on; 0 is vLLM's null block."""
+
+
+@dataclass(frozen=True)
+class BlendJob:
+    tokens: JobTokens
+    plan: BlendPlan
+    manifests: dict[ChunkKey, ChunkManifest]
+    namespace: str
+    explain: bool
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    tokens: JobTokens
+    space: ChunkSpace
+    key: ChunkKey
+    anchor: int | None
+    chunk_start: int
+    chunk_end: int
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """New work and cancellations of one engine step."""
+
+    blends: list[BlendJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Finished jobs by request id, and whether this worker can blend at all."""
+
+    finished: dict[str, Accounting] = field(default_factory=dict)
+    unable: str | None = None
+    """Why blending is off on this worker; None when it is on."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Over tensor-parallel ranks: bytes add up, waits take the longest, failures win."""
+        assert isinstance(other, WorkerReport)
+        finished = dict(self.finished)
+        for request_id, theirs in other.finished.items():
+            mine = finished.get(request_id)
+            finished[request_id] = theirs if mine is None else _merge(mine, theirs)
+        return WorkerReport(finished, self.unable or other.unable)
+
+
+def _merge(mine: Accounting, theirs: Accounting) -> Accounting:
+    worse = theirs if theirs.outcome is Outcome.FAILED else mine
+    return dataclasses.replace(
+        mine,
+        outcome=worse.outcome,
+        reason=worse.reason,
+        bytes_loaded=mine.bytes_loaded + theirs.bytes_loaded,
+        load_wait_ms=max(mine.load_wait_ms, theirs.load_wait_ms),
+        compute_ms=max(mine.compute_ms, theirs.compute_ms),
+        blend_ms=max(mine.blend_ms, theirs.blend_ms),
+    )

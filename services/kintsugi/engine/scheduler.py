@@ -1,0 +1,346 @@
+"""The scheduler's side of the connector: per request, decide, look up, claim, and account.
+
+Nothing here blocks or raises: the scheduler's thread serves everybody. A request that cannot be blended
+is declined, runs as an ordinary full prefill, and its response says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from kintsugi.client.interface import ChunkStore
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, KintsugiError, NotBlendable
+from kintsugi.core.plan import ChunkHit, exact_end, plan_digest
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.engine import hashing
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.matching import Match, match_content, match_spans
+from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
+from kintsugi.fusor.planner import Planner, PlanRequest, hits_beyond
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+LOOKUP_THREADS = 4
+
+
+@dataclass
+class _State:
+    """One request that asked for us."""
+
+    request: Request
+    params: KintsugiParams
+    space: ChunkSpace
+    match: Future[Match] | None = None
+    matched_by: float = 0.0
+    """Monotonic time after which the store is no longer waited for."""
+    match_is_taken: bool = False
+    job: BlendJob | None = None
+    """Made by the last claim; handed to the worker once blocks are allocated."""
+    in_flight: bool = False
+    ordinary_hasher: hashing.BlockHasher | None = None
+    num_prefix_cached: int = 0
+    accounting: Accounting | None = None
+    """Set when the outcome is known; nothing is claimed after that."""
+
+
+@dataclass
+class SchedulerSide:
+    """Called from the scheduler's thread only."""
+
+    config: EngineConfig
+    store: ChunkStore
+    planner: Planner
+    fingerprint: ModelFingerprint
+    prefix_token_ids: tuple[int, ...]
+    hash_block_size: int
+    declined_because: str | None
+    """Why this engine never blends; None where it does."""
+    _states: dict[str, _State] = field(default_factory=dict)
+    _refused: dict[str, Accounting] = field(default_factory=dict)
+    _metadata: StepMetadata = field(default_factory=StepMetadata)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
+    )
+
+    def on_new_request(self, request: Request) -> None:
+        values = (request.kv_transfer_params or {}).get(PARAMS_KEY)
+        if values is None:
+            return
+        try:
+            params = KintsugiParams.from_mapping(values)
+            if params.op is not Op.OFF:
+                self._admit(request, params)
+        except InvalidField as error:
+            self._refused[request.request_id] = Accounting(
+                Outcome.DECLINED, reason=f"{type(error).__name__}: {error}"
+            )
+        except NotBlendable as error:
+            self._refused[request.request_id] = Accounting(Outcome.DECLINED, reason=str(error))
+
+    def _admit(self, request: Request, params: KintsugiParams) -> None:
+        """Start the lookup, or raise why this request cannot be blended."""
+        self._check_blendable(request)
+        if request.cache_salt not in (None, params.namespace):
+            raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
+        space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
+        prompt: list[int] = list(request.prompt_token_ids)
+        state = _State(request, params, space)
+        if params.spans is not None:
+            spans = _keyed_spans(params.spans, space, prompt)
+            state.params = dataclasses.replace(params, spans=spans)
+        if params.op is Op.SAVE:
+            _check_save(state.params, space, prompt)
+        elif not space.admits(prompt):
+            raise NotBlendable("foreign_prefix", "the prompt does not start with the prefix of its chunks")
+        hashing.set_salt(request, params.namespace)
+        state.ordinary_hasher = request._block_hasher
+        self._states[request.request_id] = state
+        if params.op is Op.SAVE:
+            # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
+            # computing it; `_settle` gives the blocks their exact names.
+            first = len(self.prefix_token_ids) // self.hash_block_size
+            hashing.fork(request, first, os.urandom(16))
+        elif state.params.spans is not None:
+            self._fork(request, state, state.params.spans)
+            state.match = self._threads.submit(match_spans, self.store, space, state.params.spans)
+        else:
+            state.match = self._threads.submit(match_content, self.store, space, prompt)
+        state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+
+    def _check_blendable(self, request: Request) -> None:
+        if self.declined_because is not None:
+            raise NotBlendable(*self.declined_because.split(": ", 1))
+        if request.lora_request is not None:
+            raise NotBlendable("lora", "chunk KV belongs to the base model")
+        if request.mm_features:
+            raise NotBlendable("multimodal", "chunk KV is over token ids alone")
+        if request.prompt_token_ids is None:
+            raise NotBlendable("prompt_embeds", "chunk KV is over token ids alone")
+        if request.skip_reading_prefix_cache:
+            raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
+
+    def _fork(self, request: Request, state: _State, spans: tuple[Span, ...]) -> None:
+        """Name the KV that this blend will produce, from the first block that is not exact."""
+        prompt = request.prompt_token_ids
+        digest = plan_digest(
+            state.space, spans, *self.planner.configuration(state.params.ratio, state.params.selector)
+        )
+        hashing.fork(request, exact_end(spans, state.space, prompt) // self.hash_block_size, digest)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
+
+        None means: ask again, the store has not answered yet.
+        """
+        state = self._states.get(request.request_id)
+        if state is None or state.accounting is not None:
+            return 0, False
+        claim = request.num_tokens - 1 - num_computed
+        if state.params.op is Op.SAVE:
+            return self._claim_save(state, num_computed)
+        match = self._take_match(request, state)
+        if match is None:
+            return (0, False) if state.accounting is not None else (None, False)
+        state.num_prefix_cached = num_computed
+        try:
+            state.job = self._plan(request, state, match, num_computed)
+        except NotBlendable as error:
+            outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
+            state.accounting = self._with_match(state, Accounting(outcome, reason=str(error)))
+            return 0, False
+        return claim, True
+
+    def _claim_save(self, state: _State, num_computed: int) -> tuple[int, bool]:
+        """Prefix and chunk; the fork sees to it that no token of the chunk was found cached."""
+        assert state.params.spans is not None
+        (span,) = state.params.spans
+        assert num_computed <= span.start
+        return span.end - num_computed, True
+
+    def _take_match(self, request: Request, state: _State) -> Match | None:
+        """The lookup's result once it is there; None while waiting, or when it was given up."""
+        assert state.match is not None
+        if not state.match.done():
+            if time.monotonic() > state.matched_by:
+                state.accounting = Accounting(Outcome.DECLINED, reason="store_timeout: lookup took too long")
+            return None
+        error = state.match.exception()
+        if error is not None:
+            if not isinstance(error, KintsugiError):
+                logger.exception("Lookup failed", exc_info=error)
+            state.accounting = Accounting(
+                Outcome.DECLINED, reason=f"store_unavailable: {type(error).__name__}: {error}"
+            )
+            return None
+        match = state.match.result()
+        if state.params.spans is None and not state.match_is_taken:
+            state.match_is_taken = True
+            if match.spans:
+                # What the prefix cache holds of this blend has just got a name: look there again.
+                self._fork(request, state, match.spans)
+                return None
+        return match
+
+    def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
+        last = request.num_tokens - 1
+        every_hit = tuple(
+            ChunkHit(span.start, min(span.end, last), span.key)
+            for span in match.spans
+            if span.key in match.manifests and span.start < last
+        )
+        hits = hits_beyond(every_hit, num_computed)
+        if every_hit and not hits:
+            raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
+        missed = sum(span.num_tokens for span in match.spans if span.key not in match.manifests)
+        plan = self.planner.plan(
+            PlanRequest(
+                num_tokens=request.num_tokens,
+                num_computed=num_computed,
+                hits=hits,
+                missed_tokens=missed,
+                bytes_to_load=sum(match.manifests[hit.key].chunk_bytes for hit in hits),
+                ratio=state.params.ratio,
+                selector=state.params.selector,
+            )
+        )
+        tokens = JobTokens(
+            request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
+        )
+        return BlendJob(
+            tokens,
+            plan,
+            {hit.key: match.manifests[hit.key] for hit in hits},
+            state.space.namespace,
+            state.params.explain,
+        )
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        state = self._states.get(request.request_id)
+        if state is None or num_external == 0:
+            return
+        block_ids = tuple(blocks.get_block_ids())
+        state.in_flight = True
+        if state.params.op is Op.SAVE:
+            self._metadata.saves.append(self._save_job(request, state, block_ids, num_external))
+        elif state.job is not None:
+            tokens = dataclasses.replace(state.job.tokens, block_ids=block_ids)
+            self._metadata.blends.append(dataclasses.replace(state.job, tokens=tokens))
+
+    def _save_job(
+        self, request: Request, state: _State, block_ids: tuple[list[int], ...], num_external: int
+    ) -> SaveJob:
+        assert state.params.spans is not None
+        (span,) = state.params.spans
+        assert span.key is not None
+        start = span.end - num_external
+        chunk = request.prompt_token_ids[span.start : span.end]
+        return SaveJob(
+            JobTokens(request.request_id, list(request.all_token_ids[start : span.end]), start, block_ids),
+            state.space,
+            span.key,
+            anchor_of(chunk),
+            span.start,
+            span.end,
+        )
+
+    def take_metadata(self) -> StepMetadata:
+        metadata, self._metadata = self._metadata, StepMetadata()
+        return metadata
+
+    def update(self, report: WorkerReport) -> None:
+        """Hear what the worker finished. Comes before the scheduler releases those requests."""
+        if report.unable is not None:
+            self.declined_because = report.unable
+        for request_id, accounting in report.finished.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                self._settle(state, accounting)
+
+    def _settle(self, state: _State, accounting: Accounting) -> None:
+        state.in_flight = False
+        state.accounting = self._with_match(state, accounting)
+        if state.params.op is Op.SAVE:
+            # What the save pass left in the cache is the exact prefill of its tokens.
+            hashing.unfork(state.request, state.ordinary_hasher)
+
+    def _with_match(self, state: _State, accounting: Accounting) -> Accounting:
+        """Add what only this side knows: which spans were hit, and what lay outside them."""
+        if state.match is None or not state.match.done() or state.match.exception() is not None:
+            return accounting
+        match = state.match.result()
+        hit = [span for span in match.spans if span.key in match.manifests]
+        missed = [span for span in match.spans if span.key not in match.manifests]
+        question = 0
+        if state.job is not None:
+            tokens = state.job.tokens
+            inside = sum(max(0, span.end - max(span.start, tokens.start)) for span in match.spans)
+            question = max(0, len(tokens.token_ids) - inside)
+        return dataclasses.replace(
+            accounting,
+            chunks_hit=len(hit),
+            chunks_missed=len(missed),
+            tokens_hit=accounting.tokens_hit or sum(span.num_tokens for span in hit),
+            tokens_missed=sum(span.num_tokens for span in missed),
+            tokens_prefix_cached=state.num_prefix_cached,
+            tokens_question=question,
+        )
+
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """The accounting for the response, and a cancellation where the worker is still busy."""
+        refused = self._refused.pop(request.request_id, None)
+        if refused is not None:
+            return {PARAMS_KEY: refused.to_mapping()}
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return None
+        if state.in_flight:
+            self._metadata.cancelled.append(request.request_id)
+        accounting = state.accounting or Accounting(
+            Outcome.DECLINED, reason="aborted: the request ended before it was blended"
+        )
+        return {PARAMS_KEY: accounting.to_mapping()}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _keyed_spans(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]) -> tuple[Span, ...]:
+    """Spans with the keys of the prompt's own tokens; a key that was given must be that one."""
+    checked_spans(spans, len(prompt))
+    keyed = []
+    for index, span in enumerate(spans):
+        key = ChunkKey.of(space, prompt[span.start : span.end])
+        if span.key is not None and span.key != key:
+            raise ForeignChunkKey(
+                f"spans[{index}].key",
+                f"{span.key} is not the key of these tokens in namespace {space.namespace!r} for this "
+                f"model and prefix ({key}); put the chunk again, or correct the span",
+            )
+        keyed.append(Span(span.start, span.end, key))
+    return tuple(keyed)
+
+
+def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: list[int]) -> None:
+    assert params.spans is not None
+    (span,) = params.spans
+    if span.end >= len(prompt):
+        raise InvalidSpan("spans[0]", "op=save needs one token behind the chunk; its own KV is not kept")
+    if not space.prefix_matches(prompt) or span.start != len(space.prefix_token_ids):
+        raise InvalidSpan(
+            "spans[0]",
+            f"op=save needs the chunk directly behind the space's prefix of {len(space.prefix_token_ids)} "
+            "tokens, or it would see other text",
+        )

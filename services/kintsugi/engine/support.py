@@ -1,0 +1,22 @@
+"""What of an engine's configuration cannot be blended, known before the model is looked at."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+
+
+def unsupported(vllm_config: VllmConfig) -> str | None:
+    """`reason: detail` for the first thing that rules blending out, None where nothing does."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    checks = (
+        (parallel.pipeline_parallel_size > 1, "pipeline_parallel: layers lie on several workers"),
+        (parallel.data_parallel_size > 1, "data_parallel: ranks step together, a blend would not"),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            "context_parallel: a sequence's KV lies on several workers",
+        ),
+        (model.use_mla, "mla: latent KV has no separate keys to rotate"),
+        (model.is_multimodal_model, "multimodal: chunk KV is over token ids alone"),
+        (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
+    )
+    return next((reason for holds, reason in checks if holds), None)

@@ -1,0 +1,304 @@
+"""The worker's side of the connector: runs blend and save passes, a bounded slice per engine step."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kintsugi.client.interface import ChunkStore
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.plan import BlendPlan
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.model import Model, find_model
+from kintsugi.engine.protocol import BlendJob, SaveJob, StepMetadata, WorkerReport
+from kintsugi.engine.selftest import self_test
+from kintsugi.engine.stack import VllmStack, rank_and_size
+from kintsugi.fusor.blend import BlendPass, Region
+from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
+from kintsugi.fusor.save import SaveItem, SavePass
+from kintsugi.fusor.sliced import Status
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class _SaveBatch:
+    jobs: list[SaveJob]
+    work: SavePass
+    started_s: float
+    cancelled: set[str]
+
+
+class WorkerSide:
+    """Owns every pass in flight. Called once per engine step, from the worker's thread."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: EngineConfig,
+        store: ChunkStore,
+        slice_tokens: int,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._store = store
+        self._slice_tokens = slice_tokens
+        self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
+        self._model: Model | None = None
+        self._unable: str | None = None
+        self._unable_is_told = False
+        self._blends: dict[str, tuple[BlendJob, BlendPass]] = {}
+        self._saves_waiting: list[SaveJob] = []
+        self._save: _SaveBatch | None = None
+        self._puts: dict[str, tuple[Future[bool], Accounting]] = {}
+        self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
+        self._finished: dict[str, Accounting] = {}
+        self._released: set[str] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find the model behind the caches and check that blending it is right. Never raises for a model
+        that cannot be blended: serving goes on, and every response says why."""
+        try:
+            self._model = find_model(self._vllm_config, self._kv_cache_config, kv_caches)
+            if self._config.self_test:
+                self_test(self._model)
+        except (NotBlendable, SelfTestFailed) as error:
+            self._unable = str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}"
+            logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
+
+    def step(self, metadata: StepMetadata) -> None:
+        """Take in new work, then run passes until this step's share of work is done."""
+        with torch.inference_mode():
+            for request_id in metadata.cancelled:
+                self._cancel(request_id)
+            for blend in metadata.blends:
+                self._begin_blend(blend)
+            for save in metadata.saves:
+                self._accept_save(save)
+            self._collect_puts()
+            self._advance()
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Ids whose blocks the scheduler may use again, and those of them whose KV is not there."""
+        done = self._released | set(self._finished)
+        failed = {i for i, accounting in self._finished.items() if accounting.outcome is Outcome.FAILED}
+        return done, failed
+
+    def take_report(self) -> WorkerReport | None:
+        """What happened since the last call; call it after `take_finished`."""
+        told = self._unable_is_told or self._unable is None
+        self._unable_is_told = True
+        finished, self._finished, self._released = self._finished, {}, set()
+        if not finished and told:
+            return None
+        return WorkerReport(finished, self._unable)
+
+    def close(self) -> None:
+        for _, work in self._blends.values():
+            work.close()
+        self._blends.clear()
+        self._put_threads.shutdown(wait=True, cancel_futures=True)
+
+    def _begin_blend(self, job: BlendJob) -> None:
+        request_id = job.tokens.request_id
+        if self._model is None or self._unable is not None:
+            self._finished[request_id] = Accounting(Outcome.FAILED, reason=self._unable)
+            return
+        end = job.tokens.start + len(job.tokens.token_ids)
+        work = BlendPass(
+            region=Region(torch.tensor(job.tokens.token_ids, dtype=torch.int64), job.tokens.start),
+            plan=job.plan,
+            stack=VllmStack(self._model, [job.tokens.block_ids], [end]),
+            open_loader=lambda plan: self._open_loader(job, plan, end),
+            unit_tokens_max=self._unit_tokens_max,
+            explain=job.explain,
+        )
+        self._blends[request_id] = (job, work)
+
+    def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int) -> LayerLoader:
+        assert self._model is not None
+        rank, world_size = rank_and_size()
+        placements = placements_of(plan, job.manifests, job.tokens.start, end)
+        keys = [placement.manifest.key for placement in placements]
+        layout = placements[0].manifest.layout
+        heads = HeadRange.of_rank(layout.num_kv_heads, rank, world_size)
+        deadline_s = self._config.layer_deadline_ms / 1e3
+
+        def open_frames() -> Frames:
+            return self._store.stream(job.namespace, keys, range(layout.num_layers), heads, deadline_s)
+
+        return LayerLoader(
+            open_frames,
+            placements,
+            [layer.rotary for layer in self._model.layers],
+            self._model.device,
+            depth=self._config.prefetch_layers,
+            patience_s=2 * deadline_s,
+        )
+
+    def _accept_save(self, job: SaveJob) -> None:
+        if self._model is None or self._unable is not None:
+            self._finished[job.tokens.request_id] = Accounting(Outcome.FAILED, reason=self._unable)
+        else:
+            self._saves_waiting.append(job)
+
+    def _cancel(self, request_id: str) -> None:
+        """The scheduler waits for every request that it parked; one that is already done is not ours."""
+        if request_id in self._blends:
+            self._blends.pop(request_id)[1].close()
+            self._released.add(request_id)
+            return
+        waiting = [job for job in self._saves_waiting if job.tokens.request_id == request_id]
+        if waiting:
+            self._saves_waiting.remove(waiting[0])
+            self._released.add(request_id)
+        elif self._save is not None:
+            # Its tokens are computed with the batch; its blocks stay until then.
+            self._save.cancelled.add(request_id)
+
+    def _advance(self) -> None:
+        if self._model is None:
+            return
+        budget = float(self._slice_tokens * len(self._model.layers))
+        for request_id, (job, work) in list(self._blends.items()):
+            if budget <= 0:
+                return
+            budget -= work.advance(budget)
+            if work.status is not Status.RUNNING:
+                del self._blends[request_id]
+                self._finished[request_id] = self._account_blend(job, work)
+        while budget > 0 and (self._save is not None or self._saves_waiting):
+            budget -= self._advance_save(budget)
+
+    def _account_blend(self, job: BlendJob, work: BlendPass) -> Accounting:
+        assert self._model is not None
+        tally = work.tally
+        failed = work.status is Status.FAILED
+        region_tokens = len(job.tokens.token_ids)
+        return Accounting(
+            outcome=Outcome.FAILED if failed else Outcome.BLENDED,
+            reason=tally.failure,
+            selector=job.plan.selector.value,
+            ratio=job.plan.ratio,
+            tokens_hit=tally.tokens_hit,
+            tokens_recomputed=tally.tokens_recomputed,
+            token_layers_computed=round(tally.token_layers, 1),
+            token_layers_total=region_tokens * len(self._model.layers),
+            bytes_loaded=tally.bytes_loaded,
+            transport=self._store.stats().transport,
+            load_wait_ms=round(tally.load_wait_s * 1e3, 3),
+            compute_ms=round(tally.compute_s * 1e3, 3),
+            blend_ms=round((tally.finished_s - tally.started_s) * 1e3, 3),
+            restarts=tally.restarts,
+            recomputed_positions=tally.active_positions if job.explain else None,
+            timeline=tally.timeline if job.explain else None,
+        )
+
+    def _advance_save(self, budget: float) -> float:
+        if self._save is None:
+            self._save = self._begin_save()
+        spent = self._save.work.advance(budget)
+        if self._save.work.status is Status.DONE:
+            batch, self._save = self._save, None
+            for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
+                self._finish_save(batch, job, frames)
+        return spent
+
+    def _begin_save(self) -> _SaveBatch:
+        """As many waiting chunks as fit in one unit of every layer, at least one."""
+        assert self._model is not None
+        jobs: list[SaveJob] = []
+        tokens = 0
+        while self._saves_waiting:
+            size = len(self._saves_waiting[0].tokens.token_ids)
+            if jobs and tokens + size > self._unit_tokens_max:
+                break
+            jobs.append(self._saves_waiting.pop(0))
+            tokens += size
+        items = [
+            SaveItem(
+                torch.tensor(job.tokens.token_ids, dtype=torch.int64),
+                job.tokens.start,
+                job.chunk_start,
+                job.chunk_end,
+            )
+            for job in jobs
+        ]
+        ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
+        stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
+        work = SavePass(items, stack, self._unit_tokens_max, Codec.RAW)
+        return _SaveBatch(jobs, work, time.perf_counter(), set())
+
+    def _finish_save(self, batch: _SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
+        request_id = job.tokens.request_id
+        if request_id in batch.cancelled:
+            self._released.add(request_id)
+            return
+        total = sum(len(job.tokens.token_ids) for job in batch.jobs)
+        share = len(job.tokens.token_ids) / total
+        accounting = Accounting(
+            Outcome.SAVED,
+            token_layers_computed=round(batch.work.token_layers * share, 1),
+            token_layers_total=round(batch.work.token_layers * share),
+            compute_ms=round((time.perf_counter() - batch.started_s) * 1e3 * share, 3),
+            transport=self._store.stats().transport,
+        )
+        rank, _ = rank_and_size()
+        if rank != 0:
+            self._finished[request_id] = accounting
+            return
+        future = self._put_threads.submit(self._put, job, frames)
+        self._puts[request_id] = (future, accounting)
+
+    def _put(self, job: SaveJob, frames: list[memoryview]) -> bool:
+        assert self._model is not None
+        layout = self.layout()
+        num_tokens = job.chunk_end - job.chunk_start
+        head_bytes = layout.head_bytes(Codec.RAW, num_tokens)
+        manifest = ChunkManifest(
+            key=job.key,
+            space_digest=job.space.digest,
+            fingerprint=job.space.fingerprint,
+            namespace=job.space.namespace,
+            num_tokens=num_tokens,
+            layout=layout,
+            codec=Codec.RAW,
+            anchor=job.anchor,
+            digests=b"".join(digests_of(frame, head_bytes) for frame in frames),
+        )
+        return self._store.put(manifest, frames)
+
+    def layout(self) -> KVLayout:
+        """The model's KV over all ranks."""
+        assert self._model is not None
+        return KVLayout(
+            num_layers=len(self._model.layers),
+            num_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
+            head_dim=self._model.head_dim,
+            dtype=str(self._model.dtype).removeprefix("torch."),
+        )
+
+    def _collect_puts(self) -> None:
+        """A save is finished once its chunk is committed, or the store refused it."""
+        for request_id, (future, accounting) in list(self._puts.items()):
+            if not future.done():
+                continue
+            del self._puts[request_id]
+            error = future.exception()
+            if error is not None and not isinstance(error, KintsugiError):
+                raise error
+            self._finished[request_id] = (
+                accounting
+                if error is None
+                else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
+            )

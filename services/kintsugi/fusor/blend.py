@@ -1,0 +1,304 @@
+"""The blend pass: merge loaded chunk KV with freshly computed KV, one layer after the other.
+
+For each layer: `fetch_kv` (already on its way), put the loaded K and V into the cache, let the selector
+filter the hit tokens, `prefill_layer` for the tokens that are active. The question and missed tokens
+are always active. The pass is cut into units of bounded work, so that an engine can run a few of them
+between two decode steps.
+
+Cost, in token-layers: ``layers · (missed + question) + full_width_layers · hit + (layers -
+full_width_layers) · ratio · hit``, plus, at each layer whose deviation filters, `projection_share` of
+every token that was active before (the question's too: its K and V are projected with the others').
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kintsugi.core.accounting import LayerTiming
+from kintsugi.core.plan import BlendPlan
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
+from kintsugi.fusor.selectors import Selector, Signal, make_selector
+from kintsugi.fusor.sliced import WAITING, SlicedWork, Status, Units
+from kintsugi.fusor.stack import Batch, DecoderStack, Hidden
+
+POLL_S = 0.002
+"""How long one look for the next layer may block the engine: long enough not to spin, short enough for
+a decode step beside it."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a prompt that a pass computes or loads: positions `[start, end)`."""
+
+    token_ids: Tensor
+    """int64 `[end - start]`."""
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass
+class Tally:
+    """What the pass has done so far; `engine.worker` turns it into the request's accounting."""
+
+    token_layers: float = 0.0
+    bytes_loaded: int = 0
+    load_wait_s: float = 0.0
+    compute_s: float = 0.0
+    restarts: int = 0
+    failure: str | None = None
+    tokens_hit: int = 0
+    tokens_recomputed: int = 0
+    started_s: float = field(default_factory=time.perf_counter)
+    finished_s: float = 0.0
+    timeline: list[LayerTiming] = field(default_factory=list)
+    active_positions: dict[int, list[int]] = field(default_factory=dict)
+
+
+OpenLoader = Callable[[BlendPlan], LayerLoader]
+
+
+class BlendPass(SlicedWork):
+    """One prompt's blend."""
+
+    def __init__(
+        self,
+        region: Region,
+        plan: BlendPlan,
+        stack: DecoderStack,
+        open_loader: OpenLoader,
+        unit_tokens_max: int,
+        explain: bool = False,
+    ) -> None:
+        self.region = region
+        self.plan = plan
+        self.tally = Tally()
+        self.status = Status.RUNNING
+        self._stack = stack
+        self._open_loader = open_loader
+        self._unit_tokens_max = unit_tokens_max
+        self._explain = explain
+        self._loader: LayerLoader | None = None
+        self._start()
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def _start(self) -> None:
+        """Begin at layer 0 with the plan as it stands."""
+        self.close()
+        self._loader = self._open_loader(self.plan)
+        self.tally.timeline.clear()
+        self.tally.active_positions.clear()
+        self._place_tokens()
+        self._units = self._layers()
+
+    def next_unit(self) -> float:
+        try:
+            cost = next(self._units)
+        except StopIteration:
+            self._finish(Status.DONE)
+            return 0.0
+        except LoadFailed as failure:
+            self._recover(failure)
+            return 0.0
+        if cost > 0:
+            self.tally.token_layers += cost
+        return cost
+
+    def _recover(self, failure: LoadFailed) -> None:
+        """Once: again from layer 0 with the lost chunks missed. Tokens dropped by selection have no
+        hidden state at the layer that failed, so nothing later than layer 0 can be resumed."""
+        self.tally.failure = failure.reason
+        remaining = self.plan.without(failure.keys)
+        if self.tally.restarts or not remaining.hits:
+            self._finish(Status.FAILED)
+            return
+        self.tally.restarts = 1
+        self.plan = remaining
+        self._start()
+
+    def _finish(self, status: Status) -> None:
+        self.status = status
+        self.tally.finished_s = time.perf_counter()
+        self.close()
+
+    def _place_tokens(self) -> None:
+        """Split the region into tokens of hit chunks and tokens that are always computed."""
+        region = self.region
+        is_hit = torch.zeros(len(region.token_ids), dtype=torch.bool)
+        for hit in self.plan.hits:
+            is_hit[max(hit.start - region.start, 0) : max(hit.end - region.start, 0)] = True
+        self._hit_positions = is_hit.nonzero()[:, 0] + region.start
+        self._must_positions = (~is_hit).nonzero()[:, 0] + region.start
+        self._is_hit = is_hit
+        self.tally.tokens_hit = len(self._hit_positions)
+
+    def _layers(self) -> Units[None]:
+        """The pass, as a generator of unit costs."""
+        num_layers = self._stack.num_layers
+        selector = make_selector(self.plan.selector, self.plan.ratio, self.plan.check_layer, num_layers)
+        everything = torch.arange(self.region.start, self.region.end)
+        self._activate(self._must_positions if self.plan.ratio == 0 else everything)
+        hidden = self._embed()
+        began = self.tally.started_s
+        for layer in range(num_layers):
+            loaded = yield from self.fetch_kv(layer)
+            self._stack.begin_layer(layer)
+            computing = time.perf_counter()
+            self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
+            if 0 < self.plan.ratio < 1:
+                hidden = yield from self._filter(layer, hidden, loaded, selector)
+            yield from self.prefill_layer(layer, hidden)
+            self._stack.end_layer(layer)
+            now = time.perf_counter()
+            self.tally.timeline.append(
+                LayerTiming(
+                    *(
+                        round((moment - began) * 1e3, 3)
+                        for moment in (loaded.started_s, loaded.finished_s, computing, now)
+                    )
+                )
+            )
+            if self._explain:
+                self.tally.active_positions[layer] = self._active.tolist()
+        self.tally.tokens_recomputed = int(self._is_hit[self._active - self.region.start].sum())
+        yield from self.synchronize()
+
+    def _embed(self) -> Hidden:
+        if not len(self._active):
+            return Hidden(torch.empty(0), None)
+        return self._stack.embed(self.region.token_ids[self._active - self.region.start])
+
+    def fetch_kv(self, layer: int) -> Units[LoadedLayer]:
+        """Take the layer that the loader has prepared; yields `WAITING` while it has not arrived."""
+        assert self._loader is not None
+        asked = time.perf_counter()
+        while True:
+            loaded, lost = self._look(layer)
+            if lost:
+                raise LoadFailed(lost[0], lost[1])
+            if loaded is not None:
+                self.tally.load_wait_s += time.perf_counter() - asked
+                self.tally.bytes_loaded += loaded.num_bytes
+                return loaded
+            yield WAITING
+
+    def _look(self, layer: int) -> tuple[LoadedLayer | None, tuple[frozenset[ChunkKey], str] | None]:
+        """One look at the loader. Ranks agree before any of them goes on: a rank alone in a layer would
+        wait for the others' all-reduce forever."""
+        assert self._loader is not None
+        loaded, failure = None, None
+        alone = self._stack.world_size == 1
+        try:
+            loaded = self._loader.take(layer, POLL_S if alone else self._loader.patience_s)
+        except LoadFailed as error:
+            failure = error
+        if alone:
+            return loaded, None if failure is None else (failure.keys, failure.reason)
+        lost_here = [hit.key in failure.keys if failure else loaded is None for hit in self.plan.hits]
+        lost_anywhere = self._stack.sum_over_ranks(torch.tensor(lost_here, dtype=torch.float32))
+        keys = frozenset(hit.key for hit, lost in zip(self.plan.hits, lost_anywhere, strict=True) if lost > 0)
+        if failure:
+            reason = failure.reason
+        elif loaded is None:
+            reason = f"layer {layer} did not arrive within {self._loader.patience_s:g} s"
+        else:
+            reason = f"another rank could not load layer {layer}"
+        return loaded, (keys, reason) if keys else None
+
+    def _filter(self, layer: int, hidden: Hidden, loaded: LoadedLayer, selector: Selector) -> Units[Hidden]:
+        """Let the selector drop hit tokens from the active set. Returns their hidden states.
+
+        Tokens whose K and V were projected to measure their deviation keep the fresh ones at this layer.
+        """
+        signal = selector.signal_at(layer)
+        if signal is None:
+            return hidden
+        candidate = self._is_hit[self._active - self.region.start]
+        candidates = self._active[candidate]
+        deviation = None
+        if signal:
+            deviation = yield from self._measure(layer, hidden, loaded, candidate, signal)
+        kept = selector.keep(layer, candidates, deviation, len(self._hit_positions))
+        stays = ~candidate
+        stays[candidate.nonzero()[:, 0][kept]] = True
+        index = stays.nonzero()[:, 0]
+        self._activate(self._active[index])
+        return hidden.take(index)
+
+    def _measure(
+        self, layer: int, hidden: Hidden, loaded: LoadedLayer, candidate: Tensor, signal: Signal
+    ) -> Units[Tensor]:
+        """Squared deviation of loaded from fresh K and V, fp32 `[candidates]`, summed over heads."""
+        parts: list[Tensor] = []
+        for rows, batch in self._units_of_active:
+            started = time.perf_counter()
+            wanted = candidate[rows]
+            fresh = self._stack.project_kv(layer, hidden.take(rows), batch)
+            positions = self._active[rows][wanted]
+            key, value = fresh.key[wanted], fresh.value[wanted]
+            row = torch.searchsorted(self._hit_positions, positions)
+            part = torch.zeros(len(positions), dtype=torch.float32, device=key.device)
+            if Signal.K in signal:
+                part += _squared_distance(key, loaded.key[row])
+            if Signal.V in signal:
+                part += _squared_distance(value, loaded.value[row])
+            parts.append(part)
+            self._stack.write_kv(layer, positions, key, value)
+            self.tally.compute_s += time.perf_counter() - started
+            yield batch.num_tokens * self._stack.projection_share
+        return self._stack.sum_over_ranks(torch.cat(parts)).cpu()
+
+    def prefill_layer(self, layer: int, hidden: Hidden) -> Units[None]:
+        """Run one layer over the active tokens, in units; `hidden` becomes the layer's output.
+
+        Units go in ascending position, so that a unit finds the fresh K and V of the units before it.
+        """
+        outputs: list[Hidden] = []
+        for rows, batch in self._units_of_active:
+            started = time.perf_counter()
+            part = hidden.take(rows)
+            self._stack.run_layer(layer, part, batch)
+            outputs.append(part)
+            self.tally.compute_s += time.perf_counter() - started
+            yield float(batch.num_tokens)
+        if outputs:
+            hidden.states = torch.cat([part.states for part in outputs])
+            hidden.residual = (
+                None
+                if outputs[0].residual is None
+                else torch.cat([part.residual for part in outputs if part.residual is not None])
+            )
+
+    def synchronize(self) -> Units[None]:
+        """Wait until everything that the pass queued on the device is done."""
+        started = time.perf_counter()
+        if self._hit_positions.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.tally.compute_s += time.perf_counter() - started
+        yield 0.0
+
+    def _activate(self, positions: Tensor) -> None:
+        """Make `positions` the active set, cut into units."""
+        self._active = positions
+        size = self._unit_tokens_max
+        cuts = [slice(start, start + size) for start in range(0, len(positions), size)]
+        self._units_of_active: list[tuple[slice, Batch]] = [
+            (rows, self._stack.batch(positions[rows])) for rows in cuts
+        ]
+
+
+def _squared_distance(fresh: Tensor, loaded: Tensor) -> Tensor:
+    """`[tokens, heads, head_dim]` twice -> fp32 `[tokens]`."""
+    return (fresh.float() - loaded.float()).square().sum((1, 2))

@@ -1,0 +1,1 @@
+"""Triton kernels. Import a module here only where Triton is installed: `fusor.attention` does so lazily."""

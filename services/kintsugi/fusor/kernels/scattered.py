@@ -1,0 +1,244 @@
+"""The Triton kernel of `fusor.attention.scattered_attention`.
+
+A program handles one kv head and a tile of T consecutive queries. Its rows are T tokens × the G query
+heads that share the kv head, so that each K/V tile is loaded once for all of them. It walks the kv
+positions from its first query's window to its last query's position and keeps a running softmax
+(FlashAttention-2's recurrence, in base 2) per row; positions mask strictly inside the walk.
+
+fp8 is dequantised for nothing: both scales are scalars, so K's goes into the logit scale and V's into
+the final division, and the 8-bit elements themselves are exact in 16 bits.
+
+Rejected: Triton's autotuner, which would stall the first request of every shape; splitting the walk
+over several programs, which pays only below about 100 tiles, far from what a blend has.
+
+Triton resolves every annotation inside a kernel, so only compile-time arguments carry one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+NO_LOGIT: tl.constexpr = tl.constexpr(-1e30)
+"""Stands for minus infinity in the running maximum, where a true one would make NaN of a masked row."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How much one program does."""
+
+    tokens: int
+    """T, the queries that share each load."""
+    rows: int
+    """Rows of the matrix product, a power of two >= max(16, T · G)."""
+    columns: int
+    """KV positions per step, a power of two >= 16."""
+    warps: int
+    stages: int
+
+    @staticmethod
+    def suited_to(num_tokens: int, group: int, row_bytes: int) -> Tile:
+        """Up to 128 rows; fewer where queries are few, or where rows are too wide for the registers."""
+        wide = row_bytes > 256
+        rows_max = max(64 if wide else 128, triton.next_power_of_2(group))
+        rows = max(16, min(rows_max, triton.next_power_of_2(num_tokens * group)))
+        return Tile(
+            tokens=rows // group,
+            rows=rows,
+            columns=32 if wide else 64,
+            warps=8 if rows >= 128 else 4,
+            stages=2,
+        )
+
+
+def triton_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`fusor.attention.scattered_attention` for arguments that it has checked."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    tile = tile or Tile.suited_to(num_tokens, group, head_dim * query.element_size())
+    output = torch.empty_like(query)
+    _attend[(triton.cdiv(num_tokens, tile.tokens), num_kv_heads)](
+        query,
+        key_cache,
+        value_cache,
+        output,
+        block_table.contiguous(),
+        positions.contiguous(),
+        positions if sinks is None else sinks.contiguous(),
+        num_tokens,
+        scale * k_scale,
+        v_scale,
+        softcap or 0.0,
+        *query.stride(),
+        *key_cache.stride(),
+        *value_cache.stride(),
+        *output.stride(),
+        WINDOW=sliding_window or 0,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
+        GROUP=group,
+        BLOCK_SIZE=key_cache.shape[1],
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DOT_TYPE=_dot_type(query.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return output
+
+
+def _dot_type(dtype: torch.dtype) -> Any:
+    """The element type of both matrix products: the query's own.
+
+    Triton's interpreter multiplies bf16 as if its bits were integers, so there it is widened.
+    """
+    if triton.knobs.runtime.interpret and dtype is torch.bfloat16:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _attend(
+    query,
+    key_cache,
+    value_cache,
+    output,
+    block_table,
+    positions,
+    sinks,
+    num_tokens,
+    scale,
+    v_scale,
+    softcap,
+    query_token_stride,
+    query_head_stride,
+    query_dim_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_head_stride,
+    key_dim_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    value_dim_stride,
+    output_token_stride,
+    output_head_stride,
+    output_dim_stride,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):
+    """Grid: (tiles of TOKENS queries, kv heads)."""
+    # Late tiles walk furthest: start them first, so that the short ones fill the end of the launch.
+    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    kv_head = tl.program_id(1).to(tl.int64)
+    last_token = tl.minimum(first_token + TOKENS, num_tokens) - 1
+    row = tl.arange(0, ROWS)
+    token = first_token + row // GROUP
+    row_is_live = (row < TOKENS * GROUP) & (token <= last_token)
+    token = tl.minimum(token, last_token).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, DIM)
+    dim_is_live = dim < HEAD_DIM
+    row_mask = row_is_live[:, None] & dim_is_live[None, :]
+    row_position = tl.where(row_is_live, tl.load(positions + token), -1)
+
+    query_offset = token * query_token_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + dim[None, :] * query_dim_stride, row_mask, 0.0).to(DOT_TYPE)
+    accumulator = tl.zeros([ROWS, DIM], dtype=tl.float32)
+    maximum, total = _start(sinks, head, ROWS, HAS_SINKS)
+
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(tl.load(positions + first_token) - WINDOW + 1, 0)
+    stop = tl.load(positions + last_token) + 1
+    for first_column in range(start, stop, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        visible = column[None, :] <= row_position[:, None]
+        column_is_live = column < stop
+        if WINDOW > 0:
+            visible = visible & (column[None, :] > row_position[:, None] - WINDOW)
+            # Between the windows of scattered queries lie blocks that the engine may have dropped.
+            column_is_live = tl.max(visible.to(tl.int32), axis=0) > 0
+        block = tl.load(block_table + column // BLOCK_SIZE, mask=column_is_live, other=0).to(tl.int64)
+        slot = column % BLOCK_SIZE
+        key_offset = block * key_block_stride + slot * key_slot_stride + kv_head * key_head_stride
+        value_offset = block * value_block_stride + slot * value_slot_stride + kv_head * value_head_stride
+        kv_mask = column_is_live[:, None] & dim_is_live[None, :]
+        k = tl.load(key_cache + key_offset[:, None] + dim[None, :] * key_dim_stride, kv_mask, 0.0)
+        v = tl.load(value_cache + value_offset[:, None] + dim[None, :] * value_dim_stride, kv_mask, 0.0)
+        logits = _logits(q, k.to(DOT_TYPE), visible, scale, softcap, HAS_SOFTCAP)
+        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=1)
+        product = tl.dot(weights.to(DOT_TYPE), v.to(DOT_TYPE), input_precision="ieee")
+        accumulator = accumulator * decay[:, None] + product
+        maximum = new_maximum
+
+    result = accumulator * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    output_offset = token * output_token_stride + head * output_head_stride
+    tl.store(
+        output + output_offset[:, None] + dim[None, :] * output_dim_stride,
+        result.to(output.dtype.element_ty),
+        mask=row_mask,
+    )
+
+
+@triton.jit
+def _start(sinks, head, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The running maximum (base 2) and total before any key: nothing, or the sink's own logit."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        maximum = tl.maximum(sink, NO_LOGIT)
+        total = tl.exp2(sink - maximum)
+    else:
+        maximum = tl.full([ROWS], NO_LOGIT, dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+    return maximum, total
+
+
+@triton.jit
+def _logits(q, k, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """fp32 `[ROWS, COLUMNS]` logits in base 2; minus infinity where a query must not look."""
+    product = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_SOFTCAP:
+        # tanh(x) as 1 - 2 / (1 + e^2x): saturates without overflow, and the interpreter has no libdevice.
+        capped = 1.0 - 2.0 / (1.0 + tl.exp(product * (2.0 * scale / softcap)))
+        logits = capped * (softcap * LOG2_E)
+    else:
+        logits = product * (scale * LOG2_E)
+    return tl.where(visible, logits, float("-inf"))

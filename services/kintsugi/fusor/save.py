@@ -1,0 +1,89 @@
+"""The save pass: prefill several chunks at once, each alone behind the prefix, and capture their KV.
+
+Full width, nothing selected, nothing loaded. What it captures is K before RoPE and V: the only source
+of stored chunk KV (isolated prefill), never KV that saw another chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kintsugi.core.layout import Codec
+from kintsugi.fusor.codecs import encode_frame
+from kintsugi.fusor.sliced import SlicedWork, Status, Units
+from kintsugi.fusor.stack import Batch, DecoderStack, Hidden
+
+
+@dataclass(frozen=True)
+class SaveItem:
+    """One chunk behind its prefix."""
+
+    token_ids: Tensor
+    """int64: the tokens to compute, at positions `[start, start + len)`."""
+    start: int
+    """Positions before it are in the sequence's cache already."""
+    chunk_start: int
+    chunk_end: int
+    """Positions whose KV is kept."""
+
+
+class SavePass(SlicedWork):
+    """Sequence i of `stack` is `items[i]`. `frames[i][layer]` holds its frame once DONE."""
+
+    def __init__(
+        self, items: Sequence[SaveItem], stack: DecoderStack, unit_tokens_max: int, codec: Codec
+    ) -> None:
+        self.status = Status.RUNNING
+        self.frames: list[list[memoryview]] = [[] for _ in items]
+        self.token_layers = 0.0
+        self._items = items
+        self._stack = stack
+        self._codec = codec
+        self._unit_tokens_max = unit_tokens_max
+        self._units = self._layers()
+
+    def next_unit(self) -> float:
+        try:
+            cost = next(self._units)
+        except StopIteration:
+            self.status = Status.DONE
+            return 0.0
+        self.token_layers += cost
+        return cost
+
+    def close(self) -> None:
+        self._units.close()
+
+    def _layers(self) -> Units[None]:
+        items, size = self._items, self._unit_tokens_max
+        positions = torch.cat([torch.arange(i.start, i.start + len(i.token_ids)) for i in items])
+        owners = torch.cat([torch.full((len(i.token_ids),), n) for n, i in enumerate(items)])
+        cuts = [slice(start, start + size) for start in range(0, len(positions), size)]
+        batches = [self._stack.batch(positions[rows], owners[rows]) for rows in cuts]
+        token_ids = torch.cat([item.token_ids for item in items])
+        hidden = [self._stack.embed(token_ids[rows]) for rows in cuts]
+        for layer in range(self._stack.num_layers):
+            self._stack.begin_layer(layer)
+            captured = []
+            for part, batch in zip(hidden, batches, strict=True):
+                captured.append(self._run(layer, part, batch))
+                yield float(batch.num_tokens)
+            self._stack.end_layer(layer)
+            keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
+            self._keep(keys, values)
+
+    def _run(self, layer: int, hidden: Hidden, batch: Batch) -> tuple[Tensor, Tensor]:
+        fresh = self._stack.run_layer(layer, hidden, batch, capture=True)
+        assert fresh is not None
+        return self._stack.gather_heads(fresh.key_before_rope), self._stack.gather_heads(fresh.value)
+
+    def _keep(self, keys: Tensor, values: Tensor) -> None:
+        first_row = 0
+        for item, frames in zip(self._items, self.frames, strict=True):
+            rows = slice(first_row + item.chunk_start - item.start, first_row + item.chunk_end - item.start)
+            frames.append(encode_frame(keys[rows], values[rows], self._codec))
+            first_row += len(item.token_ids)

@@ -1,0 +1,201 @@
+"""A small decoder in plain torch behind `fusor.stack.DecoderStack`, over a dense cache that knows what
+was written, and the same decoder run densely as the reference for a blend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kintsugi.fusor.rope import Rotary
+from kintsugi.fusor.stack import Batch, FreshKV, Hidden
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, POSITIONS_MAX = 32, 4, 2, 8, 97, 512
+
+
+class ToyModel:
+    """Weights and the formulas of one layer: RMSNorm, GQA attention with RoPE, a gated MLP."""
+
+    def __init__(
+        self, layers: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0, kv_heads: int = KV_HEADS
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            gain = 1.5 / shape[-2] ** 0.5
+            return (torch.randn(*shape, generator=generator, dtype=torch.float64) * gain).to(dtype)
+
+        self.layers, self.dtype, self.kv_heads = layers, dtype, kv_heads
+        self.embedding = random(VOCAB, HIDDEN) * VOCAB**0.5
+        self.query = random(layers, HIDDEN, HEADS * HEAD_DIM)
+        self.key = random(layers, HIDDEN, kv_heads * HEAD_DIM)
+        self.value = random(layers, HIDDEN, kv_heads * HEAD_DIM)
+        self.output = random(layers, HEADS * HEAD_DIM, HIDDEN)
+        self.up = random(layers, HIDDEN, 2 * HIDDEN)
+        self.down = random(layers, 2 * HIDDEN, HIDDEN)
+        frequency = 100.0 ** -(torch.arange(HEAD_DIM // 2, dtype=torch.float64) / (HEAD_DIM // 2))
+        self.angles = torch.arange(POSITIONS_MAX)[:, None] * frequency
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary.from_table(torch.cat((self.angles.cos(), self.angles.sin()), -1), is_neox=True)
+
+    def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """`[tokens, heads, head_dim]` by RoPE, in the model's dtype."""
+        pairs = torch.complex(*heads.double().chunk(2, -1)) * torch.exp(1j * self.angles[positions])[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1).to(heads.dtype)
+
+    def project(self, layer: int, stream: Tensor, positions: Tensor) -> tuple[Tensor, FreshKV]:
+        """Queries after RoPE, and K and V, of tokens with the residual stream `stream`."""
+        normed = _norm(stream)
+        query = (normed @ self.query[layer]).view(-1, HEADS, HEAD_DIM)
+        key = (normed @ self.key[layer]).view(-1, self.kv_heads, HEAD_DIM)
+        value = (normed @ self.value[layer]).view(-1, self.kv_heads, HEAD_DIM)
+        return self.rotate(query, positions), FreshKV(key, self.rotate(key, positions), value)
+
+    def attend(self, layer: int, query: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Queries at `positions` over K and V of positions 0…n: never over a later one."""
+        key, value = (kv.repeat_interleave(HEADS // self.kv_heads, dim=1) for kv in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
+        visible = torch.arange(len(key))[None] <= positions[:, None]
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value).flatten(1) @ self.output[layer]
+
+    def mlp(self, layer: int, stream: Tensor) -> Tensor:
+        return torch.nn.functional.silu(_norm(stream) @ self.up[layer]) @ self.down[layer]
+
+    def dense(
+        self,
+        token_ids: Tensor,
+        start: int = 0,
+        fresh: Mapping[int, Sequence[int]] | None = None,
+        loaded: Callable[[int], tuple[Tensor, Tensor]] | None = None,
+    ) -> DenseRun:
+        """Everything at full width. Where a position is not in `fresh[layer]`, its K and V are those of
+        `loaded(layer)`, both `[tokens, kv_heads, head_dim]` after RoPE, before anything attends."""
+        positions = torch.arange(start, start + len(token_ids))
+        stream = self.embedding[token_ids]
+        raw_keys, keys, values = [], [], []
+        for layer in range(self.layers):
+            query, kv = self.project(layer, stream, positions)
+            key, value = kv.key, kv.value
+            if fresh is not None and loaded is not None:
+                stale = torch.tensor([p not in set(fresh[layer]) for p in range(len(token_ids))])
+                cached_key, cached_value = loaded(layer)
+                key = torch.where(stale[:, None, None], cached_key.to(key.dtype), key)
+                value = torch.where(stale[:, None, None], cached_value.to(value.dtype), value)
+            stream = stream + self.attend(layer, query, positions - start, key, value)
+            stream = stream + self.mlp(layer, stream)
+            raw_keys.append(kv.key_before_rope)
+            keys.append(key)
+            values.append(value)
+        return DenseRun(torch.stack(raw_keys), torch.stack(keys), torch.stack(values), stream)
+
+
+@dataclass(frozen=True)
+class DenseRun:
+    """K before RoPE, K and V, each `[layers, tokens, kv_heads, head_dim]`; the last residual stream."""
+
+    keys_before_rope: Tensor
+    keys: Tensor
+    values: Tensor
+    stream: Tensor
+
+
+class ToyStack:
+    """`DecoderStack` over sequences of at most `POSITIONS_MAX` tokens."""
+
+    def __init__(
+        self,
+        model: ToyModel,
+        sequences: int = 1,
+        world_size: int = 1,
+        other_ranks: Callable[[Tensor], Tensor] = torch.zeros_like,
+    ) -> None:
+        """`other_ranks` maps what this rank brings to an all-reduce to the sum of the others' parts."""
+        self.model = model
+        self.world_size = world_size
+        self.projection_share = 0.125
+        self.open_layer: int | None = None
+        self.calls: list[tuple[str, int, int]] = []
+        """(what, layer, tokens) of every `project_kv` and `run_layer`."""
+        self._other_ranks = other_ranks
+        shape = (model.layers, sequences, POSITIONS_MAX, model.kv_heads, HEAD_DIM)
+        self.keys = torch.zeros(shape, dtype=model.dtype)
+        self.values = torch.zeros(shape, dtype=model.dtype)
+        self.written = torch.zeros(shape[:3], dtype=torch.bool)
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.layers
+
+    def batch(self, positions: Tensor, owners: Tensor | None = None) -> Batch:
+        owners = torch.zeros_like(positions) if owners is None else owners
+        for owner in owners.unique():
+            assert bool((positions[owners == owner].diff() > 0).all()), "positions ascend within an owner"
+        return Batch(len(positions), (positions, owners))
+
+    def embed(self, token_ids: Tensor) -> Hidden:
+        return Hidden(self.model.embedding[token_ids], None)
+
+    def begin_layer(self, layer: int) -> None:
+        assert self.open_layer is None
+        self.open_layer = layer
+
+    def end_layer(self, layer: int) -> None:
+        assert self.open_layer == layer
+        self.open_layer = None
+
+    def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        self._write(layer, torch.zeros_like(positions), positions, key, value)
+
+    def _write(self, layer: int, owners: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        assert self.open_layer == layer
+        self.keys[layer, owners, positions] = key.to(self.keys.dtype)
+        self.values[layer, owners, positions] = value.to(self.values.dtype)
+        self.written[layer, owners, positions] = True
+
+    def project_kv(self, layer: int, hidden: Hidden, batch: Batch) -> FreshKV:
+        assert len(hidden.states) == batch.num_tokens
+        self.calls.append(("project", layer, batch.num_tokens))
+        return self.model.project(layer, _stream(hidden), batch.prepared[0])[1]
+
+    def run_layer(self, layer: int, hidden: Hidden, batch: Batch, capture: bool = False) -> FreshKV | None:
+        assert len(hidden.states) == batch.num_tokens
+        self.calls.append(("run", layer, batch.num_tokens))
+        positions, owners = batch.prepared
+        stream = _stream(hidden)
+        query, kv = self.model.project(layer, stream, positions)
+        self._write(layer, owners, positions, kv.key, kv.value)
+        attended = torch.empty_like(stream)
+        for owner in owners.unique():
+            mine = owners == owner
+            end = int(positions[mine].max()) + 1
+            assert bool(self.written[layer, owner, :end].all()), "a query may see what nobody wrote"
+            attended[mine] = self.model.attend(
+                layer,
+                query[mine],
+                positions[mine],
+                self.keys[layer, owner, :end],
+                self.values[layer, owner, :end],
+            )
+        # As vLLM's layers do: the MLP's output is added to the residual by the next layer.
+        hidden.residual = stream + attended
+        hidden.states = self.model.mlp(layer, hidden.residual)
+        return kv if capture else None
+
+    def gather_heads(self, values: Tensor) -> Tensor:
+        return values
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return values if self.world_size == 1 else values + self._other_ranks(values)
+
+
+def _stream(hidden: Hidden) -> Tensor:
+    return hidden.states if hidden.residual is None else hidden.states + hidden.residual
+
+
+def _norm(stream: Tensor) -> Tensor:
+    return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + 1e-6)

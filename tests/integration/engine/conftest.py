@@ -1,0 +1,140 @@
+"""One vLLM engine at a time, kept for all tests that ask for the same one.
+
+vLLM keeps its KV connector in a process-wide variable, so two engines cannot live side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# One core computes, one is left to loader threads, as an engine's CPU threads beside its accelerator.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
+
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.client.ram import RamStore
+from kintsugi.client.registry import open_store
+from kintsugi.core.request import KintsugiParams, SelectorName
+from kintsugi.core.spaces import Span
+from kintsugi.engine.local import Generation, LocalEngine, Prompt
+
+NAMESPACE = "acme"
+PREFIX = [0]
+"""The factory's BOS."""
+VOCAB = 1000
+
+
+@dataclass
+class EngineSlot:
+    """Starts engines on demand and closes the one before."""
+
+    wanted: tuple[Any, ...] | None = None
+    engine: LocalEngine | None = None
+
+    def get(self, shape: str, extra_config: dict[str, object] | None = None, **vllm_args: Any) -> LocalEngine:
+        wanted = (shape, repr(extra_config), repr(sorted(vllm_args.items())))
+        if self.wanted != wanted:
+            self.close()
+            arguments = {
+                "dtype": "bfloat16",
+                "max_model_len": 4096,
+                "block_size": 32,
+                "kv_cache_memory_bytes": 128 << 20,
+                **vllm_args,
+            }
+            config = {"store": f"ram://{shape}", **(extra_config or {})}
+            self.engine = LocalEngine.start(cached_checkpoint(shape), extra_config=config, **arguments)
+            self.wanted = wanted
+        assert self.engine is not None
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine, self.wanted = None, None
+
+
+@pytest.fixture(scope="session")
+def engine_slot() -> Iterator[EngineSlot]:
+    slot = EngineSlot()
+    yield slot
+    slot.close()
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCAB) for _ in range(count)]
+
+
+@dataclass
+class Rag:
+    """A prompt of chunks: prefix, pieces, question. A piece is a chunk's tokens, or a gap between."""
+
+    pieces: Sequence[tuple[str, list[int]]]
+    """(`chunk` or `gap`, tokens), in order."""
+    question: list[int] = field(default_factory=lambda: random_tokens(17, 99))
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*PREFIX, *(token for _, tokens in self.pieces for token in tokens), *self.question]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        spans, at = [], len(PREFIX)
+        for kind, tokens in self.pieces:
+            if kind == "chunk":
+                spans.append(Span(at, at + len(tokens)))
+            at += len(tokens)
+        return tuple(spans)
+
+    def params(
+        self, ratio: float | None = 1.0, selector: SelectorName | None = None, explain: bool = False
+    ) -> KintsugiParams:
+        return KintsugiParams(NAMESPACE, spans=self.spans, ratio=ratio, selector=selector, explain=explain)
+
+
+def chunks_of(*sizes: int, seed: int = 0) -> list[list[int]]:
+    return [random_tokens(size, seed=1000 * seed + index) for index, size in enumerate(sizes)]
+
+
+def rag(*chunks: list[int]) -> Rag:
+    return Rag([("chunk", chunk) for chunk in chunks])
+
+
+def ask(
+    engine: LocalEngine, token_ids: Sequence[int], params: KintsugiParams | None = None, max_tokens: int = 8
+) -> Generation:
+    prompt = Prompt(token_ids, params, max_tokens, top_logprobs=5, ignore_eos=True)
+    return engine.generate([prompt])[0]
+
+
+def ask_cold(
+    engine: LocalEngine, token_ids: Sequence[int], params: KintsugiParams | None = None, max_tokens: int = 8
+) -> Generation:
+    engine.reset_prefix_cache()
+    return ask(engine, token_ids, params, max_tokens)
+
+
+def max_dlogprob(one: Generation, other: Generation) -> float:
+    """Largest difference of a logprob that both report, over the tokens before they part."""
+    worst = 0.0
+    for mine, theirs, a, b in zip(
+        one.top_logprobs, other.top_logprobs, one.token_ids, other.token_ids, strict=True
+    ):
+        worst = max([worst, *(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())])
+        if a != b:
+            break
+    return worst
+
+
+def ram_store(shape: str) -> RamStore:
+    """The store of an engine that `EngineSlot` started."""
+    store = open_store(f"ram://{shape}")
+    assert isinstance(store, RamStore)
+    return store

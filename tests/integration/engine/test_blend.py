@@ -1,0 +1,161 @@
+"""Blending in a real engine: exact where it must be, whatever the prompt is made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.core.request import KintsugiParams, SelectorName
+from kintsugi.engine.local import LocalEngine
+from tests.integration.engine.conftest import (
+    NAMESPACE,
+    PREFIX,
+    EngineSlot,
+    Rag,
+    ask,
+    ask_cold,
+    chunks_of,
+    max_dlogprob,
+    rag,
+    random_tokens,
+)
+
+pytestmark = pytest.mark.engine
+
+SIZES = (1, 33, 100, 257, 64)
+
+
+@pytest.fixture(scope="module")
+def engine(engine_slot: EngineSlot) -> LocalEngine:
+    engine = engine_slot.get("tiny-llama")
+    for generation in engine.save(PREFIX, chunks_of(*SIZES), NAMESPACE):
+        assert generation.accounting is not None
+        assert generation.accounting["outcome"] == "saved"
+    return engine
+
+
+@pytest.fixture(scope="module")
+def chunks() -> list[list[int]]:
+    return chunks_of(*SIZES)
+
+
+def test_full_ratio_is_full_prefill(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids, max_tokens=32)
+    blended = ask_cold(engine, prompt.token_ids, prompt.params(1.0), max_tokens=32)
+    assert blended.accounting is not None
+    assert blended.accounting["outcome"] == "blended"
+    assert blended.accounting["chunks_hit"] == len(chunks)
+    assert blended.accounting["bytes_loaded"] == sum(SIZES) * 4 * 2 * 2 * 32 * 2  # layers, K and V, heads
+    assert blended.token_ids == full.token_ids
+    assert max_dlogprob(full, blended) <= 0.01
+
+
+def test_one_chunk_behind_its_own_prefix_is_exact_without_recomputing(
+    engine: LocalEngine, chunks: list[list[int]]
+) -> None:
+    prompt = rag(chunks[3])
+    full = ask_cold(engine, prompt.token_ids)
+    reused = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert reused.accounting is not None
+    assert reused.accounting["tokens_recomputed"] == 0
+    assert reused.token_ids == full.token_ids
+    assert max_dlogprob(full, reused) <= 0.01
+
+
+def test_reuse_without_recomputing_is_not_full_prefill(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    """Else the tests of this module would compare full prefill with itself."""
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    assert max_dlogprob(full, ask_cold(engine, prompt.token_ids, prompt.params(0.0))) > 0.1
+
+
+PROMPTS = {
+    "another order": lambda c: rag(c[4], c[2], c[0], c[3]),
+    "repeated": lambda c: rag(c[2], c[4], c[2], c[2]),
+    "gaps": lambda c: Rag(
+        [("gap", random_tokens(9, 7)), ("chunk", c[2]), ("gap", [5, 6, 7]), ("chunk", c[4])]
+    ),
+    "missing in the middle": lambda c: rag(c[2], random_tokens(50, 77), c[4]),
+    "hits only, no question": lambda c: Rag([("chunk", c[4]), ("chunk", c[3])], question=[]),
+    "one token": lambda c: rag(c[0]),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_any_arrangement_is_exact_at_full_ratio(
+    engine: LocalEngine, chunks: list[list[int]], name: str
+) -> None:
+    prompt = PROMPTS[name](chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    blended = ask_cold(engine, prompt.token_ids, prompt.params(1.0))
+    assert blended.accounting is not None
+    assert blended.accounting["outcome"] == "blended", blended.accounting
+    assert blended.token_ids == full.token_ids
+    assert max_dlogprob(full, blended) <= 0.01
+
+
+def test_a_missed_chunk_is_counted_and_computed(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    prompt = PROMPTS["missing in the middle"](chunks)
+    accounting = ask_cold(engine, prompt.token_ids, prompt.params(0.0)).accounting
+    assert accounting is not None
+    assert (accounting["chunks_hit"], accounting["chunks_missed"]) == (2, 1)
+    assert accounting["tokens_missed"] == 50
+    assert accounting["token_layers_computed"] == 4 * (len(PREFIX) + 50 + 17 - 1)
+
+
+@pytest.mark.parametrize("selector", list(SelectorName))
+def test_every_selector_recomputes_what_it_says(
+    engine: LocalEngine, chunks: list[list[int]], selector: SelectorName
+) -> None:
+    prompt = rag(*chunks)
+    accounting = ask_cold(engine, prompt.token_ids, prompt.params(0.2, selector, explain=True)).accounting
+    assert accounting is not None
+    positions = {int(layer): set(p) for layer, p in accounting["recomputed_positions"].items()}
+    for layer in range(1, 4):
+        assert positions[layer] <= positions[layer - 1]
+    outside = {*range(len(PREFIX)), *range(len(PREFIX) + sum(SIZES), len(prompt.token_ids) - 1)}
+    assert outside <= positions[3]
+    assert len(positions[3] - outside) == accounting["tokens_recomputed"]
+    assert len(accounting["timeline"]) == 4
+
+
+def test_chunks_are_found_by_content(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    prompt = Rag([("gap", random_tokens(40, 5)), ("chunk", chunks[3]), ("gap", [9]), ("chunk", chunks[2])])
+    explicit = ask_cold(engine, prompt.token_ids, prompt.params(0.5))
+    matched = ask_cold(engine, prompt.token_ids, KintsugiParams(NAMESPACE, ratio=0.5))
+    assert explicit.accounting is not None
+    assert matched.accounting is not None
+    assert matched.accounting["tokens_hit"] == explicit.accounting["tokens_hit"] == 357
+    assert max_dlogprob(explicit, matched) == 0.0
+
+
+def test_an_exact_prefix_hit_comes_first(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    prompt = rag(chunks[3], chunks[2])
+    engine.reset_prefix_cache()
+    # The prefix and the first chunk as an ordinary prompt of the same tenant.
+    warm = [*PREFIX, *chunks[3], 11, 12]
+    ask(engine, warm, KintsugiParams(NAMESPACE, spans=()))
+    blended = ask(engine, prompt.token_ids, prompt.params(1.0))
+    assert blended.accounting is not None
+    assert blended.accounting["tokens_prefix_cached"] == 256
+    full = ask_cold(engine, prompt.token_ids)
+    assert blended.token_ids == full.token_ids
+    assert max_dlogprob(full, blended) <= 0.01
+
+
+def test_several_blends_and_plain_requests_share_steps(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    from kintsugi.engine.local import Prompt
+
+    one, other = rag(chunks[3], chunks[2]), rag(chunks[4], chunks[3])
+    asked = [
+        Prompt(one.token_ids, one.params(0.3), 8, top_logprobs=5, ignore_eos=True),
+        Prompt(random_tokens(200, 3), None, 8, top_logprobs=5, ignore_eos=True),
+        Prompt(other.token_ids, other.params(0.0), 8, top_logprobs=5, ignore_eos=True),
+        Prompt(one.token_ids, one.params(1.0), 8, top_logprobs=5, ignore_eos=True),
+    ]
+    alone = [ask_cold(engine, prompt.token_ids, prompt.params) for prompt in asked]
+    engine.reset_prefix_cache()
+    together = engine.generate(asked)
+    for single, shared in zip(alone, together, strict=True):
+        assert shared.token_ids == single.token_ids
+        assert max_dlogprob(single, shared) <= 0.05  # other batch shapes round differently

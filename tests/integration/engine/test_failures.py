@@ -1,0 +1,241 @@
+"""Lost chunks, stuck stores, aborts, bad input: the engine keeps running and says what happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from kintsugi.client.interface import ChunkLost, LayerFrame
+from kintsugi.client.ram import RamStore
+from kintsugi.core.errors import DeadlineExceeded, Unavailable
+from kintsugi.core.layout import HeadRange
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.engine.local import LocalEngine, Prompt
+from tests.integration.engine.conftest import (
+    NAMESPACE,
+    PREFIX,
+    EngineSlot,
+    ask,
+    ask_cold,
+    chunks_of,
+    max_dlogprob,
+    rag,
+    ram_store,
+)
+
+pytestmark = pytest.mark.engine
+
+SHAPE = "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def chunks() -> list[list[int]]:
+    return chunks_of(100, 257, 64, seed=4)
+
+
+@pytest.fixture(scope="module")
+def engine(engine_slot: EngineSlot, chunks: list[list[int]]) -> LocalEngine:
+    engine = engine_slot.get(SHAPE)
+    engine.save(PREFIX, chunks, NAMESPACE)
+    return engine
+
+
+Frames = Iterator[LayerFrame | ChunkLost]
+
+
+@pytest.fixture
+def stream_through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, Frames], Frames]], None]:
+    """Put a filter between the store and the engine: called with the number of streams before."""
+
+    def install(through: Callable[[int, Frames], Frames]) -> None:
+        store, opened = ram_store(SHAPE), []
+        original = RamStore.stream
+
+        def stream(
+            self: RamStore,
+            namespace: str,
+            keys: Sequence[ChunkKey],
+            layers: range,
+            heads: HeadRange,
+            deadline_s: float,
+        ) -> Frames:
+            opened.append(1)
+            return through(len(opened) - 1, original(self, namespace, keys, layers, heads, deadline_s))
+
+        monkeypatch.setattr(type(store), "stream", stream)
+
+    return install
+
+
+def losing(chunk: int, layer: int) -> Callable[[Frames], Frames]:
+    def through(frames: Frames) -> Frames:
+        for frame in frames:
+            if isinstance(frame, LayerFrame) and (frame.chunk, frame.layer) == (chunk, layer):
+                yield ChunkLost(chunk, layer, "injected")
+                return
+            yield frame
+
+    return through
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_a_chunk_lost_at_any_layer_is_computed_instead(
+    engine: LocalEngine, chunks: list[list[int]], stream_through: Any, layer: int
+) -> None:
+    prompt = rag(*chunks)
+    missed = rag(chunks[0], chunks[1], chunks[2])
+    stream_through(lambda count, frames: losing(1, layer)(frames) if count == 0 else frames)
+    survived = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert survived.accounting is not None
+    assert survived.accounting["outcome"] == "blended"
+    assert survived.accounting["restarts"] == 1
+    assert "injected" in survived.accounting["reason"]
+    stream_through(lambda count, frames: frames)
+    planned = missed.params(0.0)
+    without = tuple(span for index, span in enumerate(planned.spans or ()) if index != 1)
+    expected = ask_cold(engine, prompt.token_ids, type(planned)(NAMESPACE, spans=without, ratio=0.0))
+    assert max_dlogprob(expected, survived) == 0.0
+
+
+def test_a_second_loss_hands_the_prompt_to_the_engine(
+    engine: LocalEngine, chunks: list[list[int]], stream_through: Any
+) -> None:
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    stream_through(lambda count, frames: losing(count, 1)(frames))
+    failed = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert failed.accounting is not None
+    assert failed.accounting["outcome"] == "failed"
+    assert max_dlogprob(full, failed) <= 0.01
+
+
+@pytest.mark.parametrize("error", [Unavailable("down"), DeadlineExceeded("late")])
+def test_a_store_that_fails_is_survived(
+    engine: LocalEngine, chunks: list[list[int]], stream_through: Any, error: Exception
+) -> None:
+    def failing(_count: int, frames: Frames) -> Frames:
+        yield next(frames)
+        raise error
+
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    stream_through(failing)
+    failed = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert failed.accounting is not None
+    assert failed.accounting["outcome"] == "failed"
+    assert type(error).__name__ in failed.accounting["reason"]
+    assert max_dlogprob(full, failed) <= 0.01
+
+
+def test_requests_beside_a_stuck_store_are_served(
+    engine: LocalEngine, chunks: list[list[int]], stream_through: Any
+) -> None:
+    opened = threading.Event()
+
+    def stuck(_count: int, frames: Frames) -> Frames:
+        assert opened.wait(60)
+        yield from frames
+
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    stream_through(stuck)
+    engine.reset_prefix_cache()
+    llm = engine.llm.llm_engine
+    engine._submit("blend", Prompt(prompt.token_ids, prompt.params(1.0), 4, top_logprobs=5, ignore_eos=True))
+    engine._submit("plain", Prompt(prompt.token_ids, None, 4, ignore_eos=True))
+    finished: list[str] = []
+    while "plain" not in finished:
+        finished += [output.request_id for output in llm.step() if output.finished]
+    assert finished == ["plain"]
+    opened.set()
+    tokens: list[int] = []
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            tokens += output.outputs[0].token_ids
+    assert tokens == full.token_ids[:4]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_an_aborted_blend_gives_its_blocks_back(
+    engine: LocalEngine, chunks: list[list[int]], steps: int
+) -> None:
+    prompt = rag(*chunks)
+    engine.reset_prefix_cache()
+    llm = engine.llm.llm_engine
+    engine._submit("aborted", Prompt(prompt.token_ids, prompt.params(0.5), 8, ignore_eos=True))
+    for _ in range(steps):
+        llm.step()
+    llm.abort_request(["aborted"])
+    after = ask(engine, prompt.token_ids, prompt.params(1.0))
+    assert max_dlogprob(ask_cold(engine, prompt.token_ids), after) <= 0.01
+    assert blocks_in_use(engine) == 0
+
+
+def blocks_in_use(engine: LocalEngine) -> int:
+    core = engine.llm.llm_engine.engine_core.engine_core
+    pool = core.scheduler.kv_cache_manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+BAD = {
+    "overlap": ({"spans": [[1, 50], [40, 60]]}, "spans[1]"),
+    "outside": ({"spans": [[1, 5000]]}, "spans[0]"),
+    "empty span": ({"spans": [[5, 5]]}, "spans[0]"),
+    "negative": ({"spans": [[-4, 5]]}, "spans[0]"),
+    "another space's key": ({"spans": [[1, 50, "ab" * 32]]}, "spans[0].key"),
+    "short key": ({"spans": [[1, 50, "abcd"]]}, "key"),
+    "ratio": ({"ratio": 1.5}, "ratio"),
+    "not a number": ({"ratio": float("nan")}, "ratio"),
+    "selector": ({"selector": "best"}, "selector"),
+    "unknown field": ({"ration": 0.1}, "did you mean 'ratio'"),
+    "no namespace": ({"namespace": ""}, "namespace"),
+    "version": ({"version": 9}, "version"),
+    "save far from the prefix": ({"op": "save", "spans": [[5, 50]]}, "spans[0]"),
+    "save to the end": ({"op": "save", "spans": [[1, 439]]}, "spans[0]"),
+    "not a mapping": (7, "mapping"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_declined_with_the_field_and_the_prompt_is_answered(
+    engine: LocalEngine, chunks: list[list[int]], name: str
+) -> None:
+    from vllm import SamplingParams
+
+    values, named = BAD[name]
+    wire = {"namespace": NAMESPACE, **values} if isinstance(values, dict) else values
+    prompt = rag(*chunks).token_ids
+    sampling = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, extra_args={"kv_transfer_params": {"kintsugi": wire}}
+    )
+    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    accounting = output.kv_transfer_params["kintsugi"]
+    assert accounting["outcome"] == "declined"
+    assert named in accounting["reason"]
+    assert list(output.outputs[0].token_ids) == ask_cold(engine, prompt).token_ids[:4]
+
+
+def test_prompt_logprobs_are_declined(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    from vllm import SamplingParams
+
+    prompt = rag(*chunks)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        prompt_logprobs=1,
+        extra_args={"kv_transfer_params": prompt.params(0.2).to_mapping()},
+    )
+    (output,) = engine.llm.generate([{"prompt_token_ids": prompt.token_ids}], sampling, use_tqdm=False)
+    assert output.kv_transfer_params["kintsugi"]["reason"].startswith("prompt_logprobs")
+
+
+def test_off_means_off(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    from vllm import SamplingParams
+
+    wire = {"kintsugi": {"namespace": NAMESPACE, "op": "off"}}
+    sampling = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": wire})
+    (output,) = engine.llm.generate([{"prompt_token_ids": rag(*chunks).token_ids}], sampling, use_tqdm=False)
+    assert output.kv_transfer_params is None

@@ -1,0 +1,107 @@
+"""The start-up self-test passes on a sound engine and fails on each defect it is there for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kintsugi.core.errors import SelfTestFailed
+from kintsugi.engine import selftest
+from kintsugi.engine.local import LocalEngine
+from kintsugi.engine.model import Model
+from kintsugi.fusor import loader
+from kintsugi.fusor.rope import Rotary
+from tests.integration.engine.conftest import EngineSlot
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def model(engine_slot: EngineSlot) -> Model:
+    engine: LocalEngine = engine_slot.get("tiny-llama")
+    engine.reset_prefix_cache()
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    model: Model = connector._worker._model
+    return model
+
+
+def shifted_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate = Rotary.rotate
+    monkeypatch.setattr(Rotary, "rotate", lambda self, keys, at: rotate(self, keys, at + 1))
+
+
+def keys_and_values_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = loader.decode_frame
+    monkeypatch.setattr(loader, "decode_frame", lambda *arguments: decode(*arguments)[::-1])
+
+
+def another_rope_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate = Rotary.rotate
+
+    def wrong(self: Rotary, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        half = self.cos.shape[1]
+        inverse = 500.0 ** -(torch.arange(half) / half)
+        angles = torch.outer(torch.arange(self.cos.shape[0]).float(), inverse)
+        return rotate(Rotary(angles.cos(), angles.sin(), self.is_neox), keys, positions)
+
+    monkeypatch.setattr(Rotary, "rotate", wrong)
+
+
+def keys_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rotary, "rotate", lambda self, keys, at: keys.clone())
+
+
+def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    placements_of = loader.placements_of
+
+    def moved(*arguments: Any) -> list[loader.Placement]:
+        return [
+            loader.Placement(p.manifest, p.first_row, p.positions.roll(1)) for p in placements_of(*arguments)
+        ]
+
+    monkeypatch.setattr(selftest, "placements_of", moved)
+
+
+def test_a_sound_engine_passes(model: Model) -> None:
+    selftest.self_test(model)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [shifted_by_one, keys_and_values_swapped, another_rope_base, keys_not_rotated, rows_in_the_wrong_place],
+)
+def test_a_defect_fails(
+    model: Model, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    damage(monkeypatch)
+    with pytest.raises(SelfTestFailed, match="relative error"):
+        selftest.self_test(model)
+
+
+def test_after_a_failed_self_test_prompts_are_prefilled_in_full(engine_slot: EngineSlot) -> None:
+    from tests.integration.engine.conftest import NAMESPACE, PREFIX, ask_cold, chunks_of, rag
+
+    engine = engine_slot.get("tiny-llama")
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    worker = connector._worker
+    chunks = chunks_of(50, 60, seed=9)
+    engine.save(PREFIX, chunks, NAMESPACE)
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    worker._unable = "self_test_failed: check 'own prefix'"
+    try:
+        for outcome in ("failed", "declined"):
+            answer = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+            assert answer.accounting is not None
+            assert answer.accounting["outcome"] == outcome
+            assert answer.accounting["reason"].startswith("self_test_failed")
+            assert answer.token_ids == full.token_ids
+    finally:
+        engine_slot.close()

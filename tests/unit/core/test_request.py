@@ -1,0 +1,159 @@
+"""What a request may ask: every bad input is a typed error that names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kintsugi.core.errors import InvalidField, InvalidSpan, UnknownField
+from kintsugi.core.request import (
+    PARAMS_KEY,
+    SPANS_MAX,
+    KintsugiParams,
+    Op,
+    SelectorName,
+    checked_spans,
+    parsed_spans,
+)
+from kintsugi.core.spaces import ChunkKey, Span
+
+KEY = ChunkKey(bytes(range(32)))
+
+
+def parse(**values: Any) -> KintsugiParams:
+    return KintsugiParams.from_mapping({"namespace": "acme", **values})
+
+
+def test_defaults_leave_the_choice_to_the_engine() -> None:
+    assert parse() == KintsugiParams("acme")
+    assert parse().op is Op.BLEND
+    assert parse(ratio=None, selector=None, spans=None) == parse()
+
+
+def test_everything_is_read() -> None:
+    found = parse(
+        version=1, op="blend", spans=[[3, 9], [9, 20, KEY.hex]], ratio=0, selector="random", explain=True
+    )
+    assert found == KintsugiParams(
+        "acme", Op.BLEND, (Span(3, 9), Span(9, 20, KEY)), 0.0, SelectorName.RANDOM, True
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "right"),
+    [
+        ({"ratio": -0.01}, "ratio", r"\[0, 1\]"),
+        ({"ratio": 1.01}, "ratio", r"\[0, 1\]"),
+        ({"ratio": float("nan")}, "ratio", r"\[0, 1\]"),
+        ({"ratio": float("inf")}, "ratio", r"\[0, 1\]"),
+        ({"ratio": True}, "kintsugi.ratio", "number"),
+        ({"ratio": "0.5"}, "kintsugi.ratio", "number"),
+        ({"selector": "hkdv"}, "selector", "hkvd, hkvd_k, hkvd_v, hkvd_gradual, random"),
+        ({"selector": 3}, "kintsugi.selector", "string"),
+        ({"op": "blnd"}, "kintsugi.op", "'blend', 'save' or 'off'"),
+        ({"version": 2}, "version", "is not 1"),
+        ({"version": True}, "kintsugi.version", "integer"),
+        ({"explain": "maybe"}, "kintsugi.explain", "boolean"),
+        ({"namespace": ""}, "namespace", "mandatory"),
+        ({"namespace": None}, "kintsugi.namespace", "string"),
+        ({"namespace": "a b"}, "namespace", "letters, digits"),
+        ({"spans": "all"}, "kintsugi.spans", "list"),
+        ({"spans": [7]}, "kintsugi.spans.0", "list"),
+        ({"spans": [[0, 5], [7]]}, "spans[1]", r"\[start, end\]"),
+        ({"spans": [[0, 5, KEY.hex, 1]]}, "spans[0]", r"\[start, end\]"),
+        ({"spans": [[0, 5.0]]}, "spans[0]", r"\[start, end\]"),
+        ({"spans": [[False, 5]]}, "spans[0]", r"\[start, end\]"),
+        ({"spans": [[0, 5, 3]]}, "spans[0]", "hexadecimal"),
+        ({"spans": [[0, 5, "xyz"]]}, "spans[0]", "64 hexadecimal digits"),
+        ({"spans": [[0, 5], [5, 9, "00"]]}, "spans[1]", "a chunk key has 32"),
+        ({"spans": [[0, 1]] * (SPANS_MAX + 1)}, "spans", f"at most {SPANS_MAX}"),
+        ({"op": "save"}, "spans", "exactly one span"),
+        ({"op": "save", "spans": []}, "spans", "exactly one span"),
+        ({"op": "save", "spans": [[0, 1], [1, 2]]}, "spans", "exactly one span"),
+    ],
+)
+def test_bad_input_is_named(values: dict[str, Any], field: str, right: str) -> None:
+    with pytest.raises(InvalidField, match=right) as raised:
+        parse(**values)
+    assert raised.value.field == field
+
+
+def test_an_unknown_field_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownField) as raised:
+        parse(selecter="hkvd")
+    assert raised.value.nearest == "selector"
+    with pytest.raises(UnknownField, match="namespace"):
+        KintsugiParams.from_mapping({"namespce": "acme"})
+
+
+def test_no_namespace_finds_nothing() -> None:
+    with pytest.raises(InvalidField, match="mandatory") as raised:
+        KintsugiParams.from_mapping({})
+    assert raised.value.field == "kintsugi.namespace"
+
+
+@pytest.mark.parametrize(
+    ("spans", "index", "problem"),
+    [
+        ([(0, 5), (4, 9)], 1, "before the previous span ends at 5"),
+        ([(5, 9), (0, 5)], 1, "before the previous span ends at 9"),
+        ([(0, 5), (0, 5)], 1, "before the previous"),
+        ([(3, 3)], 0, "is empty"),
+        ([(4, 3)], 0, "is empty"),
+        ([(-1, 3)], 0, "leaves the prompt of 10"),
+        ([(0, 11)], 0, "leaves the prompt of 10"),
+        ([(0, 10**30)], 0, "leaves the prompt of 10"),
+    ],
+)
+def test_impossible_spans_are_named(spans: list[tuple[int, int]], index: int, problem: str) -> None:
+    with pytest.raises(InvalidSpan, match=problem) as raised:
+        checked_spans([Span(*span) for span in spans], num_tokens=10)
+    assert raised.value.field == f"spans[{index}]"
+
+
+def test_no_span_fits_an_empty_prompt() -> None:
+    checked_spans([], num_tokens=0)
+    with pytest.raises(InvalidSpan, match="prompt of 0"):
+        checked_spans([Span(0, 1)], num_tokens=0)
+
+
+def test_adjacent_spans_and_gaps_are_fine() -> None:
+    checked_spans([Span(0, 3), Span(3, 5), Span(7, 10)], num_tokens=10)
+
+
+@given(st.lists(st.integers(0, 40), max_size=10, unique=True).map(sorted))
+def test_ordered_bounds_make_valid_spans(bounds: list[int]) -> None:
+    spans = [Span(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
+    checked_spans(spans, num_tokens=40)
+    assert parsed_spans([[s.start, s.end] for s in spans]) == tuple(spans)
+
+
+keys = st.none() | st.binary(min_size=32, max_size=32).map(ChunkKey)
+spans = st.builds(Span, st.integers(0, 2**40), st.integers(0, 2**40), keys)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", fullmatch=True)
+
+
+@st.composite
+def params(draw: st.DrawFn) -> KintsugiParams:
+    op = draw(st.sampled_from(Op))
+    one = op is Op.SAVE
+    chosen = st.lists(spans, min_size=int(one), max_size=1 if one else 5).map(tuple)
+    return KintsugiParams(
+        namespace=draw(names),
+        op=op,
+        spans=draw(chosen if one else st.none() | chosen),
+        ratio=draw(st.none() | st.floats(0.0, 1.0)),
+        selector=draw(st.none() | st.sampled_from(SelectorName)),
+        explain=draw(st.booleans()),
+    )
+
+
+@given(params())
+def test_json_round_trip(given_params: KintsugiParams) -> None:
+    wire = json.loads(json.dumps(given_params.to_mapping()))
+    assert list(wire) == [PARAMS_KEY]
+    assert KintsugiParams.from_mapping(wire[PARAMS_KEY]) == given_params

@@ -1,0 +1,189 @@
+"""Keys are stable for ever, namespaces are strict, anchors agree at every offset."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.spaces import (
+    ANCHOR_TOKENS,
+    NAMESPACE_BYTES_MAX,
+    ChunkKey,
+    ChunkSpace,
+    ModelFingerprint,
+    Span,
+    anchor_of,
+    anchors_at_every_offset,
+    checked_namespace,
+    token_bytes,
+)
+
+FINGERPRINT = ModelFingerprint.of({"weights": "abc", "rope": "theta=10000"})
+SPACE = ChunkSpace(FINGERPRINT, "acme/docs", (1, 2, 3))
+
+token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=100)
+
+
+class TestGoldenVectors:
+    """Stored chunks are found by these: a change here loses every store. Bump FORMAT_VERSION instead."""
+
+    def test_fingerprint(self) -> None:
+        assert FINGERPRINT.hex == "d1c12e39efcc3a6534e98fe4c00045bb5d1d90cedb4414d6aa68fdd453cbe4f5"
+
+    def test_space(self) -> None:
+        assert SPACE.digest.hex() == "661a5543dd4b9056e5fecb2a0b7b5317f9f6edd5637cd987ee33f7d7e265f45b"
+
+    def test_key(self) -> None:
+        key = ChunkKey.of(SPACE, [0, 1, 65536, 2**32 - 1])
+        assert key.hex == "40b12eceb9634b5bedeb59d157058c2900c97581640b9ba6c4b0060e9dd89b1a"
+
+    def test_anchor(self) -> None:
+        assert anchor_of(range(40)) == 3769686076003069549
+
+    def test_token_bytes(self) -> None:
+        assert token_bytes([1, 256, 2**32 - 1]).hex() == "0100000000010000ffffffff"
+
+
+class TestFingerprint:
+    def test_order_of_parts_does_not_matter(self) -> None:
+        assert ModelFingerprint.of({"rope": "theta=10000", "weights": "abc"}) == FINGERPRINT
+
+    def test_parts_do_not_run_together(self) -> None:
+        assert ModelFingerprint.of({"a": "bc"}) != ModelFingerprint.of({"ab": "c"})
+        assert ModelFingerprint.of({"a": "b", "c": "d"}) != ModelFingerprint.of({"a": "bcd"})
+
+    @pytest.mark.parametrize("size", [0, 31, 33])
+    def test_a_digest_of_another_length_is_refused(self, size: int) -> None:
+        with pytest.raises(InvalidField, match="fingerprint"):
+            ModelFingerprint(bytes(size))
+
+
+class TestSpace:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"fingerprint": ModelFingerprint.of({"weights": "abd"})},
+            {"namespace": "acme/doc"},
+            {"prefix_token_ids": (1, 2)},
+            {"prefix_token_ids": (1, 2, 4)},
+            {"prefix_token_ids": ()},
+            {"portable": False},
+        ],
+    )
+    def test_every_field_decides_the_key(self, change: dict[str, Any]) -> None:
+        other = dataclasses.replace(SPACE, **change)
+        assert other.digest != SPACE.digest
+        assert ChunkKey.of(other, [7]) != ChunkKey.of(SPACE, [7])
+
+    def test_a_portable_space_admits_any_prompt(self) -> None:
+        assert SPACE.admits([9, 9])
+        assert not SPACE.prefix_matches([9, 9])
+
+    def test_a_bound_space_admits_only_its_prefix(self) -> None:
+        bound = dataclasses.replace(SPACE, portable=False)
+        assert bound.admits([1, 2, 3, 9])
+        assert bound.admits([1, 2, 3])
+        assert not bound.admits([1, 2])
+        assert not bound.admits([1, 2, 4, 9])
+
+    def test_a_prefix_of_impossible_ids_is_refused(self) -> None:
+        with pytest.raises(InvalidField, match="token_ids"):
+            ChunkSpace(FINGERPRINT, "acme", (-1,))
+
+
+class TestNamespace:
+    @pytest.mark.parametrize("name", ["a", "0", "Acme", "a.b_c-d/e", "a" * NAMESPACE_BYTES_MAX])
+    def test_valid(self, name: str) -> None:
+        assert checked_namespace(name) == name
+
+    @pytest.mark.parametrize(
+        "name",
+        ["", "/a", ".a", "-a", "_a", "a b", "a\n", "a\0", "é", "a:b", "a" * (NAMESPACE_BYTES_MAX + 1)],
+    )
+    def test_invalid(self, name: str) -> None:
+        with pytest.raises(InvalidField) as raised:
+            checked_namespace(name)
+        assert raised.value.field == "namespace"
+
+    @pytest.mark.parametrize("name", [None, 3, b"acme"])
+    def test_of_another_type(self, name: Any) -> None:
+        with pytest.raises(InvalidField, match="mandatory"):
+            checked_namespace(name)
+
+    @given(st.text(max_size=140))
+    def test_a_name_is_accepted_or_refused_by_name(self, name: str) -> None:
+        valid = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", name) is not None
+        if valid:
+            assert checked_namespace(name) == name
+        else:
+            with pytest.raises(InvalidField, match="namespace"):
+                checked_namespace(name)
+
+
+class TestTokenIds:
+    @pytest.mark.parametrize(
+        "ids", [[-1], [2**32], [2**63], [2**64], [-(2**63)], [1.0], [1.5], ["7"], [None], [True], [[1]]]
+    )
+    def test_what_is_no_id_is_refused(self, ids: list[Any]) -> None:
+        with pytest.raises(InvalidField, match="token_ids"):
+            token_bytes(ids)
+
+    def test_ragged_lists_are_refused(self) -> None:
+        ragged: list[Any] = [[1], [2, 3]]
+        with pytest.raises(InvalidField, match="flat"):
+            token_bytes(ragged)
+
+    @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+    def test_arrays_equal_lists(self, dtype: str) -> None:
+        array: Any = np.array([0, 5, 2**31 - 1], dtype=dtype)
+        assert token_bytes(array) == token_bytes([0, 5, 2**31 - 1])
+
+    @given(token_ids)
+    def test_four_bytes_per_id(self, ids: list[int]) -> None:
+        assert token_bytes(ids) == b"".join(i.to_bytes(4, "little") for i in ids)
+
+
+class TestKey:
+    @given(token_ids, token_ids)
+    def test_different_ids_have_different_keys(self, one: list[int], other: list[int]) -> None:
+        assert (ChunkKey.of(SPACE, one) == ChunkKey.of(SPACE, other)) == (one == other)
+
+    @given(st.binary(min_size=32, max_size=32))
+    def test_hexadecimal_round_trip(self, digest: bytes) -> None:
+        key = ChunkKey(digest)
+        assert ChunkKey.from_hex(key.hex) == key
+        assert str(key) == key.hex[:16]
+
+    @pytest.mark.parametrize("text", ["", "zz", "00" * 31, "00" * 33, "0" * 63])
+    def test_other_texts_are_refused(self, text: str) -> None:
+        with pytest.raises(InvalidField) as raised:
+            ChunkKey.from_hex(text)
+        assert raised.value.field == "key"
+
+
+class TestAnchor:
+    def test_a_short_chunk_has_none(self) -> None:
+        assert anchor_of(range(ANCHOR_TOKENS - 1)) is None
+        assert anchor_of(range(ANCHOR_TOKENS)) is not None
+        assert anchors_at_every_offset(range(ANCHOR_TOKENS - 1)) == []
+        assert anchors_at_every_offset([]) == []
+
+    def test_only_the_first_tokens_count(self) -> None:
+        assert anchor_of(range(32)) == anchor_of([*range(32), 99])
+        assert anchor_of(range(32)) != anchor_of([*range(31), 99])
+
+    @given(st.lists(st.integers(0, 2**32 - 1), min_size=ANCHOR_TOKENS, max_size=ANCHOR_TOKENS + 40))
+    def test_every_offset_equals_the_slice(self, ids: list[int]) -> None:
+        expected = [anchor_of(ids[i:]) for i in range(len(ids) - ANCHOR_TOKENS + 1)]
+        assert anchors_at_every_offset(ids) == expected
+
+
+def test_a_span_knows_its_length() -> None:
+    assert Span(3, 10).num_tokens == 7

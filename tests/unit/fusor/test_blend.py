@@ -1,0 +1,427 @@
+"""The blend pass on a toy decoder against the same decoder run densely."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kintsugi.core.plan import BlendPlan
+from kintsugi.core.request import SelectorName
+from kintsugi.fusor.blend import BlendPass, Region
+from kintsugi.fusor.selectors import quota
+from kintsugi.fusor.sliced import WAITING, Status
+from tests.fakes.toy_chunks import Gate, ToyPrompt
+from tests.fakes.toy_stack import HEAD_DIM, VOCAB, ToyModel, ToyStack
+
+LENGTH = 60
+SPANS = ((5, 20), (20, 33), (38, 52))
+"""Two that touch, a gap, and a question of eight tokens."""
+LAYERS = 4
+EVERY_SELECTOR = list(SelectorName)
+STEPS_MAX = 100_000
+
+
+@functools.cache
+def model() -> ToyModel:
+    return ToyModel(LAYERS)
+
+
+def tokens(seed: int = 3) -> Tensor:
+    return torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(seed))
+
+
+def prompt(spans: tuple[tuple[int, int], ...] = SPANS) -> ToyPrompt:
+    return ToyPrompt(model(), tokens(), spans)
+
+
+def begin(
+    scene: ToyPrompt,
+    plan: BlendPlan,
+    stack: ToyStack | None = None,
+    unit: int = 1000,
+    start: int = 0,
+    end: int = LENGTH,
+) -> tuple[BlendPass, ToyStack]:
+    stack = stack or ToyStack(model())
+    work = BlendPass(
+        Region(scene.token_ids[start:end], start),
+        plan,
+        stack,
+        lambda plan: scene.open_loader(plan, start, end),
+        unit_tokens_max=unit,
+        explain=True,
+    )
+    return work, stack
+
+
+def finish(work: BlendPass) -> Status:
+    for _ in range(STEPS_MAX):
+        if work.status is not Status.RUNNING:
+            break
+        work.advance(float("inf"))
+    work.close()
+    return work.status
+
+
+def blended(
+    scene: ToyPrompt, plan: BlendPlan, stack: ToyStack | None = None, unit: int = 1000
+) -> tuple[BlendPass, ToyStack]:
+    work, stack = begin(scene, plan, stack, unit)
+    assert finish(work) is Status.DONE
+    assert stack.open_layer is None
+    return work, stack
+
+
+def cache_of(stack: ToyStack, end: int = LENGTH) -> tuple[Tensor, Tensor]:
+    assert bool(stack.written[:, 0, :end].all())
+    return stack.keys[:, 0, :end], stack.values[:, 0, :end]
+
+
+def assert_cache(stack: ToyStack, key: Tensor, value: Tensor, tolerance: float) -> None:
+    got_key, got_value = cache_of(stack, key.shape[1])
+    assert float((got_key - key).abs().max()) <= tolerance
+    assert float((got_value - value).abs().max()) <= tolerance
+
+
+def measures_at(selector: SelectorName, layer: int, check_layer: int, ratio: float) -> bool:
+    if not 0 < ratio < 1 or selector is SelectorName.RANDOM:
+        return False
+    return layer >= check_layer if selector is SelectorName.HKVD_GRADUAL else layer == check_layer
+
+
+def fresh_of(work: BlendPass, check_layer: int) -> dict[int, list[int]]:
+    """Positions with fresh K and V per layer, from what the pass explains of itself."""
+    active = work.tally.active_positions
+    fresh = {}
+    for layer, positions in active.items():
+        measured = measures_at(work.plan.selector, layer, check_layer, work.plan.ratio)
+        before = active[layer - 1] if layer else list(range(LENGTH))
+        fresh[layer] = before if measured else positions
+    return fresh
+
+
+@pytest.mark.parametrize("selector", EVERY_SELECTOR)
+@pytest.mark.parametrize("unit", [7, 1000])
+def test_ratio_1_is_a_full_prefill(selector: SelectorName, unit: int) -> None:
+    scene = prompt()
+    work, stack = blended(scene, scene.plan(1.0, selector), unit=unit)
+    full = model().dense(scene.token_ids)
+    assert_cache(stack, full.keys, full.values, 1e-9)
+    assert work.tally.tokens_recomputed == work.tally.tokens_hit == 42
+
+
+def test_ratio_0_is_full_reuse() -> None:
+    scene = prompt()
+    work, stack = blended(scene, scene.plan(0.0))
+    must = [p for p in range(LENGTH) if not any(start <= p < end for start, end in SPANS)]
+    assert work.tally.active_positions == dict.fromkeys(range(LAYERS), must)
+    expected = model().dense(scene.token_ids, fresh=dict.fromkeys(range(LAYERS), must), loaded=scene.loaded)
+    assert_cache(stack, expected.keys, expected.values, 1e-5)
+    assert work.tally.tokens_recomputed == 0
+    full = model().dense(scene.token_ids)
+    assert float((expected.keys - full.keys).abs().max()) > 0.1, "the test would not see a difference"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_a_chunk_behind_its_own_prefix_is_exact(ratio: float) -> None:
+    scene = prompt(((2, 45),))
+    _, stack = blended(scene, scene.plan(ratio))
+    full = model().dense(scene.token_ids)
+    assert_cache(stack, full.keys, full.values, 1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    selector=st.sampled_from(EVERY_SELECTOR),
+    ratio=st.sampled_from([0.0, 0.01, 0.15, 0.5, 0.9, 1.0]),
+    check_layer=st.integers(0, LAYERS),
+    cuts=st.lists(st.integers(1, LENGTH), min_size=2, max_size=8, unique=True).map(sorted),
+    unit=st.integers(1, 70),
+)
+def test_any_blend_is_the_dense_blend(
+    selector: SelectorName, ratio: float, check_layer: int, cuts: list[int], unit: int
+) -> None:
+    spans = tuple(itertools.pairwise(cuts))[::2]
+    scene = prompt(spans)
+    work, stack = blended(scene, scene.plan(ratio, selector, check_layer), unit=unit)
+    fresh = fresh_of(work, min(check_layer, LAYERS - 1))
+    expected = model().dense(scene.token_ids, fresh=fresh, loaded=scene.loaded)
+    assert_cache(stack, expected.keys, expected.values, 1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(selector=st.sampled_from(EVERY_SELECTOR), unit=st.integers(1, 59))
+def test_units_of_any_size_give_the_same(selector: SelectorName, unit: int) -> None:
+    scene = prompt()
+    whole, one = blended(scene, scene.plan(0.2, selector))
+    cut, many = blended(scene, scene.plan(0.2, selector), unit=unit)
+    assert cut.tally.active_positions == whole.tally.active_positions
+    assert cut.tally.token_layers == pytest.approx(whole.tally.token_layers)
+    assert_cache(many, *cache_of(one), 1e-12)
+    assert max(count for _, _, count in many.calls) <= unit
+
+
+@pytest.mark.parametrize("selector", [SelectorName.HKVD, SelectorName.HKVD_V, SelectorName.HKVD_K])
+def test_hkvd_keeps_the_most_deviating_tokens(selector: SelectorName) -> None:
+    scene = prompt()
+    work, _ = blended(scene, scene.plan(0.2, selector))
+    full = model().dense(scene.token_ids)
+    key, value = scene.loaded(1)
+    by_key = (full.keys[1] - key).square().sum((1, 2))
+    by_value = (full.values[1] - value).square().sum((1, 2))
+    deviation = {
+        SelectorName.HKVD: by_key + by_value,
+        SelectorName.HKVD_K: by_key,
+        SelectorName.HKVD_V: by_value,
+    }[selector]
+    hit = torch.tensor([any(start <= p < end for start, end in SPANS) for p in range(LENGTH)])
+    best = deviation.masked_fill(~hit, -1).topk(quota(0.2, 42)).indices
+    expected = sorted({*best.tolist(), *(~hit).nonzero()[:, 0].tolist()})
+    assert work.tally.active_positions[1] == expected
+    assert work.tally.active_positions[LAYERS - 1] == expected
+    assert work.tally.active_positions[0] == list(range(LENGTH))
+
+
+@pytest.mark.parametrize("selector", [SelectorName.HKVD, SelectorName.RANDOM])
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
+def test_a_later_token_changes_nothing_before_it(selector: SelectorName, ratio: float) -> None:
+    scene, changed = prompt(), prompt()
+    changed.token_ids[57] = (changed.token_ids[57] + 1) % VOCAB
+    one, before = blended(scene, scene.plan(ratio, selector))
+    two, after = blended(changed, changed.plan(ratio, selector))
+    assert one.tally.active_positions == two.tally.active_positions
+    assert torch.equal(before.keys[:, 0, :57], after.keys[:, 0, :57])
+    assert torch.equal(before.values[:, 0, :57], after.values[:, 0, :57])
+    assert not torch.equal(before.values[:, 0, 57:LENGTH], after.values[:, 0, 57:LENGTH])
+
+
+def test_behind_an_exact_prefix_hit() -> None:
+    """Positions before the region are in the cache already; a chunk may begin among them."""
+    scene, start = prompt(), 12
+    full = model().dense(scene.token_ids)
+    stack = ToyStack(model())
+    stack.keys[:, 0, :start], stack.values[:, 0, :start] = full.keys[:, :start], full.values[:, :start]
+    stack.written[:, 0, :start] = True
+    work, stack = begin(scene, scene.plan(0.0), stack, start=start, end=LENGTH - 1)
+    assert finish(work) is Status.DONE
+    must = [p for p in range(LENGTH) if p < start or not any(a <= p < b for a, b in SPANS)]
+    expected = model().dense(scene.token_ids, fresh=dict.fromkeys(range(LAYERS), must), loaded=scene.loaded)
+    assert_cache(stack, expected.keys[:, : LENGTH - 1], expected.values[:, : LENGTH - 1], 1e-5)
+    assert not bool(stack.written[:, 0, LENGTH - 1].any())
+    assert work.tally.tokens_hit == 42 - (start - 5)
+    assert work.tally.active_positions[0] == [p for p in must if start <= p < LENGTH - 1]
+
+
+def test_nothing_but_hits_and_ratio_0_computes_nothing() -> None:
+    scene = prompt(((0, 31), (31, LENGTH)))
+    work, stack = blended(scene, scene.plan(0.0))
+    assert stack.calls == []
+    assert work.tally.token_layers == 0
+    assert_cache(
+        stack, *(torch.stack(kv) for kv in zip(*map(scene.loaded, range(LAYERS)), strict=True)), 1e-5
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    selector=st.sampled_from(EVERY_SELECTOR),
+    ratio=st.sampled_from([0.0, 0.15, 0.5, 1.0]),
+    check_layer=st.integers(0, LAYERS - 1),
+    unit=st.integers(5, 70),
+)
+def test_the_tally_is_the_cost_formula(
+    selector: SelectorName, ratio: float, check_layer: int, unit: int
+) -> None:
+    scene = prompt()
+    work, stack = blended(scene, scene.plan(ratio, selector, check_layer), unit=unit)
+    must, hit = LENGTH - 42, 42
+    active = [len(work.tally.active_positions[layer]) for layer in range(LAYERS)]
+    if selector is not SelectorName.HKVD_GRADUAL:
+        full_width = 0 if selector is SelectorName.RANDOM or not 0 < ratio < 1 else check_layer
+        kept = quota(ratio, hit)
+        assert sum(active) == LAYERS * must + full_width * hit + (LAYERS - full_width) * kept
+    measured = [
+        LENGTH if layer == 0 else active[layer - 1]
+        for layer in range(LAYERS)
+        if measures_at(selector, layer, check_layer, ratio)
+    ]
+    expected = sum(active) + stack.projection_share * sum(measured)
+    assert work.tally.token_layers == pytest.approx(expected)
+    ran = sum(count for what, _, count in stack.calls if what == "run")
+    projected = sum(count for what, _, count in stack.calls if what == "project")
+    assert (ran, projected) == (sum(active), sum(measured))
+    assert work.tally.tokens_hit == hit
+    assert work.tally.tokens_recomputed == active[-1] - must
+    assert work.tally.bytes_loaded == sum(m.chunk_bytes for m in scene.manifests.values())
+    assert work.tally.bytes_loaded == LAYERS * 2 * hit * model().kv_heads * HEAD_DIM * 4
+    assert len(work.tally.timeline) == LAYERS
+    for timing in work.tally.timeline:
+        assert timing.load_start_ms <= timing.load_end_ms
+        assert timing.compute_start_ms <= timing.compute_end_ms
+
+
+@pytest.mark.parametrize("selector", EVERY_SELECTOR)
+def test_sets_only_shrink_and_keep_the_question(selector: SelectorName) -> None:
+    scene = prompt()
+    work, _ = blended(scene, scene.plan(0.4, selector))
+    must = {p for p in range(LENGTH) if not any(start <= p < end for start, end in SPANS)}
+    sets = [set(work.tally.active_positions[layer]) for layer in range(LAYERS)]
+    for earlier, later in itertools.pairwise(sets):
+        assert must <= later <= earlier
+    for positions in work.tally.active_positions.values():
+        assert positions == sorted(positions)
+
+
+def test_work_is_handed_back_after_each_budget() -> None:
+    scene = prompt()
+    work, _ = begin(scene, scene.plan(1.0), unit=10)
+    spent = []
+    while work.status is Status.RUNNING:
+        spent.append(work.advance(15.0))
+    work.close()
+    assert max(spent) <= 15 + 10
+    assert sum(spent) == work.tally.token_layers == LENGTH * LAYERS
+
+
+def test_it_waits_for_a_slow_loader() -> None:
+    scene, gate = prompt(), Gate()
+    scene.gate = gate
+    work, stack = begin(scene, scene.plan(0.0))
+    assert work.next_unit() == WAITING
+    assert work.advance(1e9) == 0
+    assert stack.calls == []
+    gate.event(0).set()
+    while work.tally.token_layers == 0:
+        work.advance(1e9)
+    assert {layer for _, layer, _ in stack.calls} == {0}
+    assert work.next_unit() == WAITING
+    for layer in range(1, LAYERS):
+        gate.event(layer).set()
+    assert finish(work) is Status.DONE
+    assert work.tally.load_wait_s > 0
+
+
+def test_closing_early_lets_go_of_the_loader() -> None:
+    scene = prompt()
+    work, _ = begin(scene, scene.plan(0.5), unit=5)
+    work.advance(20)
+    work.close()
+    work.close()
+    assert not scene.loaders[0]._thread.is_alive()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_a_lost_chunk_is_computed_instead(layer: int, ratio: float) -> None:
+    scene = prompt()
+    lost = scene.hits[1].key
+    scene.lost = frozenset({(layer, lost)})
+    work, stack = blended(scene, scene.plan(ratio), unit=16)
+    missed = prompt((SPANS[0], SPANS[2]))
+    expected, other = blended(missed, missed.plan(ratio), unit=16)
+    assert_cache(stack, *cache_of(other), 0.0)
+    assert work.tally.restarts == 1
+    assert work.tally.failure is not None
+    assert "the test lost it" in work.tally.failure
+    assert work.tally.active_positions == expected.tally.active_positions
+    assert work.tally.tokens_hit == expected.tally.tokens_hit
+    assert work.tally.tokens_recomputed == expected.tally.tokens_recomputed
+    assert work.tally.token_layers >= expected.tally.token_layers
+    assert len(work.tally.timeline) == LAYERS
+    assert [hit.key for hit in scene.opened[1].hits] == [scene.hits[0].key, scene.hits[2].key]
+    assert not any(loader._thread.is_alive() for loader in scene.loaders)
+
+
+def test_a_second_loss_fails() -> None:
+    scene = prompt()
+    scene.lost = frozenset({(1, scene.hits[0].key), (2, scene.hits[2].key)})
+    work, _ = begin(scene, scene.plan(0.3))
+    assert finish(work) is Status.FAILED
+    assert work.tally.restarts == 1
+    assert str(scene.hits[2].key) in str(work.tally.failure)
+
+
+def test_chunks_lost_together_cost_one_restart() -> None:
+    scene = prompt()
+    scene.lost = frozenset({(1, scene.hits[0].key), (1, scene.hits[2].key)})
+    work, stack = blended(scene, scene.plan(0.3))
+    missed = prompt((SPANS[1],))
+    _, other = blended(missed, missed.plan(0.3))
+    assert_cache(stack, *cache_of(other), 0.0)
+    assert work.tally.restarts == 1
+
+
+def test_losing_everything_fails_at_once() -> None:
+    scene = prompt((SPANS[0],))
+    scene.lost = frozenset({(2, scene.hits[0].key)})
+    work, _ = begin(scene, scene.plan(0.3))
+    assert finish(work) is Status.FAILED
+    assert work.tally.restarts == 0
+
+
+def scripted(flags: Iterator[list[float]]) -> Callable[[Tensor], Tensor]:
+    return lambda values: torch.tensor(next(flags), dtype=values.dtype)
+
+
+def test_ranks_agree_when_the_other_one_lost_a_chunk() -> None:
+    scene = prompt()
+    no, second = [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]
+    flags = itertools.chain([no, no, second], itertools.repeat([0.0, 0.0]))
+    stack = ToyStack(model(), world_size=2, other_ranks=scripted(flags))
+    work, stack = blended(scene, scene.plan(0.0), stack)
+    missed = prompt((SPANS[0], SPANS[2]))
+    _, other = blended(missed, missed.plan(0.0))
+    assert_cache(stack, *cache_of(other), 0.0)
+    assert work.tally.restarts == 1
+    assert work.tally.failure == "another rank could not load layer 2"
+
+
+def test_ranks_agree_when_this_one_lost_a_chunk() -> None:
+    scene = prompt()
+    scene.lost = frozenset({(1, scene.hits[1].key)})
+    seen: list[list[float]] = []
+
+    def other(values: Tensor) -> Tensor:
+        seen.append(values.tolist())
+        return torch.zeros_like(values)
+
+    work, _ = blended(scene, scene.plan(0.0), ToyStack(model(), world_size=2, other_ranks=other))
+    assert seen == [[0, 0, 0], [0, 1, 0], *[[0, 0]] * LAYERS]
+    assert "the test lost it" in str(work.tally.failure)
+
+
+def test_a_rank_whose_load_is_late_counts_every_chunk_as_lost() -> None:
+    scene, gate = prompt(), Gate()
+    scene.gate = gate
+    gate.event(0).set()
+    work, _ = begin(scene, scene.plan(0.0), ToyStack(model(), world_size=2))
+    while work.tally.token_layers == 0:
+        work.next_unit()
+    for loader in scene.loaders:
+        loader.patience_s = 0.01
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kintsugi.fusor.loader.CLOSE_TIMEOUT_S", 0.05)
+        assert finish(work) is Status.FAILED
+    for layer in range(LAYERS):
+        gate.event(layer).set()
+    scene.loaders[0]._thread.join(20)
+    assert work.tally.failure == "layer 1 did not arrive within 0.01 s"
+
+
+def test_deviation_is_summed_over_ranks() -> None:
+    """The other rank's share decides here: it says that the last hit tokens deviate most."""
+    scene = prompt()
+
+    def other(values: Tensor) -> Tensor:
+        return torch.arange(len(values), dtype=values.dtype) * 1e6 if len(values) == 42 else values * 0
+
+    work, _ = blended(scene, scene.plan(0.1), ToyStack(model(), world_size=2, other_ranks=other))
+    hit = [p for start, end in SPANS for p in range(start, end)]
+    assert set(work.tally.active_positions[1]) & set(hit) == set(hit[-4:])
