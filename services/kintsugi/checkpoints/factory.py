@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from kintsugi.checkpoints.cache import cache_folder
 from kintsugi.checkpoints.shapes import ModelShape, named_shape
 from kintsugi.checkpoints.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 from kintsugi.checkpoints.weights import fill_weights
@@ -40,14 +40,6 @@ def _empty_model(shape: ModelShape) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
     return model.to_empty(device="cpu")
-
-
-def cache_folder() -> Path:
-    """`$KINTSUGI_CACHE`, or `kintsugi` in the user's XDG cache folder."""
-    if explicit := os.environ.get("KINTSUGI_CACHE"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kintsugi"
 
 
 def cached_checkpoint(name: str, seed: int = 0, layers: int | None = None) -> Path:

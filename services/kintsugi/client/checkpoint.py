@@ -7,7 +7,9 @@ base, say) is not in the folder: pass it as `overrides`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -41,9 +43,14 @@ _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
 def model_fingerprint(
-    path: str | Path, kv_dtype: str, overrides: Mapping[str, object] | None = None
+    path: str | Path,
+    kv_dtype: str,
+    overrides: Mapping[str, object] | None = None,
+    revision: str | None = None,
 ) -> ModelFingerprint:
     """The fingerprint of the checkpoint in folder `path`, its KV held as `kv_dtype` (``bfloat16``, …).
+
+    A hub name (``org/model``) means its snapshot in the local hub cache, at `revision` (None: ``main``).
 
     Weights count by content; in a hub cache (``…/snapshots/<revision>``) the revision stands for the
     content, so that tens of gigabytes need not be read. The folder's name never counts. The first call
@@ -54,7 +61,7 @@ def model_fingerprint(
     """
     if not kv_dtype:
         raise InvalidField("kv_dtype", "is empty; name the KV cache's element type, such as bfloat16")
-    folder = _checked_folder(Path(path))
+    folder = _checked_folder(Path(path), revision or "main")
     config = _json(folder / "config.json")
     facts = {name: value for name, value in config.items() if name not in _IRRELEVANT_FIELDS}
     rope = {name: value for name, value in facts.items() if _ROPE_FIELD.search(name)}
@@ -71,15 +78,29 @@ def model_fingerprint(
     )
 
 
-def _checked_folder(path: Path) -> Path:
+def _checked_folder(path: Path, revision: str) -> Path:
     if path.is_dir():
         return path.resolve()
+    if _is_hub_name(path):
+        snapshot = _hub_snapshot(path, revision)
+        if snapshot.is_dir():
+            return snapshot.resolve()
     hint = f"download it first (hf download {path}) and" if _is_hub_name(path) else "check the path, or"
     raise NotFound(f"{path} is not a checkpoint folder; {hint} name a folder that holds config.json")
 
 
 def _is_hub_name(path: Path) -> bool:
     return not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in (".", "..")
+
+
+def _hub_snapshot(name: Path, revision: str) -> Path:
+    """Where the hub cache holds `name` at `revision`, a branch, tag or commit; it need not be there."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    repository = cache / f"models--{'--'.join(name.parts)}"
+    with contextlib.suppress(OSError):
+        revision = (repository / "refs" / revision).read_text(encoding="ascii").strip()
+    return repository / "snapshots" / revision
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 `ram://NAME` is this process's store of that name: the connector's scheduler and worker sides, which
 share a process where the engine has one worker, meet there. `grpc://HOST:PORT` is a shard.
+`shards://HOST:PORT` is all shards of the directory there, `shardfile:///PATH` all shards of a map in a file.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from kintsugi.client.interface import ChunkStore
@@ -30,7 +32,24 @@ def _open_grpc(url: str) -> ChunkStore:
     return open_grpc(url)
 
 
-_OPENERS: dict[str, Callable[[str], ChunkStore]] = {"ram": _open_ram, "grpc": _open_grpc}
+def _open_shards(url: str) -> ChunkStore:
+    from kintsugi.client.directory import FileDirectory, GrpcDirectory
+    from kintsugi.client.sharded import ShardedStore
+
+    parts = urlsplit(url)
+    if parts.scheme == "shardfile":
+        return ShardedStore(FileDirectory(Path(parts.path)))
+    if not parts.netloc:
+        raise InvalidField("store", f"{url!r} must name a directory as shards://host:port")
+    return ShardedStore(GrpcDirectory(parts.netloc))
+
+
+_OPENERS: dict[str, Callable[[str], ChunkStore]] = {
+    "ram": _open_ram,
+    "grpc": _open_grpc,
+    "shards": _open_shards,
+    "shardfile": _open_shards,
+}
 
 
 def open_store(url: str) -> ChunkStore:

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformType
 from vllm.v1.worker.utils import select_common_block_size
 
 from kintsugi.core.errors import NotBlendable
+from kintsugi.engine.scattered import kernel_serves
 from kintsugi.fusor.rope import Rotary
 
 ROTARY_CLASSES = frozenset(
@@ -45,6 +46,8 @@ class CacheGroup:
     """Tokens per block that the attention kernel sees; divides `block_size`."""
     builder: Any
     """Our own attention metadata builder: the model runner's hold buffers of its captured graphs."""
+    kernel_serves: bool
+    """Whether scattered tokens attend through `engine.scattered`."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,7 @@ def _cache_groups(
             block_size=spec.block_size,
             kernel_block_size=select_common_block_size(spec.block_size, [backend], [spec]),
             builder=backend.get_builder_cls()(spec, list(names), vllm_config, device),
+            kernel_serves=all(kernel_serves(attentions[name], device) for name in names),
         )
         groups.update(dict.fromkeys(names, shared))
     return groups

@@ -25,6 +25,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kintsugi.engine.model import CacheGroup, Layer, Model
+from kintsugi.engine.scattered import RUNS_MIN, ScatteredRows, served_by_kernel
 from kintsugi.fusor.stack import Batch, FreshKV, Hidden
 
 NULL_BLOCK = 0
@@ -116,6 +117,8 @@ class Prepared:
     positions: Tensor
     metadata: dict[str, Any]
     slots: dict[str, Tensor]
+    scattered: dict[str, ScatteredRows]
+    """Of the layers whose attention our own kernel computes."""
 
 
 class VllmStack:
@@ -146,16 +149,18 @@ class VllmStack:
 
     def batch(self, positions: Tensor, owners: Tensor | None = None) -> Batch:
         owners = torch.zeros_like(positions) if owners is None else owners
-        metadata: dict[str, Any] = {}
-        slots: dict[str, Tensor] = {}
+        device = self._model.device
+        prepared = Prepared(positions.to(device), {}, {}, {})
         for tables in self._tables.values():
-            group_slots = tables.slots(positions, owners).to(self._model.device)
-            built = tables.group.builder.build(
-                0, _common_metadata(positions, owners, tables, group_slots, self._model.device)
-            )
-            metadata.update(dict.fromkeys(tables.group.layer_names, built))
-            slots.update(dict.fromkeys(tables.group.layer_names, group_slots))
-        return Batch(len(positions), Prepared(positions.to(self._model.device), metadata, slots))
+            names = tables.group.layer_names
+            slots = tables.slots(positions, owners).to(device)
+            common = _common_metadata(positions, owners, tables, slots, device)
+            prepared.metadata.update(dict.fromkeys(names, tables.group.builder.build(0, common)))
+            prepared.slots.update(dict.fromkeys(names, slots))
+            if tables.group.kernel_serves and len(tables.table) == 1 and common.num_reqs >= RUNS_MIN:
+                rows = ScatteredRows(prepared.positions.to(torch.int32), tables.table[0].to(device))
+                prepared.scattered.update(dict.fromkeys(names, rows))
+        return Batch(len(positions), prepared)
 
     def embed(self, token_ids: Tensor) -> Hidden:
         trunk: Any = self._model.trunk
@@ -215,15 +220,17 @@ class VllmStack:
 
     def _call(self, layer: Layer, hidden: Hidden, batch: Batch) -> None:
         prepared: Prepared = batch.prepared
-        with (
-            set_forward_context(
-                prepared.metadata,
-                self._model.vllm_config,
-                num_tokens=batch.num_tokens,
-                slot_mapping=prepared.slots,
-            ),
-            self._tables_of(layer.index).bound(layer.attention),
-        ):
+        context = set_forward_context(
+            prepared.metadata,
+            self._model.vllm_config,
+            num_tokens=batch.num_tokens,
+            slot_mapping=prepared.slots,
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context)
+            stack.enter_context(self._tables_of(layer.index).bound(layer.attention))
+            if layer.name in prepared.scattered:
+                stack.enter_context(served_by_kernel(layer.attention, prepared.scattered[layer.name]))
             # Expert layers are otherwise taken in the order of a whole forward pass.
             get_forward_context().all_moe_layers = None
             hidden.states, hidden.residual = layer.module(prepared.positions, hidden.states, hidden.residual)

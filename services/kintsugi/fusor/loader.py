@@ -129,6 +129,18 @@ class LayerLoader:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
+        try:
+            self._pull()
+        except LoadFailed as failure:
+            self._done.put(failure)
+        except KintsugiError as error:
+            self._done.put(LoadFailed(self._every_key(), f"{type(error).__name__}: {error}"))
+        except BaseException as defect:
+            # Whoever waits for a layer must learn that none will come; the traceback is logged as well.
+            self._done.put(LoadFailed(self._every_key(), f"defect in loading: {defect!r}"))
+            raise
+
+    def _pull(self) -> None:
         frames = self._open_frames()
         try:
             with self._on_stream():
@@ -137,15 +149,13 @@ class LayerLoader:
                     if self._closed.is_set():
                         return
                     self._done.put(self._load(layer, frames))
-        except LoadFailed as failure:
-            self._done.put(failure)
-        except KintsugiError as error:
-            every_key = frozenset(placement.manifest.key for placement in self._placements)
-            self._done.put(LoadFailed(every_key, f"{type(error).__name__}: {error}"))
         finally:
             close = getattr(frames, "close", None)
             if close is not None:
                 close()
+
+    def _every_key(self) -> frozenset[ChunkKey]:
+        return frozenset(placement.manifest.key for placement in self._placements)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -154,16 +164,23 @@ class LayerLoader:
         started, num_bytes = time.perf_counter(), 0
         keys: list[Tensor] = []
         values: list[Tensor] = []
+        lost: dict[ChunkKey, str] = {}
         for expected, placement in enumerate(self._placements):
-            frame = next(frames)
+            frame = next(frames, None)
+            if frame is None:
+                raise LoadFailed(self._every_key(), f"the stream ended before layer {layer} was complete")
             if isinstance(frame, ChunkLost):
-                lost = self._placements[frame.chunk].manifest.key
-                raise LoadFailed(frozenset([lost]), f"chunk {lost} layer {frame.layer}: {frame.reason}")
+                # Read the layer to its end: chunks are often lost together, and a pass restarts only once.
+                key_lost = self._placements[frame.chunk].manifest.key
+                lost[key_lost] = f"chunk {key_lost} layer {frame.layer}: {frame.reason}"
+                continue
             assert (frame.layer, frame.chunk) == (layer, expected), "stores stream layer-major, in key order"
             key, value = self._decode(placement, frame)
             keys.append(key)
             values.append(value)
             num_bytes += len(frame.data)
+        if lost:
+            raise LoadFailed(frozenset(lost), "; ".join(lost.values()))
         key, value = torch.cat(keys), torch.cat(values)
         if self._device.type != "cpu":
             key, value = (t.pin_memory().to(self._device, non_blocking=True) for t in (key, value))
@@ -176,5 +193,7 @@ class LayerLoader:
         manifest = placement.manifest
         key, value = decode_frame(frame.data, manifest.layout, manifest.codec, manifest.num_tokens)
         rows = slice(placement.first_row, placement.first_row + len(placement.positions))
-        # The frame's bytes are the store's until the next one is taken: copy, token-major.
-        return key[rows].contiguous(), value[rows].contiguous()
+        # The frame's bytes are the store's until the next one is taken: copy, token-major. (`contiguous`
+        # would not always: a view of one head, or of one token, is contiguous as it is.)
+        layout = torch.contiguous_format
+        return key[rows].clone(memory_format=layout), value[rows].clone(memory_format=layout)

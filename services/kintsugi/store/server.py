@@ -45,6 +45,8 @@ class ServerOptions:
     socket_folder: Path | None = None
     """Where the socket that hands out the arena lies: a folder that the pod's containers share."""
     scrub_bytes_per_s: float = 0.0
+    extra_handlers: tuple[Any, ...] = ()
+    """More gRPC services on the same port, such as a shard directory."""
 
 
 class ShardServer:
@@ -87,7 +89,7 @@ class ShardServer:
         if self._options.share_arena:
             self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
         service = ChunkStoreService(self.shard, self._options.durable_by_default, self._door)
-        self._server.add_generic_rpc_handlers((service.generic_handler(),))
+        self._server.add_generic_rpc_handlers((service.generic_handler(), *self._options.extra_handlers))
         port = self._server.add_insecure_port(self._listen)
         self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
         await self._server.start()

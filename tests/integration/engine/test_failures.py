@@ -1,4 +1,4 @@
-"""Lost chunks, slow stores, aborts, bad input: the engine keeps running and says what happened."""
+"""Lost chunks, stuck stores, aborts, bad input: the engine keeps running and says what happened."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kintsugi.checkpoints import factory
-from kintsugi.checkpoints.factory import cache_folder, cached_checkpoint, make_checkpoint
+from kintsugi.checkpoints.cache import cache_folder
+from kintsugi.checkpoints.factory import cached_checkpoint, make_checkpoint
 from kintsugi.checkpoints.passages import bundled_passages
 from kintsugi.checkpoints.shapes import SHAPES, TINY_SHAPES, ModelShape, named_shape
 from kintsugi.core.errors import InvalidField

@@ -134,12 +134,29 @@ def test_a_hub_snapshot_counts_by_revision(
     shutil.copytree(folder, snapshots / "main")
     read: list[str] = []
     real = checkpoint._content_digest
-    monkeypatch.setattr(
-        checkpoint, "_content_digest", lambda file, *a: read.append(file.name) or real(file, *a)
-    )
+
+    def recorded(file: Path, size: int, mtime_ns: int) -> str:
+        read.append(file.name)
+        return real(file, size, mtime_ns)
+
+    monkeypatch.setattr(checkpoint, "_content_digest", recorded)
     assert model_fingerprint(first, "bfloat16") != model_fingerprint(second, "bfloat16")
     assert "model.safetensors" not in read, "a revision spares reading the weights"
     assert model_fingerprint(snapshots / "main", "bfloat16") == model_fingerprint(folder, "bfloat16")
+
+
+def test_a_hub_name_means_its_snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--org--name"
+    commit = "c" * 40
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    by_folder = model_fingerprint(repository / "snapshots" / commit, "bfloat16")
+    assert model_fingerprint("org/name", "bfloat16") == by_folder
+    assert model_fingerprint("org/name", "bfloat16", revision=commit) == by_folder
+    with pytest.raises(NotFound, match="hf download"):
+        model_fingerprint("org/name", "bfloat16", revision="other")
 
 
 def test_unchanged_files_are_read_once(folder: Path) -> None:
@@ -149,7 +166,10 @@ def test_unchanged_files_are_read_once(folder: Path) -> None:
     assert checkpoint._content_digest.cache_info().misses == misses
 
 
-def test_what_is_missing_says_what_to_do(folder: Path, tmp_path: Path) -> None:
+def test_what_is_missing_says_what_to_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(NotFound, match="hf download org/name"):
         model_fingerprint("org/name", "bfloat16")
     with pytest.raises(NotFound, match="check the path"):

@@ -348,6 +348,16 @@ def test_a_second_loss_fails() -> None:
     assert str(scene.hits[2].key) in str(work.tally.failure)
 
 
+def test_chunks_lost_together_cost_one_restart() -> None:
+    scene = prompt()
+    scene.lost = frozenset({(1, scene.hits[0].key), (1, scene.hits[2].key)})
+    work, stack = blended(scene, scene.plan(0.3))
+    missed = prompt((SPANS[1],))
+    _, other = blended(missed, missed.plan(0.3))
+    assert_cache(stack, *cache_of(other), 0.0)
+    assert work.tally.restarts == 1
+
+
 def test_losing_everything_fails_at_once() -> None:
     scene = prompt((SPANS[0],))
     scene.lost = frozenset({(2, scene.hits[0].key)})

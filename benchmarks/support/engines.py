@@ -1,0 +1,51 @@
+"""Engines in this process, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.fusor.planner import FixedRatioPlanner
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def engine(
+    shape: str, plugin: bool = True, layers: int | None = None, **vllm_args: Any
+) -> Iterator[LocalEngine]:
+    say(f"starting {shape}{'' if plugin else ' without the plugin'}")
+    config = {"store": f"ram://bench-{shape}"} if plugin else None
+    arguments = {"dtype": "bfloat16", "max_model_len": 8192, **vllm_args}
+    running = LocalEngine.start(cached_checkpoint(shape, layers=layers), extra_config=config, **arguments)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def store_chunks(running: LocalEngine, prompt: ChunkPrompt) -> None:
+    for generation in running.save(PREFIX, prompt.chunks, NAMESPACE):
+        accounting = generation.accounting or {}
+        assert accounting.get("outcome") == "saved", accounting
+
+
+def cold(running: LocalEngine, prompt: Prompt) -> Generation:
+    """Answer with nothing in the prefix cache."""
+    running.reset_prefix_cache()
+    return running.generate([prompt])[0]
+
+
+def use_check_layer(running: LocalEngine, check_layer: int) -> None:
+    """Plan with another check layer: a setting of the engine, changed between requests to interleave."""
+    connector = running.llm.llm_engine.engine_core.engine_core.scheduler.connector
+    connector._scheduler.planner = FixedRatioPlanner(check_layer=check_layer)

@@ -1,0 +1,98 @@
+"""That blending computes what it should: full ratio, any ratio against an oracle, hits, mixed load."""
+
+from __future__ import annotations
+
+import random
+
+from benchmarks.support.engines import cold, engine, say, store_chunks
+from benchmarks.support.figures import Figure
+from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt, tokens
+from kintsugi.core.request import KintsugiParams
+from kintsugi.engine.local import Generation, LocalEngine, Prompt
+
+SHAPES = (
+    "tiny-llama",
+    "tiny-llama3-rope",
+    "tiny-mistral-window",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-qwen3-moe",
+    "tiny-mixtral",
+    "tiny-gemma3",
+    "tiny-yarn",
+    "tiny-linear-rope",
+)
+SIZES = (1, 33, 100, 257, 640, 1000)
+QUICK_SIZES = (1, 33, 100)
+
+
+def measure(quick: bool) -> list[Figure]:
+    worst, parted = 0.0, 0
+    shapes = SHAPES[:2] if quick else SHAPES
+    for shape in shapes:
+        prompt = ChunkPrompt.make(QUICK_SIZES if quick else SIZES, question=21, seed=4)
+        with engine(shape, max_model_len=4096) as running:
+            difference, same = _full_ratio(running, prompt)
+        say(f"{shape}: max |dlogprob| {difference:.4f}, tokens {'equal' if same else 'DIFFER'}")
+        worst, parted = max(worst, difference), parted + (not same)
+    detail = f"{len(shapes)} architectures, 32 greedy tokens; token sequences that differ: {parted}"
+    holds = worst <= 0.01 and parted == 0
+    return [Figure("r1_max_abs_dlogprob", worst, "", "≤ 0.01, tokens equal", holds, detail)]
+
+
+def _full_ratio(running: LocalEngine, prompt: ChunkPrompt) -> tuple[float, bool]:
+    store_chunks(running, prompt)
+    full, blended = (
+        cold(running, Prompt(prompt.token_ids, params, 32, top_logprobs=5, ignore_eos=True))
+        for params in (None, prompt.params(1.0))
+    )
+    accounting = blended.accounting or {}
+    assert accounting["outcome"] == "blended", accounting
+    assert accounting["bytes_loaded"] > 0, accounting
+    return max_dlogprob(full, blended), full.token_ids == blended.token_ids
+
+
+def max_dlogprob(one: Generation, other: Generation) -> float:
+    """Largest difference of a logprob that both report, up to the first token that differs."""
+    worst = 0.0
+    for step, (mine, theirs) in enumerate(zip(one.top_logprobs, other.top_logprobs, strict=True)):
+        worst = max([worst, *(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())])
+        if one.token_ids[step] != other.token_ids[step]:
+            break
+    return worst
+
+
+def measure_hits(quick: bool) -> list[Figure]:
+    """Share of the stored tokens of a prompt that were hit: spans given, and found by content."""
+    count = 60 if quick else 1000
+    generator = random.Random(5)
+    pool = ChunkPrompt.make([generator.randrange(40, 120) for _ in range(40)], question=12, seed=6)
+    found: dict[str, int] = {"spans": 0, "content": 0}
+    stored = 0
+    with engine("tiny-llama", max_model_len=4096) as running:
+        store_chunks(running, pool)
+        for index in range(count):
+            chosen = ChunkPrompt(tuple(generator.choices(pool.chunks, k=4)), tuple(tokens(12, generator)))
+            stored += sum(len(chunk) for chunk in chosen.chunks)
+            for how, spans in (("spans", chosen.spans), ("content", None)):
+                params = KintsugiParams(NAMESPACE, spans=spans, ratio=0.0)
+                answer = cold(running, Prompt(chosen.token_ids, params, 1, ignore_eos=True))
+                found[how] += (answer.accounting or {})["tokens_hit"]
+            if (index + 1) % 200 == 0:
+                say(f"hits {index + 1}/{count}")
+    by_spans, by_content = found["spans"] / stored, found["content"] / stored
+    detail = f"{count} prompts of 4 of {len(pool.chunks)} chunks behind {len(PREFIX)} prefix token"
+    return [
+        Figure.at_least("chunk_token_hit_rate", by_spans, 1.0, unit="", detail=f"spans given; {detail}"),
+        Figure.at_least("chunk_token_hit_rate_by_content", by_content, 0.99, unit="", detail=detail),
+    ]
+
+
+def measure_stress(quick: bool) -> list[Figure]:
+    """Random mixes of blends, saves, plain requests, aborts and injected load failures."""
+    from tests.simulation.mixed import run_mixes
+
+    count = 5 if quick else 200
+    with engine("tiny-llama", max_model_len=4096, block_size=32) as running:
+        result = run_mixes(running, seed=8, count=count)
+    return [Figure.at_most("mixed_stress_errors", result.errors, 0, unit="", detail=str(result))]

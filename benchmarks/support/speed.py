@@ -1,0 +1,97 @@
+"""Time to first token on a 16-layer Llama: full prefill, blends, full reuse, the turn after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.support.engines import cold, engine, say, store_chunks, use_check_layer
+from benchmarks.support.figures import Figure, spread
+from benchmarks.support.prompts import ChunkPrompt, tokens
+from kintsugi.engine.local import LocalEngine, Prompt
+
+SHAPE = "llama-210m"
+RATIO = 0.15
+
+
+def measure(quick: bool) -> list[Figure]:
+    repetitions, chunk = (3, 160) if quick else (5, 660)
+    prompt = ChunkPrompt.make([chunk] * 6, question=40, seed=1)
+    with engine(SHAPE) as running:
+        store_chunks(running, prompt)
+        samples = _sample(running, prompt, repetitions)
+        turns = _turns(running, prompt, repetitions)
+    full = statistics.median(samples["full"])
+    figures = [_speedup(samples, "ttft_speedup_r15", "r15", None if quick else 3.2)]
+    figures += _against_bound(samples, full, quick)
+    figures.append(_speedup(samples, "ttft_speedup_r15_check2", "r15_check2", None))
+    figures.append(_speedup(samples, "ttft_speedup_r0", "r0", None if quick else 14))
+    ratio = statistics.median(turns["blended"]) / statistics.median(turns["plain"])
+    detail = f"{spread(turns['blended'])} ÷ {spread(turns['plain'])}"
+    figures.append(Figure.at_most("turn2_ttft_ratio", ratio, 1.05, detail=detail))
+    return figures
+
+
+def _sample(running: LocalEngine, prompt: ChunkPrompt, repetitions: int) -> dict[str, list[float]]:
+    """Seconds by method; `cost` holds cost shares, `forward` the engine's own last step."""
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("full", "r15", "r15_check2", "r0", "cost", "forward", "first_load")
+    }
+    for repetition in range(repetitions):
+        for name, ratio, check_layer in (
+            ("full", None, 1),
+            ("r15", RATIO, 1),
+            ("r15_check2", RATIO, 2),
+            ("r0", 0.0, 1),
+        ):
+            use_check_layer(running, check_layer)
+            params = None if ratio is None else prompt.params(ratio, explain=name == "r15")
+            generation = cold(running, Prompt(prompt.token_ids, params, max_tokens=2, ignore_eos=True))
+            samples[name].append(generation.ttft_s)
+            samples["forward"] += generation.itl_s
+            if name == "r15":
+                accounting = generation.accounting or {}
+                assert accounting["outcome"] == "blended", accounting
+                samples["cost"].append(accounting["cost"])
+                samples["first_load"].append(accounting["timeline"][0]["load_end_ms"] / 1e3)
+        say(
+            f"speed {repetition + 1}/{repetitions}: full {samples['full'][-1]:.2f} s, r15 {samples['r15'][-1]:.2f} s"
+        )
+    return samples
+
+
+def _speedup(samples: dict[str, list[float]], name: str, method: str, bar: float | None) -> Figure:
+    value = statistics.median(samples["full"]) / statistics.median(samples[method])
+    detail = f"{spread(samples['full'])} ÷ {spread(samples[method])}"
+    return (
+        Figure(name, value, "×", detail=detail)
+        if bar is None
+        else Figure.at_least(name, value, bar, detail=detail)
+    )
+
+
+def _against_bound(samples: dict[str, list[float]], full: float, quick: bool) -> list[Figure]:
+    """What the configuration allows: first load + cost share of a full prefill + the engine's last step."""
+    cost, forward = samples["cost"][0], statistics.median(samples["forward"])
+    bound_s = statistics.median(samples["first_load"]) + cost * full + forward
+    share = bound_s / statistics.median(samples["r15"])
+    detail = f"bound {full / bound_s:.2f}×: cost {cost:.3f} of a prefill, last step {forward * 1e3:.0f} ms"
+    if quick:
+        return [Figure("ttft_share_of_bound", share, "", detail=detail)]
+    return [Figure.at_least("ttft_share_of_bound", share, 0.85, unit="", detail=detail)]
+
+
+def _turns(running: LocalEngine, prompt: ChunkPrompt, repetitions: int) -> dict[str, list[float]]:
+    """TTFT of a second turn whose first was blended, and of one whose first was an ordinary prefill."""
+    import random
+
+    samples: dict[str, list[float]] = {"blended": [], "plain": []}
+    follow_up = tokens(30, random.Random(2))
+    use_check_layer(running, 1)
+    for _ in range(repetitions):
+        for name, params in (("plain", None), ("blended", prompt.params(RATIO))):
+            first = cold(running, Prompt(prompt.token_ids, params, max_tokens=16, ignore_eos=True))
+            second: Sequence[int] = [*prompt.token_ids, *first.token_ids, *follow_up]
+            (answer,) = running.generate([Prompt(second, params, max_tokens=1, ignore_eos=True)])
+            samples[name].append(answer.ttft_s)
+    return samples

@@ -1,0 +1,53 @@
+"""Time to first token of a blended prompt beside full prefill, and what has to hold for it to count.
+
+Everything is measured on unmodified vLLM in this process, methods interleaved, medians with their range.
+The prompts are random tokens and the models have random weights: this says how fast a blend is and that
+it computes what it should, nothing about the quality of answers.
+
+    python -m benchmarks.ttft [--quick] [--save] [--only speed,exactness,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+# One compute thread, the other core left to loading: as an engine's CPU threads beside its accelerator.
+# A second one that gets descheduled makes every parallel region of a small model wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from benchmarks.support import exactness, plain_cost, speed, stalls
+from benchmarks.support.figures import Figure, report
+
+SECTIONS = {
+    "speed": speed.measure,
+    "stalls": stalls.measure,
+    "exactness": exactness.measure,
+    "hits": exactness.measure_hits,
+    "stress": exactness.measure_stress,
+    "plain": plain_cost.measure,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="smaller prompts, fewer repetitions, 2 minutes")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
+    parser.add_argument("--only", help=f"comma-separated sections of {', '.join(SECTIONS)}")
+    arguments = parser.parse_args()
+    chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
+    figures: list[Figure] = []
+    for name in chosen:
+        figures += SECTIONS[name](quick=arguments.quick)
+    config = {
+        "quick": arguments.quick,
+        "sections": chosen,
+        "compute_threads": os.environ["OMP_NUM_THREADS"],
+        "weights": "random",
+    }
+    report("ttft", config, figures, save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The command `kintsugi`: what a person sees, and its JSON twin. It decides nothing about blending."""

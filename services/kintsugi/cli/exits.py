@@ -1,0 +1,101 @@
+"""Exit codes, and how errors become them: one line that says what to do, never a traceback."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, ParamSpec, TypeVar
+
+import typer
+
+from kintsugi.core.errors import (
+    Corrupted,
+    DeadlineExceeded,
+    InvalidField,
+    KintsugiError,
+    NotBlendable,
+    NotFound,
+    ResourceExhausted,
+    SelfTestFailed,
+    Unavailable,
+    VersionMismatch,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ExitCode(IntEnum):
+    """What a script can tell from `$?`."""
+
+    OK = 0
+    FAILURE = 1
+    """Something unforeseen; please report it."""
+    BAD_INPUT = 2
+    """An argument, file or model that is wrong or not there. Also what option parsing returns."""
+    NOT_BLENDABLE = 3
+    """The model or request cannot be blended, or the self-test failed. An answer, where there is one, is
+    an ordinary full prefill's."""
+    UNAVAILABLE = 4
+    """An engine or store that did not start, did not answer in time, or is full."""
+    CORRUPTED = 5
+    """Bytes that fail their check, or that another version wrote."""
+    INTERRUPTED = 130
+
+
+_CODES: tuple[tuple[type[KintsugiError], ExitCode], ...] = (
+    (InvalidField, ExitCode.BAD_INPUT),
+    (NotFound, ExitCode.BAD_INPUT),
+    (NotBlendable, ExitCode.NOT_BLENDABLE),
+    (SelfTestFailed, ExitCode.NOT_BLENDABLE),
+    (Unavailable, ExitCode.UNAVAILABLE),
+    (DeadlineExceeded, ExitCode.UNAVAILABLE),
+    (ResourceExhausted, ExitCode.UNAVAILABLE),
+    (Corrupted, ExitCode.CORRUPTED),
+    (VersionMismatch, ExitCode.CORRUPTED),
+)
+
+
+def exit_code_of(error: KintsugiError) -> ExitCode:
+    return next((code for cls, code in _CODES if isinstance(error, cls)), ExitCode.FAILURE)
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """A command whose `KintsugiError`s end it with one line on stderr and the right code.
+
+    A command with a parameter ``as_json`` also says it on stdout as ``{"error": {…}}`` where that is set.
+    """
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except KintsugiError as error:
+            code = exit_code_of(error)
+            if kwargs.get("as_json"):
+                print(json.dumps({"error": error_document(error, code)}, indent=2))
+            print(f"kintsugi: {_one_line(error)}", file=sys.stderr)
+            raise typer.Exit(code) from None
+        except KeyboardInterrupt:
+            print("kintsugi: interrupted", file=sys.stderr)
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+    return wrapped
+
+
+def error_document(error: KintsugiError, code: ExitCode) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "type": type(error).__name__,
+        "message": _one_line(error),
+        "exit_code": int(code),
+    }
+    if isinstance(error, InvalidField):
+        document["field"] = error.field
+    return document
+
+
+def _one_line(error: KintsugiError) -> str:
+    return " ".join(str(error).split())

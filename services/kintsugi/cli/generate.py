@@ -1,0 +1,119 @@
+"""`kintsugi generate`: answer a question from the user's own chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kintsugi.cli import html
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
+from kintsugi.cli.rag import RagPrompt, read_chunk
+from kintsugi.cli.render import (
+    HEADINGS,
+    comparison_rows,
+    counted,
+    facts_of,
+    print_accounting,
+    print_comparison,
+)
+from kintsugi.cli.screen import Screen
+from kintsugi.cli.session import Model, Session, chosen_model, opened
+from kintsugi.core.errors import InvalidField
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for."""
+
+    model: str
+    chunks: Sequence[Path]
+    question: str
+    choice: BlendChoice
+    max_tokens: int
+    compare: bool
+    repeat: int
+    html: Path | None
+
+
+def run(screen: Screen, task: Task) -> ExitCode:
+    """`NOT_BLENDABLE` where the answer is an ordinary full prefill's."""
+    if task.html is not None and not task.html.parent.is_dir():
+        raise InvalidField("html", f"{task.html.parent} is not a folder; make it first")
+    texts = [read_chunk(path) for path in task.chunks]
+    model = chosen_model(screen, task.model)
+    with opened(screen, model, texts, task.question, task.choice.namespace, task.max_tokens) as session:
+        with screen.step("Answering four ways" if task.compare else "Answering") as say:
+            measurements = _measure(session, task, say)
+        page = _page(model, session, task, measurements) if task.html is not None else None
+    if task.html is not None and page is not None:
+        task.html.write_text(html.rendered(page), encoding="utf-8")
+        screen.note(f"wrote {task.html}")
+    blend = measurements[-1]
+    document = generate_document(model, session.prompt, task, measurements)
+    screen.show(document, lambda console: _render(console, session.prompt, measurements))
+    reason = session.not_saved_because or blend.fell_back_because
+    if reason is not None:
+        screen.note(f"kintsugi: not blended, this is a full prefill's answer: {reason}")
+        return ExitCode.NOT_BLENDABLE
+    return ExitCode.OK
+
+
+def _measure(session: Session, task: Task, say: Callable[[str], None]) -> list[Measurement]:
+    """The blend comes last."""
+    if task.compare:
+        return compare(session.engine, session.prompt, task.choice, task.max_tokens, task.repeat, say)
+    return [blend_once(session.engine, session.prompt, task.choice, task.max_tokens)]
+
+
+def generate_document(
+    model: Model, prompt: RagPrompt, task: Task, measurements: Sequence[Measurement]
+) -> dict[str, Any]:
+    """JSON form of the answer."""
+    blend = measurements[-1]
+    assert blend.method is Method.BLEND
+    document: dict[str, Any] = {
+        "model": model.name,
+        "question": task.question,
+        "prompt_tokens": len(prompt.token_ids),
+        "chunks": [chunk.title for chunk in prompt.chunks],
+        "answer": blend.generation.text,
+        "token_ids": blend.generation.token_ids,
+        "ttft_ms": round(blend.ttft_s * 1e3, 2),
+        "accounting": blend.generation.accounting,
+    }
+    if task.compare:
+        document["methods"] = [entry.to_mapping(measurements[0].ttft_s) for entry in measurements]
+    return document
+
+
+def _page(model: Model, session: Session, task: Task, measurements: Sequence[Measurement]) -> html.Page:
+    blend, prompt, tokenizer = measurements[-1], session.prompt, session.tokenizer
+    accounting = blend.generation.accounting
+    size = f"{counted(len(prompt.token_ids), 'token')}, {counted(len(prompt.chunks), 'chunk')}"
+    return html.Page(
+        title="How this answer was blended",
+        subtitle=f"{size}, on {model.name}",
+        question=task.question,
+        answer=blend.generation.text,
+        facts=[("TTFT", f"{blend.ttft_s * 1e3:,.0f} ms"), *facts_of(accounting)],
+        legend=html.LEGEND,
+        parts=html.parts_of(prompt, accounting, lambda token: str(tokenizer.decode([token]))),
+        timeline=html.timeline_of(accounting),
+        comparison_headings=HEADINGS if task.compare else (),
+        comparison=comparison_rows(measurements, len(prompt.chunks)) if task.compare else (),
+    )
+
+
+def _render(console: Console, prompt: RagPrompt, measurements: Sequence[Measurement]) -> None:
+    blend = measurements[-1]
+    console.print(Text(blend.generation.text.strip()))
+    console.print()
+    if len(measurements) > 1:
+        print_comparison(console, measurements, len(prompt.chunks))
+    print_accounting(console, blend.generation.accounting)

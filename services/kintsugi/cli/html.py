@@ -1,0 +1,213 @@
+"""One self-contained page about one blend: tokens by how deep they were recomputed, and the timeline."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from kintsugi.cli.rag import RagPrompt
+from kintsugi.cli.render import counted
+
+Decode = Callable[[int], str]
+"""Text of one token."""
+
+_CHART_WIDTH = 860
+_CHART_LEFT = 130
+_CHART_RIGHT = 20
+_ROW_HEIGHT = 15
+_AXIS_HEIGHT = 24
+_TICKS_MAX = 8
+
+
+@dataclass(frozen=True)
+class Token:
+    """`css` is empty for a token that was only loaded."""
+
+    text: str
+    css: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk, or what stands before or after the chunks."""
+
+    title: str
+    note: str
+    tokens: list[Token]
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    css: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    x: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer of the timeline, in the drawing's own units."""
+
+    y: int
+    label: str
+    load_x: float
+    load_width: float
+    load_title: str
+    compute_x: float
+    compute_width: float
+    compute_title: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    width: int
+    height: int
+    rows: list[Row]
+    ticks: list[Tick]
+    summary: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything on the page, as text; the template escapes it."""
+
+    title: str
+    subtitle: str
+    question: str
+    answer: str
+    facts: list[tuple[str, str]]
+    legend: list[LegendEntry]
+    parts: list[Part]
+    timeline: Timeline | None
+    comparison_headings: Sequence[str] = ()
+    comparison: Sequence[Sequence[str]] = field(default=())
+
+
+def rendered(page: Page) -> str:
+    """The page as HTML. All text is escaped; nothing outside the file is referred to."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    source = (files(__package__) / "templates" / "report.html").read_text(encoding="utf-8")
+    return environment.from_string(source).render(page=page)
+
+
+LEGEND = [
+    LegendEntry("d0", "loaded, not recomputed"),
+    LegendEntry("d1", "up to a quarter of the layers"),
+    LegendEntry("d2", "up to half"),
+    LegendEntry("d3", "up to three quarters"),
+    LegendEntry("d4", "deeper, or never stored"),
+]
+
+
+def depths_of(accounting: dict[str, Any] | None) -> tuple[Counter[int], int]:
+    """Position -> number of layers in which it was computed, and the number of layers."""
+    by_layer = (accounting or {}).get("recomputed_positions") or {}
+    depths = Counter(position for positions in by_layer.values() for position in positions)
+    return depths, len(by_layer)
+
+
+def parts_of(prompt: RagPrompt, accounting: dict[str, Any] | None, decode: Decode) -> list[Part]:
+    """The prompt cut at its chunks' borders."""
+    depths, num_layers = depths_of(accounting)
+    cached = int((accounting or {}).get("tokens_prefix_cached", 0))
+    titles = [f"{number}. {chunk.title}" for number, chunk in enumerate(prompt.chunks, start=1)]
+    borders = [0, *(span.start for span in prompt.spans), prompt.spans[-1].end, len(prompt.token_ids)]
+    parts = []
+    for title, (start, end) in zip(["Prefix", *titles, "Question"], pairwise(borders), strict=True):
+        if start == end:
+            continue
+        tokens = [
+            _token(decode(prompt.token_ids[position]), position, depths[position], num_layers, cached)
+            for position in range(start, end)
+        ]
+        deepest = sum(1 for position in range(start, end) if num_layers and depths[position] == num_layers)
+        note = f"{counted(end - start, 'token')}, {deepest} computed in every layer"
+        parts.append(Part(title, note, tokens))
+    return parts
+
+
+def _token(text: str, position: int, depth: int, num_layers: int, cached: int) -> Token:
+    if position < cached:
+        return Token(text, "", "")
+    return Token(text, depth_class(depth, num_layers), f"token {position}: {depth} of {num_layers} layers")
+
+
+def depth_class(depth: int, num_layers: int) -> str:
+    """d1 to d4 by quarters of the model's depth; empty for a token that was only loaded."""
+    if depth == 0 or num_layers == 0:
+        return ""
+    return f"d{-(-4 * depth // num_layers)}"
+
+
+def timeline_of(accounting: dict[str, Any] | None) -> Timeline | None:
+    """The drawing, or None where no blend ran or `explain` was off."""
+    layers: list[dict[str, float]] = (accounting or {}).get("timeline") or []
+    if not layers:
+        return None
+    end_ms = max(max(layer.values()) for layer in layers) or 1.0
+    scale = (_CHART_WIDTH - _CHART_LEFT - _CHART_RIGHT) / end_ms
+    computed = (accounting or {}).get("recomputed_positions") or {}
+    counts = [len(positions) for _, positions in sorted(computed.items(), key=lambda item: int(item[0]))]
+    rows = [_row(index, layer, scale, counts) for index, layer in enumerate(layers)]
+    step_ms = tick_step(end_ms)
+    ticks = [
+        Tick(_x(step_ms * index, scale), f"{step_ms * index:g} ms")
+        for index in range(int(end_ms / step_ms) + 1)
+    ]
+    exposed_ms = _exposed_ms(layers)
+    summary = (
+        f"{counted(len(layers), 'layer')} in {end_ms:.0f} ms; for {exposed_ms:.0f} ms of it the pass "
+        "computed nothing, waiting for loads or for the engine's other requests."
+    )
+    height = _ROW_HEIGHT * len(rows) + _AXIS_HEIGHT
+    return Timeline(_CHART_WIDTH, height, rows, ticks, summary)
+
+
+def tick_step(end_ms: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that gives at most `_TICKS_MAX` steps."""
+    magnitude: float = 10.0 ** math.floor(math.log10(end_ms / _TICKS_MAX))
+    return next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude * _TICKS_MAX >= end_ms)
+
+
+def _exposed_ms(layers: list[dict[str, float]]) -> float:
+    """Time before the first and between computed layers."""
+    ends = [0.0, *(layer["compute_end_ms"] for layer in layers)]
+    starts = [layer["compute_start_ms"] for layer in layers]
+    return sum(max(0.0, start - end) for end, start in zip(ends, starts, strict=False))
+
+
+def _row(index: int, layer: dict[str, float], scale: float, counts: list[int]) -> Row:
+    load = layer["load_start_ms"], layer["load_end_ms"]
+    compute = layer["compute_start_ms"], layer["compute_end_ms"]
+    tokens = f" · {counted(counts[index], 'token')}" if index < len(counts) else ""
+    return Row(
+        y=_ROW_HEIGHT * index,
+        label=f"layer {index}{tokens}",
+        load_x=_x(load[0], scale),
+        load_width=_width(load, scale),
+        load_title=f"layer {index} loads from {load[0]:.1f} to {load[1]:.1f} ms",
+        compute_x=_x(compute[0], scale),
+        compute_width=_width(compute, scale),
+        compute_title=f"layer {index} computes from {compute[0]:.1f} to {compute[1]:.1f} ms",
+    )
+
+
+def _x(time_ms: float, scale: float) -> float:
+    return round(_CHART_LEFT + scale * time_ms, 1)
+
+
+def _width(interval_ms: tuple[float, float], scale: float) -> float:
+    """At least half a unit, so that a short interval can still be seen."""
+    return round(max(0.5, scale * (interval_ms[1] - interval_ms[0])), 1)

@@ -1,0 +1,170 @@
+"""The four ways to prefill a RAG prompt that the paper compares, run on one engine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from kintsugi.cli.rag import RagPrompt
+from kintsugi.core.accounting import Outcome
+from kintsugi.core.request import KintsugiParams, SelectorName
+from kintsugi.engine.local import Generation, Prompt
+
+
+class Method(StrEnum):
+    """How a prompt's KV comes to be."""
+
+    FULL = "full prefill"
+    PREFIX = "prefix caching"
+    REUSE = "full KV reuse"
+    BLEND = "blend"
+
+
+class Engine(Protocol):
+    """What is needed of `engine.local.LocalEngine`."""
+
+    def generate(self, prompts: list[Prompt]) -> list[Generation]: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class BlendChoice:
+    """What the user asked of a blend."""
+
+    namespace: str
+    ratio: float | None = None
+    selector: SelectorName | None = None
+    explain: bool = False
+
+    def params(self, prompt: RagPrompt, ratio: float | None) -> KintsugiParams:
+        return KintsugiParams(
+            namespace=self.namespace,
+            spans=prompt.spans,
+            ratio=ratio,
+            selector=self.selector,
+            explain=self.explain,
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One method on one prompt."""
+
+    method: Method
+    ttft_s: float
+    """Median over the repetitions."""
+    cost: float
+    """Share of a full prefill's token-layers that was computed."""
+    agreement: int
+    """Leading answer tokens that equal full prefill's."""
+    generation: Generation
+    """Of the last repetition."""
+
+    @property
+    def chunks_hit(self) -> int | None:
+        """None where the method knows no chunks."""
+        accounting = self.generation.accounting
+        return None if accounting is None else int(accounting.get("chunks_hit", 0))
+
+    @property
+    def fell_back_because(self) -> str | None:
+        """Why a blend was an ordinary full prefill after all."""
+        accounting = self.generation.accounting
+        if self.method not in (Method.REUSE, Method.BLEND):
+            return None
+        if accounting is None:
+            return "the connector did not answer"
+        if accounting.get("outcome") in (Outcome.BLENDED.value, Outcome.PREFIX_HIT.value):
+            return None
+        return str(accounting.get("reason") or accounting.get("outcome"))
+
+    def to_mapping(self, full_ttft_s: float) -> dict[str, Any]:
+        """JSON form."""
+        generation = self.generation
+        return {
+            "method": self.method.value,
+            "ttft_ms": round(self.ttft_s * 1e3, 2),
+            "speedup": round(full_ttft_s / self.ttft_s, 3),
+            "cost": round(self.cost, 4),
+            "agreement": self.agreement,
+            "token_ids": generation.token_ids,
+            "text": generation.text,
+            "accounting": generation.accounting,
+        }
+
+
+def compare(
+    engine: Engine,
+    prompt: RagPrompt,
+    choice: BlendChoice,
+    max_tokens: int,
+    repeat: int = 1,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Measurement]:
+    """Every method, interleaved, `repeat` times. `say` hears what is being run.
+
+    Each comes once before that is not timed: the first use of a kernel or a cache block costs extra.
+    """
+    for method in Method:
+        say(f"warm-up, {method}")
+        _run(engine, prompt, choice, method, max_tokens=1)
+    runs: dict[Method, list[Generation]] = {method: [] for method in Method}
+    for number in range(1, repeat + 1):
+        for method in Method:
+            say(f"run {number} of {repeat}, {method}")
+            runs[method].append(_run(engine, prompt, choice, method, max_tokens))
+    reference = runs[Method.FULL][-1].token_ids
+    return [_measured(method, runs[method], prompt, reference) for method in Method]
+
+
+def blend_once(engine: Engine, prompt: RagPrompt, choice: BlendChoice, max_tokens: int) -> Measurement:
+    """Only the blend; nothing to compare with."""
+    generation = _run(engine, prompt, choice, Method.BLEND, max_tokens)
+    return _measured(Method.BLEND, [generation], prompt, generation.token_ids)
+
+
+def _run(
+    engine: Engine, prompt: RagPrompt, choice: BlendChoice, method: Method, max_tokens: int
+) -> Generation:
+    """One answer, from a cold prefix cache but for what the method itself put there."""
+    engine.reset_prefix_cache()
+    if method is Method.PREFIX:
+        engine.generate([Prompt(prompt.warm_up, max_tokens=1)])
+    params = None
+    if method is Method.REUSE:
+        params = choice.params(prompt, ratio=0.0)
+    elif method is Method.BLEND:
+        params = choice.params(prompt, choice.ratio)
+    (generation,) = engine.generate([Prompt(prompt.token_ids, params, max_tokens)])
+    return generation
+
+
+def _measured(
+    method: Method, generations: list[Generation], prompt: RagPrompt, reference: list[int]
+) -> Measurement:
+    last = generations[-1]
+    return Measurement(
+        method=method,
+        ttft_s=statistics.median(generation.ttft_s for generation in generations),
+        cost=_cost(last, len(prompt.token_ids)),
+        agreement=leading_equal(last.token_ids, reference),
+        generation=last,
+    )
+
+
+def _cost(generation: Generation, prompt_tokens: int) -> float:
+    if generation.accounting is not None:
+        return float(generation.accounting.get("cost", 1.0))
+    return 1.0 - generation.num_cached_tokens / prompt_tokens
+
+
+def leading_equal(mine: list[int], reference: list[int]) -> int:
+    """Length of the common beginning."""
+    for index, (left, right) in enumerate(zip(mine, reference, strict=False)):
+        if left != right:
+            return index
+    return min(len(mine), len(reference))

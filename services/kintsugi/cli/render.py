@@ -1,0 +1,109 @@
+"""Results as a person reads them, in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kintsugi.cli.methods import Measurement, Method
+from kintsugi.core.accounting import Outcome
+
+HEADINGS = ("", "TTFT", "speed-up", "cost", "chunks hit", "agrees", "answer")
+ANSWER_CHARS_MAX = 60
+
+
+def comparison_rows(measurements: Sequence[Measurement], num_chunks: int) -> list[list[str]]:
+    """Cells of the comparison, one row per method, in the order of `HEADINGS`."""
+    full = measurements[0]
+    assert full.method is Method.FULL
+    return [
+        [
+            measurement.method.value,
+            milliseconds(measurement.ttft_s),
+            f"{full.ttft_s / measurement.ttft_s:.1f}×",
+            f"{measurement.cost:.0%}",
+            "–" if measurement.chunks_hit is None else f"{measurement.chunks_hit} of {num_chunks}",
+            f"{measurement.agreement} of {len(full.generation.token_ids)}",
+            one_line(measurement.generation.text),
+        ]
+        for measurement in measurements
+    ]
+
+
+def print_comparison(console: Console, measurements: Sequence[Measurement], num_chunks: int) -> None:
+    """The figures as a table, and the answers below it, where they have room."""
+    table = Table(header_style="bold")
+    answers = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for index, heading in enumerate(HEADINGS[:-1]):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for measurement, row in zip(measurements, comparison_rows(measurements, num_chunks), strict=True):
+        style = "bold yellow" if measurement.method is Method.BLEND else ""
+        *figures, answer = (Text(cell) for cell in row)
+        table.add_row(*figures, style=style)
+        answers.add_row(Text(measurement.method.value, style="dim"), answer)
+    console.print(table)
+    console.print(answers)
+    console.print(
+        "cost: share of a full prefill's token-layers that was computed. "
+        "agrees: leading answer tokens equal to full prefill's.",
+        style="dim",
+    )
+
+
+def print_accounting(console: Console, accounting: dict[str, Any] | None) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in facts_of(accounting):
+        table.add_row(Text(name, style="dim"), Text(value))
+    console.print(table)
+
+
+def facts_of(accounting: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The accounting in words."""
+    if accounting is None:
+        return [("outcome", "no answer from the connector")]
+    values: dict[str, Any] = {"cost": 1.0, **accounting}
+    facts = [("outcome", str(values.get("outcome", "unknown")))]
+    if values.get("reason"):
+        facts.append(("reason", str(values["reason"])))
+    if values.get("outcome") != Outcome.BLENDED.value:
+        return facts
+    return [
+        *facts,
+        ("selector, ratio", f"{values.get('selector')}, {values.get('ratio')}"),
+        ("chunks", f"{values.get('chunks_hit', 0)} hit, {values.get('chunks_missed', 0)} missed"),
+        (
+            "tokens",
+            f"{values.get('tokens_hit', 0):,} loaded, "
+            f"{values.get('tokens_recomputed', 0):,} of them recomputed, "
+            f"{values.get('tokens_missed', 0):,} missed, "
+            f"{values.get('tokens_question', 0):,} around the chunks",
+        ),
+        ("cost", f"{values['cost']:.1%} of a full prefill"),
+        ("loaded", f"{values.get('bytes_loaded', 0) / 2**20:.1f} MiB over {values.get('transport')}"),
+        (
+            "time",
+            f"{values.get('blend_ms', 0.0):.0f} ms: {values.get('compute_ms', 0.0):.0f} computing, "
+            f"{values.get('load_wait_ms', 0.0):.0f} waiting for loads",
+        ),
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    """`1,234 ms`, with a decimal below ten."""
+    value = seconds * 1e3
+    return f"{value:.1f} ms" if value < 10 else f"{value:,.0f} ms"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `1,234 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks and control characters, cut to `ANSWER_CHARS_MAX`."""
+    flat = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return flat if len(flat) <= ANSWER_CHARS_MAX else flat[: ANSWER_CHARS_MAX - 1] + "…"

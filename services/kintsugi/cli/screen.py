@@ -1,0 +1,98 @@
+"""Where output goes: results on stdout, progress on stderr, the engine's own chatter in a log file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kintsugi.core.errors import Unavailable
+
+
+class Screen:
+    """One command's output."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self._progress = Console(stderr=True)
+
+    @contextmanager
+    def step(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show `text`, a spinner and the time while the body runs; it stays, ticked, when done.
+
+        The body may call what it is given to say which part it is at; only a terminal shows that.
+        """
+        if not self._progress.is_terminal:
+            started_s = time.monotonic()
+            self._progress.print(f"{text} …", highlight=False)
+            yield lambda part: None
+            self._progress.print(f"  done in {time.monotonic() - started_s:.1f} s", highlight=False)
+            return
+        columns = (
+            SpinnerColumn(finished_text="[green]✓[/]"),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+        )
+        # Redirected, the engine's log handlers would keep writing to this display.
+        with Progress(
+            *columns, console=self._progress, redirect_stdout=False, redirect_stderr=False
+        ) as progress:
+            task = progress.add_task(text, total=1)
+            yield lambda part: progress.update(task, description=f"{text}: {part}")
+            progress.update(task, description=text, completed=1)
+
+    def show(self, document: Mapping[str, Any], render: Callable[[Console], None]) -> None:
+        """The command's result: `document` as JSON, or what `render` prints."""
+        if self.as_json:
+            print(json.dumps(document, indent=2, ensure_ascii=False))
+        else:
+            render(Console())
+
+    def note(self, text: str) -> None:
+        """A remark beside the result."""
+        self._progress.print(text, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def engine_log(self) -> Iterator[None]:
+        """Send all that is written to stdout and stderr, by C libraries too, to a log file.
+
+        vLLM logs to stdout, which belongs to the result; progress stays visible. The log is deleted unless
+        the body fails; an `Unavailable` then says where it is.
+        """
+        descriptor, name = tempfile.mkstemp(prefix="kintsugi-engine-", suffix=".log")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirected(log) as terminal:
+            outer, self._progress = self._progress, Console(file=terminal)
+            try:
+                yield
+                os.unlink(name)
+            except Unavailable as error:
+                raise Unavailable(f"{error}; the engine's log is {name}") from error
+            finally:
+                self._progress = outer
+
+
+@contextmanager
+def _redirected(log: TextIO) -> Iterator[TextIO]:
+    """File descriptors 1 and 2 go to `log`; yields a stream on what descriptor 2 was."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with os.fdopen(os.dup(saved[1]), "w", encoding="utf-8", errors="replace") as terminal:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield terminal
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, original in zip((1, 2), saved, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)

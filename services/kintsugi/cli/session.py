@@ -1,0 +1,110 @@
+"""From a model and texts to a running engine whose store holds the chunks: what demo and generate share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kintsugi.cli.rag import RagPrompt, build_prompt
+from kintsugi.cli.render import counted
+from kintsugi.cli.screen import Screen
+from kintsugi.core.accounting import Outcome
+from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.engine.local import LocalEngine
+
+STORE = "ram://cli"
+DEMO_SHAPE = "llama-210m"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What answers."""
+
+    path: str
+    """A checkpoint folder, or a name that vLLM resolves."""
+    name: str
+    random_weights: bool
+
+
+@dataclass(frozen=True)
+class Session:
+    """A prompt, and an engine that can answer it."""
+
+    engine: LocalEngine
+    tokenizer: Any
+    prompt: RagPrompt
+    not_saved_because: str | None
+    """Why chunks could not be stored; None where all were."""
+
+
+def chosen_model(screen: Screen, model: str | None) -> Model:
+    """The user's model, or the bundled one, which is made on first use."""
+    if model is not None:
+        if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
+            raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
+        return Model(model, Path(model).name or model, random_weights=False)
+    with screen.step(f"Preparing the bundled model {DEMO_SHAPE} (random weights)"):
+        from kintsugi.checkpoints.factory import cached_checkpoint
+
+        return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE, random_weights=True)
+
+
+@contextmanager
+def opened(
+    screen: Screen,
+    model: Model,
+    texts: Sequence[tuple[str, str]],
+    question: str,
+    namespace: str,
+    max_tokens: int,
+) -> Iterator[Session]:
+    """Tokenise, start the engine, store the chunks; close the engine afterwards."""
+    with screen.step("Reading the tokenizer"):
+        tokenizer, positions_max = _tokenizer_of(model)
+        prompt = build_prompt(tokenizer, texts, question)
+    length = len(prompt.token_ids) + max_tokens
+    if length > positions_max:
+        raise InvalidField(
+            "chunk",
+            f"the prompt has {len(prompt.token_ids)} tokens and {max_tokens} are to be generated, but "
+            f"{model.name} reads at most {positions_max}; use fewer or shorter chunks",
+        )
+    with screen.engine_log():
+        with screen.step("Starting vLLM"):
+            engine = LocalEngine.start(
+                model.path,
+                extra_config={"store": STORE, "prefix_token_ids": list(prompt.prefix)},
+                max_model_len=length,
+            )
+        with engine:
+            with screen.step(f"Storing {counted(len(prompt.chunks), 'chunk')}"):
+                reason = _store_chunks(engine, prompt, namespace)
+            yield Session(engine, tokenizer, prompt, reason)
+
+
+def _tokenizer_of(model: Model) -> tuple[Any, int]:
+    """The tokenizer, and how many tokens the model reads."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(model.path).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(model.path)
+    except (OSError, ValueError) as error:
+        raise NotFound(
+            f"{model.path} is neither a checkpoint folder nor a model that can be downloaded "
+            f"({type(error).__name__}); check the name"
+        ) from None
+    return tokenizer, int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+
+
+def _store_chunks(engine: LocalEngine, prompt: RagPrompt, namespace: str) -> str | None:
+    """Store every chunk once. The reason of the first that could not be stored, or None."""
+    distinct = list(dict.fromkeys(chunk.token_ids for chunk in prompt.chunks))
+    for generation in engine.save(prompt.prefix, distinct, namespace):
+        accounting = generation.accounting or {}
+        if accounting.get("outcome") != Outcome.SAVED.value:
+            return str(accounting.get("reason") or "the connector did not answer")
+    return None

@@ -1,0 +1,54 @@
+"""A circuit breaker per shard: one that fails is left alone for a while, and then asked by one caller."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+FAILURES_MAX = 3
+OPEN_S = 5.0
+
+
+class CircuitBreaker:
+    """Thread-safe. Closed: calls pass. Open, after `failures_max` failures in a row: none does, for
+    `open_s`. Then one probe passes; its success closes the circuit, its failure opens it again."""
+
+    def __init__(
+        self,
+        failures_max: int = FAILURES_MAX,
+        open_s: float = OPEN_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._failures_max = failures_max
+        self._open_s = open_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._opened_s = 0.0
+        self._probe_s: float | None = None
+
+    def allows(self) -> bool:
+        """Whether a call may be made now. Report how it went."""
+        with self._lock:
+            if self._failures < self._failures_max:
+                return True
+            now = self._clock()
+            if now - self._opened_s < self._open_s:
+                return False
+            if self._probe_s is not None and now - self._probe_s < self._open_s:
+                return False  # someone is asking already; a probe that never reports is forgotten
+            self._probe_s = now
+            return True
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures = 0
+            self._probe_s = None
+
+    def failed(self) -> None:
+        with self._lock:
+            self._failures += 1
+            self._probe_s = None
+            if self._failures >= self._failures_max:
+                self._opened_s = self._clock()

@@ -1,0 +1,63 @@
+"""Every name of vLLM that the plugin hooks into, so that a version without one is told, not met."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """An attribute of a vLLM module, and what would not work without it."""
+
+    module: str
+    attribute: str
+    purpose: str
+
+    @property
+    def is_there(self) -> bool:
+        """Imports the module. Class attributes that only instances have are not looked for."""
+        try:
+            value = importlib.import_module(self.module)
+            for name in self.attribute.split("."):
+                value = getattr(value, name)
+        except (ImportError, AttributeError):
+            return False
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute} ({self.purpose})"
+
+
+def _connector(purpose: str, *names: str) -> tuple[Hook, ...]:
+    return tuple(Hook(_BASE, f"KVConnectorBase_V1.{name}", purpose) for name in names)
+
+
+HOOKS = (
+    Hook(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory.register_connector",
+        "registering",
+    ),
+    *_connector("naming blended blocks before they are looked up", "on_new_request"),
+    *_connector("claiming tokens", "get_num_new_matched_tokens", "update_state_after_alloc"),
+    *_connector("talking to the worker", "build_connector_meta", "build_connector_worker_meta"),
+    *_connector("running slices beside engine steps", "register_kv_caches", "start_load_kv"),
+    *_connector("reporting finished blends", "get_transfer_results", "update_connector_output"),
+    *_connector("the accounting in responses", "request_finished"),
+    *_connector("surviving preemption", "requires_kv_delivery"),
+    Hook(_BASE, "SupportsHMA.request_finished_all_groups", "models with sliding-window layers"),
+    Hook(_BASE, "KVConnectorTransferResults", "reporting finished blends"),
+    Hook("vllm.forward_context", "set_forward_context", "running decoder layers"),
+    Hook("vllm.v1.attention.backend", "CommonAttentionMetadata", "attention over the paged cache"),
+    Hook("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", "finding cache groups"),
+    Hook("vllm.v1.worker.utils", "select_common_block_size", "addressing kernel blocks"),
+    Hook("vllm.v1.core.kv_cache_utils", "BlockHash", "naming blended blocks"),
+)
+
+
+def missing_hooks() -> list[Hook]:
+    """What this vLLM lacks. Imports vLLM: seconds, the first time."""
+    return [hook for hook in HOOKS if not hook.is_there]

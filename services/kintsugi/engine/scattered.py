@@ -1,0 +1,96 @@
+"""On a GPU, scattered tokens attend through a kernel that lets them share their reads of the context.
+
+The backend's own kernels would take one pseudo-request per run of tokens and read the context once for
+each. The kernel stands in for the layer's attention implementation for the length of one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kintsugi.fusor.attention import kernel_reads, scattered_attention
+
+BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
+"""Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
+
+RUNS_MIN = 16
+"""Fewer runs than this read the context so few times that the backend's own kernel is as good."""
+
+
+@dataclass(frozen=True)
+class ScatteredRows:
+    """Rows of one sequence that the kernel serves."""
+
+    positions: Tensor
+    """int32 `[n]`, ascending, on the device."""
+    block_table: Tensor
+    """int32 `[blocks]` of the sequence, on the device."""
+
+
+def kernel_serves(attention: Any, device: torch.device) -> bool:
+    """Whether the kernel can read this layer's cache on this device."""
+    if device.type != "cuda" or attention.attn_backend.get_name() not in BACKENDS:
+        return False
+    if attention.kv_cache_dtype != "auto":
+        # Backends with an fp8 cache quantise the query as well, with scales of their own.
+        return False
+    return kernel_reads(attention.kv_cache_torch_dtype, torch.cuda.get_device_capability(device))
+
+
+@contextlib.contextmanager
+def served_by_kernel(attention: Any, rows: ScatteredRows) -> Iterator[None]:
+    """Put the kernel in the place of `attention.impl`."""
+    impl = attention.impl
+    attention.impl = _KernelImpl(impl, attention, rows)
+    try:
+        yield
+    finally:
+        attention.impl = impl
+
+
+class _KernelImpl:
+    """Computes attention with the kernel and leaves everything else to the real implementation."""
+
+    def __init__(self, impl: Any, attention: Any, rows: ScatteredRows) -> None:
+        self._impl = impl
+        self._attention = attention
+        self._rows = rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._impl, name)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As `vllm.v1.attention.backend.AttentionImpl.forward`; K and V are in the cache already."""
+        by_token = kv_cache.transpose(1, 2)
+        head_size = self._attention.head_size
+        key_cache, value_cache = by_token[..., :head_size], by_token[..., head_size:]
+        attended = scattered_attention(
+            query,
+            key_cache,
+            value_cache,
+            self._rows.block_table,
+            self._rows.positions,
+            scale=self._impl.scale,
+            sliding_window=self._attention.sliding_window,
+            softcap=getattr(self._impl, "logits_soft_cap", None) or None,
+            sinks=getattr(self._impl, "sinks", None),
+        )
+        output.copy_(attended.view_as(output))
+        return output

@@ -1,0 +1,134 @@
+"""Several shards as one store: the contract, lost shards, replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from kintsugi.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
+from kintsugi.client.interface import ChunkLost, LayerFrame
+from kintsugi.client.registry import open_store
+from kintsugi.client.sharded import ShardedStore
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.store.directory_service import DirectoryService
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ServerOptions, ShardServer
+from kintsugi.store.shard import Shard
+from tests.contracts.store_contract import StoreContract, make_chunk, read_all
+
+
+def serve(stack: ExitStack, shard_id: str, listen: str = "127.0.0.1:0") -> ShardServer:
+    return stack.enter_context(ShardServer(Shard(RamTier(8 << 20), shard_id=shard_id), listen))
+
+
+def shard_map(servers: list[ShardServer], replicas: int = 1) -> ShardMap:
+    addresses = tuple(ShardAddress(server.shard.shard_id, server.address) for server in servers)
+    return ShardMap(1, addresses, replicas)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def servers(stack: ExitStack) -> list[ShardServer]:
+    return [serve(stack, f"shard-{i}") for i in range(3)]
+
+
+@pytest.fixture(params=[1, 2], ids=["single", "replicated"])
+def store(request: pytest.FixtureRequest, servers: list[ShardServer]) -> Iterator[ShardedStore]:
+    store = ShardedStore(FixedDirectory(shard_map(servers, request.param)))
+    yield store
+    store.close()
+
+
+class TestShardedStore(StoreContract):
+    def test_stats_count_what_is_held(self, store: ShardedStore) -> None:  # type: ignore[override]
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        replicas = store._map().replicas
+        assert store.stats().chunks == replicas
+        assert store.stats().bytes_used >= replicas * manifest.chunk_bytes
+
+
+def fill(store: ShardedStore, count: int = 24) -> list[tuple[ChunkManifest, list[bytes]]]:
+    chunks = [make_chunk(range(start, start + 40)) for start in range(0, 100 * count, 100)]
+    for manifest, frames in chunks:
+        assert store.put(manifest, frames)
+    return chunks
+
+
+def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> None:
+    with ExitStack() as doomed:
+        lost = serve(doomed, "shard-0")
+        servers = [lost, serve(stack, "shard-1"), serve(stack, "shard-2")]
+        address = lost.address
+        store = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map(servers)))))
+        chunks = fill(store)
+        keys = [manifest.key for manifest, _ in chunks]
+        assert all(store.lookup("acme", keys))
+        mine = [key for key in keys if store._map().owners(key)[0].shard_id == "shard-0"]
+        assert mine
+    found = store.lookup("acme", keys)
+    assert [key for key, manifest in zip(keys, found, strict=True) if manifest is None] == mine
+    items = list(store.stream("acme", keys, range(3), HeadRange(0, 4), deadline_s=2.0))
+    assert {keys[item.chunk] for item in items if isinstance(item, ChunkLost)} == set(mine)
+    assert sum(isinstance(item, LayerFrame) for item in items) == 3 * (len(keys) - len(mine))
+    for _ in range(4):  # the circuit opens
+        store.lookup("acme", keys)
+    began_s = time.monotonic()
+    store.lookup("acme", keys)
+    assert time.monotonic() - began_s < 0.1
+    with pytest.raises(Unavailable, match="own"):
+        store.put(*next(chunk for chunk in chunks if chunk[0].key == mine[0]))
+    serve(stack, "shard-0", address)
+    deadline_s = time.monotonic() + 30
+    returned = next(chunk for chunk in chunks if chunk[0].key == mine[0])
+    while time.monotonic() < deadline_s:
+        try:
+            assert store.put(*returned)
+            break
+        except Unavailable:
+            time.sleep(0.1)
+    assert store.lookup("acme", [mine[0]]) == [returned[0]]
+
+
+def test_replicas_serve_what_a_lost_shard_held(stack: ExitStack) -> None:
+    with ExitStack() as doomed:
+        servers = [serve(doomed, "shard-0"), serve(stack, "shard-1"), serve(stack, "shard-2")]
+        store = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map(servers, replicas=2)))))
+        chunks = fill(store)
+        keys = [manifest.key for manifest, _ in chunks]
+        stream = store.stream("acme", keys, range(3), HeadRange(0, 4), deadline_s=5.0)
+        first = next(stream)
+        assert isinstance(first, LayerFrame)
+        stream.close()
+    assert all(store.lookup("acme", keys))
+    assert {(chunk, layer): data for chunk, layer, data in read_all(store, keys)} == {
+        (chunk, layer): frames[layer] for chunk, (_, frames) in enumerate(chunks) for layer in range(3)
+    }
+
+
+def test_a_directory_over_grpc_is_followed(stack: ExitStack, servers: list[ShardServer]) -> None:
+    known = FixedDirectory(shard_map(servers[:1]))
+    options = ServerOptions(extra_handlers=(DirectoryService(known).generic_handler(),))
+    host = stack.enter_context(ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", options))
+    directory = GrpcDirectory(host.address)
+    assert directory.current() == known.shards
+    known.shards = shard_map(servers)
+    deadline_s = time.monotonic() + 10
+    while directory.current() != known.shards:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    directory.close()
+    store = open_store(f"shards://{host.address}")
+    manifest, frames = make_chunk(range(40))
+    assert store.put(manifest, frames)
+    assert store.lookup("acme", [manifest.key]) == [manifest]
+    store.close()

@@ -1,0 +1,65 @@
+"""The command line over a real engine, in a process of its own: what a user's script would see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kintsugi
+from kintsugi.checkpoints.factory import make_checkpoint
+from kintsugi.checkpoints.passages import bundled_passages
+from kintsugi.checkpoints.shapes import named_shape
+
+pytestmark = pytest.mark.engine
+
+SOURCES = Path(kintsugi.__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("vllm")
+    return make_checkpoint(named_shape("tiny-llama"), tmp_path_factory.mktemp("model"))
+
+
+def kintsugi_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_generate_blends_and_keeps_stdout_clean(model: Path, tmp_path: Path) -> None:
+    chunks = []
+    for index, passage in enumerate(bundled_passages()[:3]):
+        path = tmp_path / f"{index}.txt"
+        path.write_text(passage.text[:800], encoding="utf-8")
+        chunks += ["--chunk", str(path)]
+    page = tmp_path / "page.html"
+    result = kintsugi_command(
+        *("generate", "--model", str(model), "--question", "Why?", "--max-tokens", "4"),
+        *("--ratio", "1", "--compare", "--json", "--html", str(page), *chunks),
+    )
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["accounting"]["outcome"] == "blended"
+    assert document["accounting"]["chunks_hit"] == 3
+    full, prefix, _, blend = document["methods"]
+    assert blend["token_ids"] == full["token_ids"], "ratio 1 is full prefill"
+    assert prefix["cost"] < 1 == full["cost"]
+    assert "INFO" not in result.stderr, "the engine's log is not for the terminal"
+    text = page.read_text(encoding="utf-8")
+    assert "layer 3" in text
+    assert "0.txt" in text
+
+
+def test_doctor_runs_the_self_test(model: Path) -> None:
+    result = kintsugi_command("doctor", "--model", str(model), "--json")
+    document = json.loads(result.stdout)
+    verdicts = {check["name"]: check for check in document["checks"]}
+    assert verdicts["vllm hooks"]["verdict"] == "ok", verdicts["vllm hooks"]
+    assert verdicts["self-test"]["verdict"] == "ok", verdicts["self-test"]
+    assert result.returncode == 0

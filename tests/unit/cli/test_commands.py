@@ -1,0 +1,202 @@
+"""The commands: exit codes, one line per error, JSON that is only JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kintsugi import __version__
+from kintsugi.cli import demo, doctor, generate, session
+from kintsugi.cli.doctor import Check, Verdict
+from kintsugi.cli.exits import ExitCode, exit_code_of
+from kintsugi.cli.main import app
+from kintsugi.cli.rag import build_prompt
+from kintsugi.cli.session import Model, Session
+from kintsugi.core import errors
+from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def chunk(tmp_path: Path) -> Path:
+    path = tmp_path / "chunk.txt"
+    path.write_text("Tides are caused by the Moon.")
+    return path
+
+
+def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
+    """Let every command answer with `engine` and a tokenizer of words."""
+
+    @contextmanager
+    def opened(
+        screen: Any,
+        model: Model,
+        texts: Sequence[tuple[str, str]],
+        question: str,
+        namespace: str,
+        length: int,
+    ) -> Iterator[Session]:
+        prompt = build_prompt(FakeTokenizer(), texts, question)
+        reason = session._store_chunks(engine, prompt, namespace)  # type: ignore[arg-type]
+        yield Session(engine, FakeTokenizer(), prompt, reason)  # type: ignore[arg-type]
+
+    for module in (demo, generate, doctor):
+        monkeypatch.setattr(module, "opened", opened)
+        monkeypatch.setattr(module, "chosen_model", lambda screen, model: Model("m", "m", model is None))
+
+
+def generate_arguments(chunk: Path, *more: str) -> list[str]:
+    return ["generate", "--model", "m", "--chunk", str(chunk), "--question", "Why tides?", *more]
+
+
+def test_every_error_of_the_tree_has_a_code() -> None:
+    error = errors.NotBlendable("lora", "x")
+    assert exit_code_of(error) is ExitCode.NOT_BLENDABLE
+    assert exit_code_of(errors.ForeignChunkKey("key", "x")) is ExitCode.BAD_INPUT
+    assert exit_code_of(errors.NotFound("x")) is ExitCode.BAD_INPUT
+    assert exit_code_of(errors.DeadlineExceeded("x")) is ExitCode.UNAVAILABLE
+    assert exit_code_of(errors.Corrupted("x")) is ExitCode.CORRUPTED
+    assert exit_code_of(errors.KintsugiError("x")) is ExitCode.FAILURE
+
+
+def test_help_lists_the_commands_and_exit_codes() -> None:
+    result = RUNNER.invoke(app, ["--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for word in ("demo", "generate", "doctor", "3 not blendable"):
+        assert word in result.output
+    assert RUNNER.invoke(app, ["--version"]).output.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--ratio", "1.5"], "ratio"),
+        (["--selector", "hkdv"], "selector"),
+        (["--namespace", ""], "namespace"),
+        (["--chunk", "/does/not/exist"], "/does/not/exist"),
+        (["--html", "/does/not/exist/page.html"], "html"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(chunk: Path, arguments: list[str], word: str) -> None:
+    result = RUNNER.invoke(app, generate_arguments(chunk, *arguments))
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert result.stderr.startswith("kintsugi: ")
+    assert result.stderr.count("\n") == 1
+    assert word in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_missing_model_is_code_2(chunk: Path) -> None:
+    result = RUNNER.invoke(app, ["demo", "--model", "/does/not/exist"])
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "/does/not/exist" in result.stderr
+
+
+def test_errors_have_a_json_twin(chunk: Path) -> None:
+    result = RUNNER.invoke(app, generate_arguments(chunk, "--ratio", "-1", "--json"))
+    error = json.loads(result.stdout)["error"]
+    assert (error["type"], error["field"], error["exit_code"]) == ("InvalidField", "ratio", 2)
+
+
+def test_missing_options_are_code_2() -> None:
+    assert RUNNER.invoke(app, ["generate"]).exit_code == ExitCode.BAD_INPUT
+    assert RUNNER.invoke(app, ["demo", "--repeat", "0"]).exit_code == ExitCode.BAD_INPUT
+
+
+def test_the_demo_compares_four_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_engine(monkeypatch, FakeEngine())
+    text = RUNNER.invoke(app, ["demo"], env={"COLUMNS": "120"})
+    assert text.exit_code == ExitCode.OK
+    for word in ("full prefill", "prefix caching", "full KV reuse", "blend", "4.0×", "random weights"):
+        assert word in text.stdout
+    document = json.loads(RUNNER.invoke(app, ["demo", "--json"]).stdout)
+    assert document["random_weights"] is True
+    assert len(document["chunks"]) == 6
+    assert [method["speedup"] for method in document["methods"]] == [1.0, 1.0, 20.0, 4.0]
+
+
+def test_the_demo_uses_the_visitors_files(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:
+    use_engine(monkeypatch, FakeEngine())
+    result = RUNNER.invoke(app, ["demo", str(chunk), "--model", "m", "--json"])
+    document = json.loads(result.stdout)
+    assert [entry["title"] for entry in document["chunks"]] == ["chunk.txt"]
+    assert document["random_weights"] is False
+
+
+def test_a_demo_that_cannot_blend_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_engine(monkeypatch, FakeEngine("self_test_failed: shifted keys: K"))
+    result = RUNNER.invoke(app, ["demo"])
+    assert result.exit_code == ExitCode.NOT_BLENDABLE
+    assert result.stderr.splitlines()[-1] == "kintsugi: self_test_failed: shifted keys: K"
+
+
+def test_generate_answers_and_accounts(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:
+    use_engine(monkeypatch, FakeEngine())
+    text = RUNNER.invoke(app, generate_arguments(chunk))
+    assert text.exit_code == ExitCode.OK
+    assert text.stdout.startswith("1 2 9 9\n")
+    assert "40.0% of a full prefill" in text.stdout
+    document = json.loads(RUNNER.invoke(app, generate_arguments(chunk, "--json", "--compare")).stdout)
+    assert document["answer"] == "1 2 9 9"
+    assert document["accounting"]["outcome"] == "blended"
+    assert len(document["methods"]) == 4
+
+
+def test_generate_writes_a_page(monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path) -> None:
+    use_engine(monkeypatch, FakeEngine())
+    page = tmp_path / "page.html"
+    result = RUNNER.invoke(app, generate_arguments(chunk, "--html", str(page), "--compare"))
+    assert result.exit_code == ExitCode.OK
+    assert "chunk.txt" in page.read_text()
+    assert str(page) in result.stderr.replace("\n", "")
+
+
+def test_an_answer_that_was_not_blended_is_code_3(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:
+    use_engine(monkeypatch, FakeEngine("mla: latent KV"))
+    result = RUNNER.invoke(app, generate_arguments(chunk, "--json"))
+    assert result.exit_code == ExitCode.NOT_BLENDABLE
+    assert json.loads(result.stdout)["answer"] == "1 2 3 4"
+    assert "mla: latent KV" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [
+        (Verdict.OK, ExitCode.OK),
+        (Verdict.WARNING, ExitCode.OK),
+        (Verdict.FAILED, ExitCode.NOT_BLENDABLE),
+    ],
+)
+def test_doctor_fails_where_a_check_does(
+    monkeypatch: pytest.MonkeyPatch, verdict: Verdict, code: ExitCode
+) -> None:
+    monkeypatch.setattr(doctor, "installation_checks", lambda: [Check("memory", verdict, "[b]8[/b] GiB")])
+    result = RUNNER.invoke(app, ["doctor"])
+    assert result.exit_code == code
+    assert "[b]8[/b] GiB" in result.stdout, "details are text, not markup"
+    document = json.loads(RUNNER.invoke(app, ["doctor", "--json"]).stdout)
+    assert document == {
+        "ok": code is ExitCode.OK,
+        "checks": [{"name": "memory", "verdict": verdict.value, "detail": "[b]8[/b] GiB"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "verdict"), [(None, "ok"), ("self_test_failed: check 'full ratio'", "failed")]
+)
+def test_doctor_reports_the_self_test(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, verdict: str
+) -> None:
+    monkeypatch.setattr(doctor, "installation_checks", list)
+    use_engine(monkeypatch, FakeEngine(reason))
+    result = RUNNER.invoke(app, ["doctor", "--model", "m", "--json"])
+    (check,) = json.loads(result.stdout)["checks"]
+    assert (check["name"], check["verdict"]) == ("self-test", verdict)
+    assert reason is None or check["detail"] == reason

@@ -1,0 +1,292 @@
+"""The layer loader: order, bounds, failures, and whose bytes it keeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
+from kintsugi.core.layout import Codec, KVLayout
+from kintsugi.core.stream import ChunkLost, LayerFrame
+from kintsugi.fusor.codecs import encode_frame
+from kintsugi.fusor.loader import Frames, LayerLoader, LoadedLayer, LoadFailed, Placement
+from kintsugi.fusor.rope import Rotary
+from tests.fakes.toy_chunks import Gate, manifest_of
+
+LAYERS, HEAD_DIM = 5, 8
+TIMEOUT_S = 20.0
+
+
+def rotary_of(layer: int) -> Rotary:
+    """Every layer has its own base."""
+    angles = torch.arange(64)[:, None] / (10.0 + layer) ** (torch.arange(HEAD_DIM // 2) / 4)
+    return Rotary(angles.cos(), angles.sin(), is_neox=True)
+
+
+class Chunks:
+    """Chunks with random KV, streamed as a store would, and what should come out."""
+
+    def __init__(self, lengths: Sequence[int], heads: int = 2, layers: int = LAYERS) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.layers = layers
+        layout = KVLayout(layers, heads, HEAD_DIM, "float32")
+        self.keys = [torch.randn(layers, n, heads, HEAD_DIM, generator=generator) for n in lengths]
+        self.values = [torch.randn(layers, n, heads, HEAD_DIM, generator=generator) for n in lengths]
+        self.frames = [
+            [encode_frame(key[layer], value[layer], Codec.RAW) for layer in range(layers)]
+            for key, value in zip(self.keys, self.values, strict=True)
+        ]
+        self.manifests = [
+            manifest_of(range(index * 100, index * 100 + n), layout, self.frames[index])
+            for index, n in enumerate(lengths)
+        ]
+
+    def placement(self, chunk: int, start: int, first_row: int = 0, rows: int | None = None) -> Placement:
+        rows = self.manifests[chunk].num_tokens - first_row if rows is None else rows
+        return Placement(self.manifests[chunk], first_row, torch.arange(start, start + rows))
+
+    def stream(
+        self, order: Sequence[int], wrap: Callable[[memoryview], memoryview] = lambda data: data
+    ) -> Iterator[LayerFrame]:
+        for layer in range(self.layers):
+            for position, chunk in enumerate(order):
+                yield LayerFrame(position, layer, wrap(self.frames[chunk][layer]))
+
+    def expected(self, layer: int, placements: Sequence[tuple[int, Placement]]) -> tuple[Tensor, Tensor]:
+        keys, values = [], []
+        for chunk, placement in placements:
+            rows = slice(placement.first_row, placement.first_row + len(placement.positions))
+            rotated = rotary_of(layer).rotate(self.keys[chunk][layer, rows], placement.positions)
+            keys.append(rotated)
+            values.append(self.values[chunk][layer, rows])
+        return torch.cat(keys), torch.cat(values)
+
+
+def loader_of(
+    open_frames: Callable[[], Frames], placements: Sequence[Placement], depth: int = 2
+) -> LayerLoader:
+    rotary = [rotary_of(layer) for layer in range(LAYERS)]
+    return LayerLoader(open_frames, placements, rotary, torch.device("cpu"), depth, patience_s=1.0)
+
+
+def taken(loader: LayerLoader, layer: int) -> LoadedLayer:
+    loaded = loader.take(layer, TIMEOUT_S)
+    assert loaded is not None
+    return loaded
+
+
+def assert_loads(chunks: Chunks, placements: Sequence[tuple[int, Placement]], frames: Frames) -> None:
+    loader = loader_of(lambda: frames, [placement for _, placement in placements])
+    try:
+        for layer in range(LAYERS):
+            loaded = taken(loader, layer)
+            key, value = chunks.expected(layer, placements)
+            assert torch.equal(loaded.key, key)
+            assert torch.equal(loaded.value, value)
+            assert loaded.layer == layer
+            assert loaded.num_bytes == sum(len(chunks.frames[chunk][layer]) for chunk, _ in placements)
+            assert loaded.started_s <= loaded.finished_s
+    finally:
+        loader.close()
+
+
+def test_layers_arrive_in_order_rotated_by_their_own_table() -> None:
+    chunks = Chunks([5, 9, 1])
+    placements = [(0, chunks.placement(0, 3)), (1, chunks.placement(1, 20)), (2, chunks.placement(2, 40))]
+    assert_loads(chunks, placements, chunks.stream([0, 1, 2]))
+
+
+def test_only_the_wanted_rows_of_a_chunk() -> None:
+    chunks = Chunks([10, 9])
+    placements = [(0, chunks.placement(0, 12, first_row=4)), (1, chunks.placement(1, 30, rows=8))]
+    assert_loads(chunks, placements, chunks.stream([0, 1]))
+
+
+def test_a_chunk_that_is_there_twice() -> None:
+    chunks = Chunks([6, 4])
+    placements = [(0, chunks.placement(0, 0)), (1, chunks.placement(1, 6)), (0, chunks.placement(0, 10))]
+    assert_loads(chunks, placements, chunks.stream([0, 1, 0]))
+
+
+def test_read_only_bytes() -> None:
+    chunks = Chunks([6, 4])
+    placements = [(0, chunks.placement(0, 0)), (1, chunks.placement(1, 6))]
+    assert_loads(chunks, placements, chunks.stream([0, 1], lambda data: memoryview(bytes(data))))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("lengths", [[6, 4], [1, 1], [5]])
+def test_nothing_is_kept_of_a_frame_once_the_next_is_taken(heads: int, lengths: list[int]) -> None:
+    """A store may reuse a frame's bytes; one head, or one token, makes a view look contiguous already."""
+    chunks = Chunks(lengths, heads=heads)
+    order = list(range(len(lengths)))
+    buffer = bytearray(max(len(frames[0]) for frames in chunks.frames))
+
+    def reusing(data: memoryview) -> memoryview:
+        buffer[: len(data)] = data
+        return memoryview(buffer)[: len(data)]
+
+    placements = [(chunk, chunks.placement(chunk, 10 * chunk)) for chunk in order]
+    assert_loads(chunks, placements, chunks.stream(order, reusing))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_it_runs_at_most_depth_layers_ahead(depth: int) -> None:
+    chunks = Chunks([3])
+    finished = 0
+    pulled: list[tuple[int, int]] = []
+    lock = threading.Lock()
+
+    def frames() -> Iterator[LayerFrame]:
+        for frame in chunks.stream([0]):
+            with lock:
+                pulled.append((frame.layer, finished))
+            yield frame
+
+    loader = loader_of(frames, [chunks.placement(0, 0)], depth)
+    try:
+        for layer in range(LAYERS):
+            with lock:
+                finished = layer + 1  # while `take` runs, the loader may begin one more
+            taken(loader, layer)
+    finally:
+        loader.close()
+    assert [layer for layer, _ in pulled] == list(range(LAYERS))
+    assert all(layer < taken_by_then + depth for layer, taken_by_then in pulled)
+
+
+def test_a_full_pipeline_stops_pulling_and_closes() -> None:
+    chunks = Chunks([3])
+    pulled: list[int] = []
+    reached = threading.Event()
+    let_go = threading.Event()
+
+    def frames() -> Iterator[LayerFrame]:
+        try:
+            for frame in chunks.stream([0]):
+                pulled.append(frame.layer)
+                if frame.layer == 1:
+                    reached.set()
+                yield frame
+        finally:
+            let_go.set()
+
+    loader = loader_of(frames, [chunks.placement(0, 0)], depth=2)
+    assert reached.wait(TIMEOUT_S)
+    began = time.perf_counter()
+    loader.close()
+    loader.close()
+    assert time.perf_counter() - began < 5
+    assert let_go.is_set()
+    assert pulled == [0, 1]
+    assert not loader._thread.is_alive()
+
+
+def test_closing_does_not_wait_forever_for_a_stuck_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kintsugi.fusor.loader.CLOSE_TIMEOUT_S", 0.05)
+    chunks, gate = Chunks([3]), Gate()
+
+    def frames() -> Iterator[LayerFrame]:
+        gate(0)
+        yield from chunks.stream([0])
+
+    loader = loader_of(frames, [chunks.placement(0, 0)])
+    assert loader.take(0, 0.01) is None
+    loader.close()
+    assert loader._thread.is_alive()
+    gate.event(0).set()
+    loader._thread.join(TIMEOUT_S)
+    assert not loader._thread.is_alive()
+
+
+def test_a_lost_chunk_names_its_own_key() -> None:
+    chunks = Chunks([3, 4])
+
+    def frames() -> Frames:
+        yield LayerFrame(0, 0, chunks.frames[0][0])
+        yield LayerFrame(1, 0, chunks.frames[1][0])
+        yield LayerFrame(0, 1, chunks.frames[0][1])
+        yield ChunkLost(1, 1, "digest mismatch")
+
+    loader = loader_of(frames, [chunks.placement(0, 0), chunks.placement(1, 3)])
+    taken(loader, 0)
+    with pytest.raises(LoadFailed, match="layer 1: digest mismatch") as caught:
+        loader.take(1, TIMEOUT_S)
+    assert caught.value.keys == {chunks.manifests[1].key}
+    loader.close()
+
+
+def test_chunks_lost_in_one_layer_are_named_together() -> None:
+    chunks = Chunks([3, 4, 5])
+
+    def frames() -> Frames:
+        yield ChunkLost(0, 0, "absent")
+        yield LayerFrame(1, 0, chunks.frames[1][0])
+        yield ChunkLost(2, 0, "absent")
+
+    loader = loader_of(frames, [chunks.placement(chunk, 10 * chunk) for chunk in range(3)])
+    with pytest.raises(LoadFailed) as caught:
+        loader.take(0, TIMEOUT_S)
+    assert caught.value.keys == {chunks.manifests[0].key, chunks.manifests[2].key}
+    assert caught.value.reason.count("absent") == 2
+    loader.close()
+
+
+def failing(chunks: Chunks, error: Exception) -> Iterator[LayerFrame]:
+    """Layer 0 of every chunk, then `error`."""
+    for chunk, frames in enumerate(chunks.frames):
+        yield LayerFrame(chunk, 0, frames[0])
+    raise error
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("too late"), Unavailable("gone")])
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_error_of_the_store_loses_every_chunk(error: KintsugiError, eager: bool) -> None:
+    chunks = Chunks([3, 4])
+
+    def open_frames() -> Frames:
+        if eager:
+            raise error
+        return failing(chunks, error)
+
+    loader = loader_of(open_frames, [chunks.placement(0, 0), chunks.placement(1, 3)])
+    if not eager:
+        taken(loader, 0)
+    with pytest.raises(LoadFailed, match=f"{type(error).__name__}: {error}") as caught:
+        loader.take(0 if eager else 1, TIMEOUT_S)
+    assert caught.value.keys == {manifest.key for manifest in chunks.manifests}
+    loader.close()
+
+
+def test_a_stream_that_ends_early_loses_every_chunk() -> None:
+    chunks = Chunks([3, 4])
+    frames = [LayerFrame(0, 0, chunks.frames[0][0])]
+    loader = loader_of(lambda: iter(frames), [chunks.placement(0, 0), chunks.placement(1, 3)])
+    with pytest.raises(LoadFailed, match="ended before layer 0 was complete") as caught:
+        loader.take(0, TIMEOUT_S)
+    assert caught.value.keys == {manifest.key for manifest in chunks.manifests}
+    loader.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("problem", ["short frame", "wrong order", "foreign error"])
+def test_a_defect_fails_the_load_rather_than_hang_it(problem: str) -> None:
+    """The thread dies with its traceback; whoever waits for it is told."""
+    chunks = Chunks([3])
+    frames: Iterator[LayerFrame] = {
+        "short frame": iter([LayerFrame(0, 0, chunks.frames[0][0][:-4])]),
+        "wrong order": iter([LayerFrame(0, 1, chunks.frames[0][1])]),
+        "foreign error": failing(chunks, RuntimeError("a bug")),
+    }[problem]
+    loader = loader_of(lambda: frames, [chunks.placement(0, 0)])
+    if problem == "foreign error":
+        taken(loader, 0)
+    with pytest.raises(LoadFailed, match="defect") as caught:
+        taken(loader, 1 if problem == "foreign error" else 0)
+    assert caught.value.keys == {chunks.manifests[0].key}
+    loader.close()
