@@ -3,7 +3,7 @@
 A mix is drawn from a seed: blends with random chunks, ratios and selectors, saves and plain requests
 arrive at random steps, some are aborted, and one fault hits every stream that carries a certain chunk:
 the chunk is lost at some layer, the store raises, or it answers only many steps later. What each request
-has to answer follows from the fault: a chunk lost is a chunk missed, two are a full prefill.
+has to answer follows from the fault: a chunk lost is a chunk missed; lost at two layers, a full prefill.
 
 `run_mixes` is all that others need.
 """
@@ -22,7 +22,7 @@ from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.request import KintsugiParams, SelectorName
-from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt, _Running, save_prompt
 
 NAMESPACE = "mixed"
@@ -69,9 +69,8 @@ class Mix:
 
     asks: tuple[Ask, ...]
     fault: Fault
-    victims: tuple[tuple[int, ...], ...]
-    """Chunks that the fault hits."""
-    layer: int
+    victims: dict[tuple[int, ...], int]
+    """Chunks that the fault hits, and the layer at which it does."""
     error: Exception
     released: int
     """Step at which a slow store answers."""
@@ -134,7 +133,7 @@ def _drawn(pool: Sequence[tuple[int, ...]], generator: random.Random, num_layers
         kind = generator.choices(("blend", "plain", "save", "twin"), (6, 2, 2, 1))[0]
         blends = [ask for ask in asks if ask.kind == "blend"]
         if kind == "twin" and blends:
-            asks.append(replace(generator.choice(blends), arrives=generator.randint(0, 30)))
+            asks.append(replace(generator.choice(blends), arrives=generator.randint(0, 30), aborted=None))
         else:
             asks.append(_ask(kind if kind != "twin" else "blend", pool, generator))
     used = sorted({chunk for ask in asks if ask.kind == "blend" for chunk in ask.chunks})
@@ -143,8 +142,9 @@ def _drawn(pool: Sequence[tuple[int, ...]], generator: random.Random, num_layers
     return Mix(
         asks=tuple(asks),
         fault=fault,
-        victims=tuple(generator.sample(used, min(wanted, len(used)))),
-        layer=generator.randrange(num_layers),
+        victims={
+            chunk: generator.randrange(num_layers) for chunk in generator.sample(used, min(wanted, len(used)))
+        },
         error=generator.choice(ERRORS),
         released=generator.randint(*SLOW_STEPS),
     )
@@ -199,7 +199,7 @@ class _Simulation:
     def run(self, mix: Mix) -> None:
         self.engine.reset_prefix_cache()
         store = _store_of(self.engine)
-        with _faulty(store, mix, _keys_of(self.engine, mix.victims)) as step_is:
+        with _faulty(store, mix, _keys_of(self.engine, list(mix.victims))) as step_is:
             try:
                 answers = self._stepped(mix, step_is)
             except _Hang:
@@ -286,12 +286,11 @@ class _Simulation:
         # Chunks that the prefix cache covered were not loaded, and so not hit by the fault.
         assert params.spans is not None
         loaded = {chunk for chunk, s in zip(ask.chunks, params.spans, strict=True) if s.end > cached}
-        hit = loaded & set(mix.victims) if mix.fault not in (Fault.NONE, Fault.SLOW) else set()
-        if not hit:
-            return self._alone(ask.prompt, cached), ("blended", "prefix_hit")
-        if mix.fault is Fault.RAISES or len(hit) == 2 or hit == loaded:
+        survived = _survived(mix, loaded)
+        if survived is None:
             return self._alone(replace(ask.prompt, params=None)), ("failed", "prefix_hit")
-        spans = tuple(s for chunk, s in zip(ask.chunks, params.spans, strict=True) if chunk not in hit)
+        lost = loaded - survived
+        spans = tuple(s for chunk, s in zip(ask.chunks, params.spans, strict=True) if chunk not in lost)
         without = replace(ask.prompt, params=replace(params, spans=spans))
         return self._alone(without, cached), ("blended", "prefix_hit")
 
@@ -321,21 +320,32 @@ class _Simulation:
             return
 
 
+def _survived(mix: Mix, loaded: set[tuple[int, ...]]) -> set[tuple[int, ...]] | None:
+    """Chunks that a blend ends up with; None where it ends as a full prefill."""
+    hit = {chunk: layer for chunk, layer in mix.victims.items() if chunk in loaded}
+    if not hit or mix.fault in (Fault.NONE, Fault.SLOW):
+        return loaded
+    # A pass restarts once, without what was lost at the first layer that lost anything.
+    first = min(hit.values())
+    left = loaded - {chunk for chunk, layer in hit.items() if layer == first}
+    again = any(layer > first for layer in hit.values())
+    return None if mix.fault is Fault.RAISES or again or not left else left
+
+
 Frames = Iterator[LayerFrame | ChunkLost]
 
 
 @contextmanager
-def _faulty(store: ChunkStore, mix: Mix, victims: frozenset[ChunkKey]) -> Iterator[Callable[[int], None]]:
+def _faulty(store: ChunkStore, mix: Mix, victims: Sequence[ChunkKey]) -> Iterator[Callable[[int], None]]:
     """Put the mix's fault between the store and the engine; yields what hears the number of each step."""
     original, released = store.stream, threading.Event()
+    layer_of = dict(zip(victims, mix.victims.values(), strict=True))
 
     def stream(
         namespace: str, keys: Sequence[ChunkKey], layers: range, heads: HeadRange, deadline_s: float
     ) -> Frames:
         frames = original(namespace, keys, layers, heads, deadline_s)
-        if victims.isdisjoint(keys):
-            return frames
-        return _through(frames, [key in victims for key in keys], mix, released)
+        return _through(frames, [layer_of.get(key) for key in keys], mix, released)
 
     def step_is(step: int) -> None:
         if step >= mix.released:
@@ -349,17 +359,19 @@ def _faulty(store: ChunkStore, mix: Mix, victims: frozenset[ChunkKey]) -> Iterat
         del store.stream
 
 
-def _through(frames: Frames, is_victim: list[bool], mix: Mix, released: threading.Event) -> Frames:
+def _through(frames: Frames, layer_of_chunk: list[int | None], mix: Mix, released: threading.Event) -> Frames:
+    gone: set[int] = set()
     for frame in frames:
-        if isinstance(frame, LayerFrame) and frame.layer == mix.layer and is_victim[frame.chunk]:
+        if isinstance(frame, LayerFrame) and layer_of_chunk[frame.chunk] == frame.layer:
+            if mix.fault is Fault.RAISES:
+                raise mix.error
             if mix.fault is Fault.SLOW:
                 released.wait()
-            elif mix.fault is Fault.RAISES:
-                raise mix.error
             else:
+                gone.add(frame.chunk)
                 yield ChunkLost(frame.chunk, frame.layer, "injected")
-                return
-        yield frame
+        if frame.chunk not in gone:
+            yield frame
 
 
 def _connector(engine: LocalEngine) -> Any:
@@ -374,14 +386,12 @@ def _store_of(engine: LocalEngine) -> ChunkStore:
     return store
 
 
-def _keys_of(engine: LocalEngine, chunks: Sequence[tuple[int, ...]]) -> frozenset[ChunkKey]:
+def _keys_of(engine: LocalEngine, chunks: Sequence[tuple[int, ...]]) -> list[ChunkKey]:
     """Keys of stored chunks, by the engine's own naming."""
     core = engine.llm.llm_engine.engine_core.engine_core
     side = core.scheduler.connector._scheduler
-    from kintsugi.core.spaces import ChunkSpace
-
     space = ChunkSpace(side.fingerprint, NAMESPACE, side.prefix_token_ids, side.config.portable)
-    return frozenset(ChunkKey.of(space, chunk) for chunk in chunks)
+    return [ChunkKey.of(space, chunk) for chunk in chunks]
 
 
 def blocks_in_use(engine: LocalEngine) -> int:

@@ -7,7 +7,12 @@ import pytest
 from tests.integration.engine.conftest import EngineSlot
 from tests.simulation.mixed import MixReport, run_mixes
 
-pytestmark = [pytest.mark.engine, pytest.mark.simulation]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.simulation,
+    # Some faults are errors that no store may raise: the loader's thread reports them and dies of them.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
 
 
 def assert_clean(report: MixReport) -> None:
