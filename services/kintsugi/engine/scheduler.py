@@ -53,7 +53,14 @@ class _State:
     ordinary_hasher: hashing.BlockHasher | None = None
     num_prefix_cached: int = 0
     accounting: Accounting | None = None
-    """Set when the outcome is known; nothing is claimed after that."""
+    """Set when the outcome is known."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing is claimed any more. vLLM asks again about a request that it preempted: if its
+        KV was blended and is gone, it is blended again, or its answer would change midway."""
+        repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
+        return (self.accounting and self.accounting.outcome) not in repeatable
 
 
 @dataclass
@@ -153,7 +160,7 @@ class SchedulerSide:
         None means: ask again, the store has not answered yet.
         """
         state = self._states.get(request.request_id)
-        if state is None or state.accounting is not None:
+        if state is None or state.is_final:
             return 0, False
         claim = request.num_tokens - 1 - num_computed
         if state.params.op is Op.SAVE:
@@ -166,7 +173,10 @@ class SchedulerSide:
             state.job = self._plan(request, state, match, num_computed)
         except NotBlendable as error:
             outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
-            state.accounting = self._with_match(state, Accounting(outcome, reason=str(error)))
+            # A preempted request stays what it was: its first tokens came of that.
+            state.accounting = state.accounting or self._with_match(
+                state, Accounting(outcome, reason=str(error))
+            )
             return 0, False
         return claim, True
 
