@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 import grpc
 
 from kintsugi.client import wire
-from kintsugi.client.interface import Buffer, ChunkLost, ChunkStore, LayerFrame, StoreStats
+from kintsugi.client.interface import Buffer, BufferFor, ChunkLost, ChunkStore, LayerFrame, StoreStats
 from kintsugi.client.manifests import Manifests
 from kintsugi.client.received import Received
 from kintsugi.client.same_host import SameHost
 from kintsugi.client.status import errors_of
+from kintsugi.client.tls import TlsFiles
 from kintsugi.client.watchdog import Watchdog, guarded
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
@@ -41,6 +42,8 @@ class GrpcOptions:
     """When a put returns: once it is in RAM, or on disk. Empty: the shard's default."""
     tier: str = ""
     """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
+    tls: TlsFiles | None = None
+    """None talks in the clear, which a shard beyond loopback refuses."""
     same_host: bool = True
     """Read from the shard's memory where it runs on this host and shares it."""
     ttl_s: float = 0.0
@@ -53,7 +56,7 @@ class GrpcStore(ChunkStore):
     def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
         self.address = address
         self._options = options or GrpcOptions()
-        self._channel: Any = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+        self._channel = open_channel(address, self._options.tls)
         self._watchdog = Watchdog()
         self._manifests = Manifests()
         self._put: Any = self._channel.stream_unary(
@@ -68,10 +71,11 @@ class GrpcStore(ChunkStore):
             pb.LeaseLayersResponse.FromString,
         )
         self._same_host = SameHost(
-            lambda: self._call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse)
+            lambda: self.call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse)
         )
 
-    def _call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
+    def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
+        """One unary call of the service: its response. `response` is the message's class."""
         method = self._channel.unary_unary(
             f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
         )
@@ -80,10 +84,10 @@ class GrpcStore(ChunkStore):
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         found: list[ChunkManifest | None] = []
-        for start in range(0, len(keys), wire.KEYS_MAX):
-            part = keys[start : start + wire.KEYS_MAX]
+        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
+            part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            response = self._call("Lookup", request, pb.LookupResponse)
+            response = self.call("Lookup", request, pb.LookupResponse)
             found += [self._readable(entry) for entry in response.found]
         if len(found) != len(keys):
             raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
@@ -105,7 +109,7 @@ class GrpcStore(ChunkStore):
                 space_digest=space_digest,
                 anchors=anchors[start : start + wire.KEYS_MAX],
             )
-            response = self._call("LookupAnchors", request, pb.LookupAnchorsResponse)
+            response = self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
             for candidates in response.candidates:
                 manifests = [wire.readable_manifest(manifest) for manifest in candidates.manifests]
                 readable = [manifest for manifest in manifests if manifest is not None]
@@ -150,6 +154,28 @@ class GrpcStore(ChunkStore):
         heads: HeadRange,
         deadline_s: float,
     ) -> Iterator[LayerFrame | ChunkLost]:
+        return self._streamed(namespace, keys, layers, heads, deadline_s, None)
+
+    def stream_into(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+        buffer_for: BufferFor,
+    ) -> Iterator[LayerFrame | ChunkLost]:
+        return self._streamed(namespace, keys, layers, heads, deadline_s, buffer_for)
+
+    def _streamed(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+        buffer_for: BufferFor | None,
+    ) -> Iterator[LayerFrame | ChunkLost]:
         if not keys or not layers:
             return
         manifests = self._known_manifests(namespace, keys)
@@ -162,7 +188,7 @@ class GrpcStore(ChunkStore):
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
         )
-        received = Received(self.address, manifests, heads, self._report_damage)
+        received = Received(self.address, manifests, heads, self._report_damage, buffer_for)
         if self._options.same_host and self._same_host.worth_trying():
             done = yield from self._leased(received, request, deadline_s)
             if done:
@@ -229,35 +255,42 @@ class GrpcStore(ChunkStore):
         self._manifests.forget(manifest)
         request = pb.VerifyRequest(namespace=manifest.namespace, keys=[manifest.key.digest])
         try:
-            self._call("Verify", request, pb.VerifyResponse)
+            self.call("Verify", request, pb.VerifyResponse)
         except KintsugiError:
             return  # the chunk is lost to this stream either way; the scrubber finds it later
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        request = pb.DeleteRequest(namespace=namespace, keys=[key.digest for key in keys])
-        return int(self._call("Delete", request, pb.DeleteResponse).deleted)
+        deleted = 0
+        for start in range(0, len(keys), wire.KEYS_MAX):
+            part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
+            request = pb.DeleteRequest(namespace=namespace, keys=part)
+            deleted += self.call("Delete", request, pb.DeleteResponse).deleted
+        return deleted
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        if limit <= 0:
-            return []
-        request = pb.ListRequest(
-            namespace=namespace, limit=limit, after=None if after is None else after.digest
-        )
-        found = self._call("List", request, pb.ListResponse).found
-        manifests = [wire.readable_manifest(entry.manifest) for entry in found]
-        return [manifest for manifest in manifests if manifest is not None]
+        manifests: list[ChunkManifest] = []
+        last = None if after is None else after.digest
+        while len(manifests) < limit:
+            request = pb.ListRequest(namespace=namespace, limit=limit - len(manifests), after=last)
+            found = self.call("List", request, pb.ListResponse).found
+            if not found:
+                break
+            last = found[-1].manifest.key
+            readable = (wire.readable_manifest(entry.manifest) for entry in found)
+            manifests += [manifest for manifest in readable if manifest is not None]
+        return manifests
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         request = pb.PutReportRequest(fingerprint=fingerprint.digest, name=name, document=document)
-        self._call("PutReport", request, pb.PutReportResponse)
+        self.call("PutReport", request, pb.PutReportResponse)
 
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
         request = pb.GetReportRequest(fingerprint=fingerprint.digest, name=name)
-        response = self._call("GetReport", request, pb.GetReportResponse)
+        response = self.call("GetReport", request, pb.GetReportResponse)
         return bytes(response.document) if response.HasField("document") else None
 
     def stats(self) -> StoreStats:
-        stats = self._call("Stats", pb.StatsRequest(), pb.StatsResponse)
+        stats = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
         return StoreStats(
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
@@ -269,6 +302,13 @@ class GrpcStore(ChunkStore):
         self._watchdog.close()
         self._same_host.close()
         self._channel.close()
+
+
+def open_channel(address: str, tls: TlsFiles | None) -> Any:
+    """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=wire.CHANNEL_OPTIONS)
 
 
 def open_grpc(url: str) -> GrpcStore:

@@ -7,7 +7,7 @@ A store never decodes and never guesses: a chunk is there whole, or it is a miss
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -16,6 +16,8 @@ from kintsugi.core.stream import ChunkLost as ChunkLost
 from kintsugi.core.stream import LayerFrame as LayerFrame
 
 Buffer = bytes | bytearray | memoryview
+BufferFor = Callable[[int, int, int], memoryview]
+"""Chunk, layer and size in bytes to a buffer of bytes."""
 
 ANCHOR_CANDIDATES_MAX = 16
 """Manifests returned for one anchor, longest first: a bound on what a hostile corpus can make us try."""
@@ -73,6 +75,28 @@ class ChunkStore(ABC):
         Verified against the digests. Nothing is read before the iterator is advanced; closing it early
         frees what it holds. `deadline_s` bounds the wait for each layer; passing it raises
         `DeadlineExceeded`."""
+
+    def stream_into(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+        buffer_for: BufferFor,
+    ) -> Iterator[LayerFrame | ChunkLost]:
+        """As `stream`, with each frame in memory of the caller's, such as a pinned tensor.
+
+        `buffer_for(chunk, layer, size_bytes)` gives at least `size_bytes` writable bytes; a frame's data is
+        the part of them that it fills, verified there. The buffer of a lost chunk may hold anything. A store
+        that can write into them directly overrides this; here it costs one copy."""
+        for item in self.stream(namespace, keys, layers, heads, deadline_s):
+            if isinstance(item, LayerFrame):
+                target = buffer_for(item.chunk, item.layer, len(item.data))[: len(item.data)]
+                target[:] = item.data
+                yield LayerFrame(item.chunk, item.layer, target)
+            else:
+                yield item
 
     @abstractmethod
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:

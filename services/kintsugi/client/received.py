@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kintsugi.client import wire
-from kintsugi.client.interface import ChunkLost, LayerFrame
+from kintsugi.client.interface import BufferFor, ChunkLost, LayerFrame
 from kintsugi.client.same_host import Lease, LeasedFrame
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -21,9 +21,12 @@ class Received:
         manifests: Sequence[ChunkManifest | None],
         heads: HeadRange,
         report_damage: Callable[[ChunkManifest], None],
+        buffer_for: BufferFor | None,
     ) -> None:
         """`manifests`: of the chunks asked for, None for one that is not there. `report_damage`: called
-        with the manifest of a chunk whose bytes do not match it."""
+        with the manifest of a chunk whose bytes do not match it. `buffer_for`: where frames go; None: into
+        memory of ours, valid until the next."""
+        self._buffer_for = buffer_for
         self._address = address
         self._report_damage = report_damage
         self._manifests = manifests
@@ -38,25 +41,35 @@ class Received:
             return None
         if header.lost_reason or manifest is None:
             return self._lose(header.chunk, header.layer, header.lost_reason or "absent")
-        if header.layer < manifest.layout.num_layers and manifest.frame_is_intact(
-            header.layer, self._heads, data
-        ):
+        if header.layer >= manifest.layout.num_layers:
+            return self._damaged(header.chunk, header.layer, manifest)
+        if self._buffer_for is not None:
+            target = self._buffer_for(header.chunk, header.layer, len(data))[: len(data)]
+            target[:] = data
+            data = target
+        if manifest.frame_is_intact(header.layer, self._heads, data):
             return LayerFrame(header.chunk, header.layer, data)
         return self._damaged(header.chunk, header.layer, manifest)
 
     def leased(self, frame: LeasedFrame, lease: Lease) -> LayerFrame | ChunkLost | None:
-        """What to yield for a frame in the shard's memory: a copy, valid until the next."""
+        """What to yield for a frame in the shard's memory: a copy of it."""
         manifest = self._manifest(frame.chunk)
         if frame.chunk in self._lost:
             return None
         if frame.lost_reason or manifest is None:
             return self._lose(frame.chunk, frame.layer, frame.lost_reason or "absent")
-        if len(self._buffer) < frame.size_bytes <= wire.FRAME_BYTES_MAX:
-            self._buffer = memoryview(bytearray(frame.size_bytes))
-        data = self._buffer[: frame.size_bytes]
-        if frame.layer < manifest.layout.num_layers and lease.copy(frame, data, manifest, self._heads):
-            return LayerFrame(frame.chunk, frame.layer, data)
+        if frame.layer < manifest.layout.num_layers and frame.size_bytes <= wire.FRAME_BYTES_MAX:
+            data = self._target(frame)
+            if lease.copy(frame, data, manifest, self._heads):
+                return LayerFrame(frame.chunk, frame.layer, data)
         return self._damaged(frame.chunk, frame.layer, manifest)
+
+    def _target(self, frame: LeasedFrame) -> memoryview:
+        if self._buffer_for is not None:
+            return self._buffer_for(frame.chunk, frame.layer, frame.size_bytes)[: frame.size_bytes]
+        if len(self._buffer) < frame.size_bytes:
+            self._buffer = memoryview(bytearray(frame.size_bytes))
+        return self._buffer[: frame.size_bytes]
 
     def _manifest(self, chunk: int) -> ChunkManifest | None:
         if chunk >= len(self._manifests):

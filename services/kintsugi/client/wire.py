@@ -8,6 +8,7 @@ rest. protobuf would copy every frame once more on either side.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
@@ -32,6 +33,10 @@ MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + (1 << 20)
 KEYS_MAX = 4096
 """Keys or anchors per call."""
 LIST_MAX = 10_000
+RESPONSE_BYTES_MAX = 32 << 20
+"""Of manifests in one response: a page of a listing ends there, candidates for anchors behind are misses."""
+LOOKUP_KEYS_BATCH = 256
+"""Keys that this client asks for at once: a manifest of a large model has 128 KiB."""
 
 DIGEST_BYTES = 32
 _PAYLOAD_TAG = 15 << 3 | 2
@@ -81,7 +86,7 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
         fingerprint=ModelFingerprint(wire.fingerprint),
         namespace=wire.namespace,
         num_tokens=wire.num_tokens,
-        layout=KVLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
+        layout=_layout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
         codec=_codec(wire.codec),
         anchor=wire.anchor if wire.HasField("anchor") else None,
         digests=wire.digests,
@@ -93,6 +98,12 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
             f"at most {FRAME_BYTES_MAX} are carried, so make chunks shorter",
         )
     return manifest
+
+
+@lru_cache(maxsize=256)
+def _layout(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
+    """A catalog of 100,000 chunks has a handful of layouts."""
+    return KVLayout(num_layers, num_kv_heads, head_dim, dtype)
 
 
 def _codec(value: int) -> Codec:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kintsugi.client.checkpoint import model_fingerprint
@@ -26,6 +27,7 @@ from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler import SchedulerSide
 from kintsugi.engine.support import has_windows, unsupported
@@ -53,8 +55,15 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "set 'recompute'",
             )
         config = load(EngineConfig, transfer.kv_connector_extra_config, "kv_connector_extra_config")
-        if is_process_local(config.store) and vllm_config.parallel_config.world_size > 1:
-            raise InvalidField("store", f"{config.store!r} cannot be shared by several workers; run a shard")
+        if (
+            is_process_local(config.store)
+            and vllm_config.parallel_config.distributed_executor_backend != "uni"
+        ):
+            raise InvalidField(
+                "store",
+                f"{config.store!r} lives in one process, and this engine's worker runs in another; run a "
+                "shard and name it (grpc://host:port), or start vLLM with --distributed-executor-backend uni",
+            )
         store = open_store(config.store)
         max_batched = vllm_config.scheduler_config.max_num_batched_tokens
         slice_tokens = config.slice_tokens or max(1, max_batched // 2)
@@ -152,6 +161,23 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.take_report()
 
     # Both roles
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if self._scheduler is None else self._scheduler.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return BlendStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):

@@ -24,6 +24,7 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, a
 from kintsugi.engine import hashing
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.matching import Match, match_content, match_spans
+from kintsugi.engine.metrics import BlendStats
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
 from kintsugi.fusor.planner import Planner, PlanRequest, hits_beyond
 
@@ -82,6 +83,7 @@ class SchedulerSide:
     _states: dict[str, _State] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _metadata: StepMetadata = field(default_factory=StepMetadata)
+    _stats: BlendStats = field(default_factory=BlendStats)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
     )
@@ -319,18 +321,25 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """The accounting for the response, and a cancellation where the worker is still busy."""
-        refused = self._refused.pop(request.request_id, None)
-        if refused is not None:
-            return {PARAMS_KEY: refused.to_mapping()}
+        accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
-        if state is None:
+        if state is not None:
+            if state.in_flight:
+                self._metadata.cancelled.append(request.request_id)
+            accounting = state.accounting or Accounting(
+                Outcome.DECLINED, reason="aborted: the request ended before it was blended"
+            )
+        if accounting is None:
             return None
-        if state.in_flight:
-            self._metadata.cancelled.append(request.request_id)
-        accounting = state.accounting or Accounting(
-            Outcome.DECLINED, reason="aborted: the request ended before it was blended"
-        )
+        self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
+
+    def take_stats(self) -> BlendStats | None:
+        """Counts since the last call, None where there are none."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, BlendStats()
+        return stats
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -26,6 +26,10 @@ class ShardConfig:
         return self.quota_bytes.get(namespace, self.quota_bytes.get("*", math.inf))
 
 
+class NoRoomYet(ResourceExhausted):
+    """Room may come: chunks are being read or written back."""
+
+
 class Admission:
     """Decides; what it drops from the shard altogether goes through the shard's own `forget`."""
 

@@ -6,6 +6,7 @@ once we have mapped it: it can neither shrink under a reader nor be mapped for w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -43,6 +44,8 @@ class Arena:
         fcntl.fcntl(
             self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
         )
+        with contextlib.suppress(OSError, AttributeError):  # a kernel or filesystem without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
         self.frames = self._view[BLOCK_BYTES:]
         self.arena_id = secrets.randbits(64)

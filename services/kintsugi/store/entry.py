@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from kintsugi.core.layout import ChunkManifest
@@ -46,14 +47,15 @@ class Residence:
     """Why the promotion failed; empty: it did not."""
     waiters: list[Callable[[], None]] = field(default_factory=list)
     """Called once, under the lock, after the next progress of a promotion."""
-    offsets: tuple[int, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.offsets = offsets_of(self.extents, self.stride)
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Of every frame. Only made for chunks that are read or written: a catalog names many more."""
+        return offsets_of(self.extents, self.stride)
 
     @property
     def size_bytes(self) -> int:
-        return self.stride * len(self.offsets)
+        return self.stride * sum(extent.frames for extent in self.extents)
 
     def acquire(self) -> None:
         assert not self.condemned

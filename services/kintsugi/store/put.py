@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass
+
 from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.entry import Entry, Residence
+from kintsugi.store.placement import AUTO
 from kintsugi.store.ram_tier import RamTier
+
+
+@dataclass(frozen=True)
+class PutOptions:
+    """What a put may ask for beside its bytes."""
+
+    tier: str = AUTO
+    durable: bool = False
+    ttl_s: float = math.inf
+    recompute_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.ttl_s > 0:
+            raise InvalidField("ttl_s", f"{self.ttl_s} is not positive")
+        if not (self.recompute_ms >= 0 and math.isfinite(self.recompute_ms)):
+            raise InvalidField("recompute_ms", f"{self.recompute_ms} is not a duration")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a commit did."""
+
+    inserted: bool
+    """False where another put of the key was faster."""
+    durable: Future[None] | None
+    """Done once the chunk is on disk; None where no SSD tier takes it."""
 
 
 class ChunkPut:

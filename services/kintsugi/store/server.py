@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,27 +10,23 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
+from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.client import wire
-from kintsugi.core.errors import Unavailable
+from kintsugi.client.malloc import keep_large_buffers
+from kintsugi.client.tls import ServerTls, TlsFiles, checked_listen
+from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.store.keeper import Keeper
 from kintsugi.store.local import ArenaDoor
 from kintsugi.store.service import ChunkStoreService
 from kintsugi.store.shard import Shard
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-
-
-def keep_large_buffers() -> None:
-    """Stop glibc from mapping and unmapping every 2 MiB message: page faults nearly double gRPC's cost.
-
-    The price is memory: up to the largest burst of messages stays with the process.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # another C library has no such knob
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-        mallopt(_M_TOP_PAD, 64 << 20)
+HEALTH_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,11 @@ class ServerOptions:
     socket_folder: Path | None = None
     """Where the socket that hands out the arena lies: a folder that the pod's containers share."""
     scrub_bytes_per_s: float = 0.0
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    """Listen beyond loopback without TLS."""
+    metrics_listen: str = ""
+    """`host:port` that answers Prometheus; empty: none."""
     extra_handlers: tuple[Any, ...] = ()
     """More gRPC services on the same port, such as a shard directory."""
 
@@ -58,11 +58,13 @@ class ShardServer:
         self._options = options or ServerOptions()
         self._keeper = Keeper(shard, self._options.scrub_bytes_per_s)
         self._door: ArenaDoor | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kintsugi-store", daemon=True)
         self._server: Any = None
+        self._health: asyncio.Task[None] | None = None
+        self._metrics_server: Any = None
         self.address = ""
         """`host:port` that it listens on, once started."""
+        self.metrics_address = ""
+        """`host:port` that answers Prometheus, once started."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -74,14 +76,20 @@ class ShardServer:
         self.stop()
 
     def start(self) -> None:
-        """Listen. Raises `Unavailable` where the address cannot be had."""
+        """Listen. Raises `Unavailable` where the address cannot be had, `InvalidField` for one beyond
+        loopback without TLS."""
+        checked_listen(self._listen, self._options.tls, self._options.insecure)
         keep_large_buffers()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kintsugi-store", daemon=True)
         self._thread.start()
         try:
             self._call(self._started())
-        except RuntimeError as error:
+        except (RuntimeError, OSError, KintsugiError) as error:
             self._close_door()
             self._end_loop()
+            if isinstance(error, KintsugiError):
+                raise
             raise Unavailable(f"cannot listen on {self._listen}: {error}") from error
 
     async def _started(self) -> None:
@@ -89,17 +97,40 @@ class ShardServer:
         if self._options.share_arena:
             self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
         service = ChunkStoreService(self.shard, self._options.durable_by_default, self._door)
+        health = health_aio.HealthServicer()
+        add_HealthServicer_to_server(health, self._server)
+        enable_server_reflection((wire.SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE), self._server)
+        self._health = asyncio.create_task(self._report_health(health))
         self._server.add_generic_rpc_handlers((service.generic_handler(), *self._options.extra_handlers))
-        port = self._server.add_insecure_port(self._listen)
+        if self._options.tls is None:
+            port = self._server.add_insecure_port(self._listen)
+        else:
+            port = self._server.add_secure_port(self._listen, ServerTls(self._options.tls).credentials)
         self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
         await self._server.start()
+        if self._options.metrics_listen:
+            self._metrics_server = service.metrics.serve(self._options.metrics_listen)
+            host, port = self._metrics_server.server_address[:2]
+            self.metrics_address = f"{host}:{port}"
         self._keeper.start()
+
+    async def _report_health(self, health: Any) -> None:
+        """Not serving while it drains and once it has failed."""
+        while True:
+            well = self.shard.failure is None and not self.shard.draining
+            status = HealthCheckResponse.SERVING if well else HealthCheckResponse.NOT_SERVING
+            for service in ("", wire.SERVICE):
+                await health.set(service, status)
+            await asyncio.sleep(HEALTH_PERIOD_S)
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Let calls finish for `grace_s`, then end."""
         self._call(self._stopped(grace_s))
         self._keeper.stop()
         self._close_door()
+        if self._metrics_server is not None:
+            self._metrics_server.shutdown()
+            self._metrics_server.server_close()
         self._end_loop()
 
     async def _stopped(self, grace_s: float) -> None:

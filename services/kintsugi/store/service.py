@@ -27,12 +27,12 @@ from kintsugi.core.errors import (
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.disk_tier import DiskTier
+from kintsugi.store.admission import NoRoomYet
 from kintsugi.store.entry import Entry
 from kintsugi.store.local import ArenaDoor
-from kintsugi.store.put import ChunkPut
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.shard import NoRoomYet, PutOptions, Shard
+from kintsugi.store.metrics import ShardMetrics
+from kintsugi.store.put import ChunkPut, PutOptions
+from kintsugi.store.shard import Shard
 from kintsugi.store.streaming import LayerStream
 
 PUT_IDLE_S_MAX = 30.0
@@ -69,7 +69,8 @@ def _answers(
     async def guarded(self: Any, request: Any, context: Any) -> Any:
         try:
             _checked_protocol(context)
-            return await handler(self, request, context)
+            with self.metrics.timed(handler.__name__):
+                return await handler(self, request, context)
         except KintsugiError as error:
             await _refuse(context, error)
 
@@ -83,6 +84,7 @@ class ChunkStoreService:
         """`door`: where peers of the same host get the arena; None does not share it."""
         self.shard = shard
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
+        self.metrics = ShardMetrics(shard, self.bytes_read)
         self._door = door
         self.durable_by_default = durable_by_default
         self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
@@ -101,12 +103,16 @@ class ChunkStoreService:
                 "anchors", f"{len(request.anchors)} anchors; at most {wire.KEYS_MAX} are answered per call"
             )
         found = self.shard.lookup_anchors(request.namespace, request.space_digest, request.anchors)
-        return pb.LookupAnchorsResponse(
-            candidates=[
+        response = pb.LookupAnchorsResponse()
+        size = 0
+        for anchor, manifests in found.items():
+            size += sum(len(manifest.digests) for manifest in manifests)
+            if size > wire.RESPONSE_BYTES_MAX:
+                break
+            response.candidates.append(
                 pb.AnchorCandidates(anchor=anchor, manifests=map(wire.manifest_to_wire, manifests))
-                for anchor, manifests in found.items()
-            ]
-        )
+            )
+        return response
 
     @_answers
     async def put_chunk_kv(self, messages: AsyncIterator[bytes], context: Any) -> pb.PutChunkKVResponse:
@@ -255,7 +261,14 @@ class ChunkStoreService:
     async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
-        return pb.ListResponse(found=map(_found, self.shard.page(request.namespace, limit, after)))
+        response = pb.ListResponse()
+        size = 0
+        for entry in self.shard.page(request.namespace, limit, after):
+            size += len(entry.manifest.digests)
+            if response.found and size > wire.RESPONSE_BYTES_MAX:
+                break
+            response.found.append(_found(entry))
+        return response
 
     @_answers
     async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
@@ -340,7 +353,6 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
 
 def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
     counters = shard.counters
-    tiers: tuple[RamTier | DiskTier, ...] = (shard.ram, *shard.disks)
     queues = {writer.tier.name: writer.queue_bytes for writer in shard.writers}
     return pb.StatsResponse(
         shard_id=shard.shard_id,
@@ -356,7 +368,7 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
                 evictions=tier.evictions,
                 queue_bytes=queues.get(tier.name, 0),
             )
-            for tier in tiers
+            for tier in shard.tiers
         ],
         hits=counters.hits,
         misses=counters.misses,

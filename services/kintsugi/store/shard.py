@@ -7,7 +7,6 @@ happens under it.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import uuid
@@ -19,55 +18,26 @@ from kintsugi.client.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, checked_namespace
-from kintsugi.store.admission import Admission, ShardConfig
+from kintsugi.store.admission import Admission, NoRoomYet, ShardConfig
 from kintsugi.store.demotion import Demoter
 from kintsugi.store.disk_tier import DiskTier
 from kintsugi.store.entry import Address, Entry, Residence
 from kintsugi.store.home import Home
 from kintsugi.store.index import Index
 from kintsugi.store.pins import Pins
-from kintsugi.store.placement import AUTO, TierSpeed, chosen_tier
+from kintsugi.store.placement import TierSpeed, chosen_tier
 from kintsugi.store.promotion import Load, Promoter
-from kintsugi.store.put import ChunkPut
+from kintsugi.store.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.reading import HeldChunk, Reading
 from kintsugi.store.reports import Reports
+from kintsugi.store.reuse import ReuseGaps
 from kintsugi.store.writeback import WriteBack
 
 log = logging.getLogger(__name__)
 
 QUEUE_SHARE_MAX = 0.25
 """Of RAM, that may wait for one SSD tier: puts wait when more would."""
-
-
-class NoRoomYet(ResourceExhausted):
-    """Room may come: chunks are being read or written back."""
-
-
-@dataclass(frozen=True)
-class PutOptions:
-    """What a put may ask for beside its bytes."""
-
-    tier: str = AUTO
-    durable: bool = False
-    ttl_s: float = math.inf
-    recompute_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.ttl_s > 0:
-            raise InvalidField("ttl_s", f"{self.ttl_s} is not positive")
-        if not (self.recompute_ms >= 0 and math.isfinite(self.recompute_ms)):
-            raise InvalidField("recompute_ms", f"{self.recompute_ms} is not a duration")
-
-
-@dataclass(frozen=True)
-class Committed:
-    """What a commit did."""
-
-    inserted: bool
-    """False where another put of the key was faster."""
-    durable: Future[None] | None
-    """Done once the chunk is on disk; None where no SSD tier takes it."""
 
 
 @dataclass
@@ -110,9 +80,10 @@ class Shard:
         self._clock = clock
         self._index = Index()
         largest_bytes = max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0)
+        self.reuse = ReuseGaps(clock)
         self._pins = Pins(largest_bytes, clock)
         self._next_of: dict[DiskTier, WriteBack] = {}
-        demoter = Demoter(self.lock, self._next_of, self._forget_unheld)
+        demoter = Demoter(self.lock, self._next_of, self._forget_evicted)
         queue_bytes_max = int(QUEUE_SHARE_MAX * ram.capacity_bytes)
         self.writers = [
             WriteBack(disk, ram, self._changed, self.lock, queue_bytes_max, demoter.demote, self.fail)
@@ -120,13 +91,18 @@ class Shard:
         ]
         self._next_of.update(zip(disks, self.writers[1:], strict=False))
         self._admission = Admission(
-            ram, disks, self.writers, self._index, self.config, self._forget, self._forget_unheld
+            ram, disks, self.writers, self._index, self.config, self._forget, self._forget_evicted
         )
         self._promoter = Promoter(ram, self.lock, self._quarantine, self.fail)
         self._recover()
         for writer in self.writers:
             writer.start()
         self._promoter.start()
+
+    @property
+    def tiers(self) -> tuple[RamTier | DiskTier, ...]:
+        """All of them, fastest first."""
+        return (self.ram, *self.disks)
 
     def _recover(self) -> None:
         for disk in self.disks:
@@ -159,6 +135,7 @@ class Shard:
         entry = self._living(address)
         if entry is None:
             self.counters.misses += 1
+            self.reuse.missed(address)
             return None
         self.counters.hits += 1
         self._touch(entry)
@@ -308,6 +285,10 @@ class Shard:
         self.ram.drop(entry)
         if entry.disk is not None:
             disk_of(entry.disk).drop(entry)
+
+    def _forget_evicted(self, entry: Entry) -> None:
+        self._forget_unheld(entry)
+        self.reuse.left(entry.address)
 
     def _forget_unheld(self, entry: Entry) -> None:
         self._index.remove(entry)
@@ -464,13 +445,14 @@ class Shard:
         return len(self._index)
 
     def close(self) -> None:
-        """Write what waits, stop the threads, let go of the directories."""
+        """Write what waits, stop the threads, let go of memory and directories. Once."""
         self._promoter.close()
         for writer in self.writers:
             writer.close()
         for disk in self.disks:
             disk.close()
         self.reports.close()
+        self.ram.arena.close()
         if self._home is not None:
             self._home.close()
 

@@ -149,7 +149,8 @@ def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 
 
 async def _written(context: Any, message: bytes) -> None:
-    await asyncio.wait_for(context.write(message), WRITE_STALL_S_MAX)
+    async with asyncio.timeout(WRITE_STALL_S_MAX):  # wait_for would make a task of each write
+        await context.write(message)
 
 
 class _Batch:

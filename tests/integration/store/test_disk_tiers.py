@@ -17,8 +17,9 @@ from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, V
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.put import PutOptions
 from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import PutOptions, Shard
+from kintsugi.store.shard import Shard
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
 
 MIB = 1 << 20

@@ -8,11 +8,12 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.store.admission import ShardConfig
+from kintsugi.store.admission import NoRoomYet, ShardConfig
 from kintsugi.store.keeper import Keeper
 from kintsugi.store.placement import TierSpeed, chosen_tier
+from kintsugi.store.put import PutOptions
 from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.shard import NoRoomYet, PutOptions, Shard
+from kintsugi.store.shard import Shard
 from tests.contracts.store_contract import SPACE, make_chunk
 
 

@@ -1,0 +1,96 @@
+"""Mutual TLS from files, which are read again when they change."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kintsugi.core.errors import InvalidField
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one side. Both sides show a certificate, and both must be signed by `ca`."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """The contents of ca, cert and key. Raises `InvalidField` naming the file that cannot be read."""
+        contents = []
+        for name in ("ca", "cert", "key"):
+            path: Path = getattr(self, name)
+            try:
+                contents.append(path.read_bytes())
+            except OSError as error:
+                raise InvalidField(f"tls-{name}", f"{path} cannot be read ({error.strerror})") from error
+        return contents[0], contents[1], contents[2]
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever a file does; empty where one cannot be read."""
+        try:
+            return tuple(path.stat().st_mtime_ns for path in (self.ca, self.cert, self.key))
+        except OSError:
+            return ()
+
+    def channel_credentials(self) -> Any:
+        """For a client. Raises `InvalidField`."""
+        ca, cert, key = self.read()
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+class ServerTls:
+    """Credentials of a server: every handshake sees the files as they are then."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises `InvalidField` where a file cannot be read now."""
+        self._files = files
+        self._stamp = files.stamp()
+        self._lock = threading.Lock()
+        self.credentials: Any = grpc.dynamic_ssl_server_credentials(
+            self._configuration(), self._changed, require_client_authentication=True
+        )
+
+    def _configuration(self) -> Any:
+        ca, cert, key = self._files.read()
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    def _changed(self) -> Any:
+        """What gRPC asks at each handshake: the new files, or None to go on with the old."""
+        with self._lock:
+            stamp = self._files.stamp()
+            if not stamp or stamp == self._stamp:
+                return None
+            try:
+                configuration = self._configuration()
+            except InvalidField:
+                return None  # replaced just now; the next handshake sees them whole
+            self._stamp = stamp
+            return configuration
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether `host:port` can be reached from this machine alone. No other name is trusted."""
+    host = listen.rsplit(":", 1)[0].strip("[]")
+    if host == "localhost" or listen.startswith("unix:"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def checked_listen(listen: str, tls: TlsFiles | None, insecure: bool) -> None:
+    """Raise `InvalidField` for an address beyond loopback without TLS, unless `insecure` says so."""
+    if tls is None and not insecure and not is_loopback(listen):
+        raise InvalidField(
+            "listen",
+            f"{listen} can be reached from other machines: give --tls-ca, --tls-cert and --tls-key, "
+            "or say --insecure",
+        )

@@ -1,0 +1,129 @@
+"""`kintsugi store` as its operator runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from typer.testing import CliRunner
+
+from kintsugi.cli.store import app
+from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ServerOptions, ShardServer
+from kintsugi.store.shard import Shard
+from tests.contracts.store_contract import make_chunk
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with ShardServer(Shard(RamTier(8 << 20)), "127.0.0.1:0") as server:
+        yield server
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = runner.invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_an_operator_sees_pins_verifies_and_removes_chunks(server: ShardServer) -> None:
+    store = GrpcStore(server.address)
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    store.close()
+    at = ("--address", server.address)
+    assert "1 chunks" in run("status", *at)
+    assert manifest.key.hex in run("ls", "-n", "acme", *at)
+    assert "1 of 1 chunks pinned" in run("pin", "-n", "acme", manifest.key.hex, *at)
+    assert "1 intact" in run("verify", "-n", "acme", *at)
+    assert "1 chunks forgotten" in run("rm", "-n", "acme", manifest.key.hex, *at)
+    assert "0 chunks forgotten" in run("rm", "-n", "acme", "--all", *at)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("rm", "-n", "acme"), "--all"),
+        (("rm", "-n", "acme", "zz"), "hexadecimal"),
+        (("status", "--address", "127.0.0.1:1"), "127.0.0.1:1"),
+        (("status", "--tls-ca", "ca.pem"), "together"),
+        (("serve", "--ram", "much"), "4GiB"),
+        (("serve", "--ssd", "nowhere"), "64GiB"),
+        (("serve", "--ssd", "disk:1GiB"), "data-dir"),
+        (("serve", "--ram", "1MiB", "--listen", "0.0.0.0:0"), "--insecure"),
+        (("serve", "--ram", "1MiB", "--policy", "fifo"), "s3fifo"),
+        (("serve", "--ram", "1MiB", "--ack", "durable"), "--ssd"),
+        (("serve", "--quota", "much"), "NAMESPACE=SIZE"),
+    ],
+)
+def test_bad_input_is_explained_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    output = run(*arguments, status=1)
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_a_trace_is_simulated(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"hash_ids": [{i % 7}, {i}]}}\n' for i in range(100)))
+    output = run("simulate", str(trace), "--capacity", "10%")
+    assert all(name in output for name in ("lru", "s3fifo", "gdsf", "belady"))
+    assert "percentage" in run("simulate", str(trace), "--capacity", "x%", status=1)
+
+
+def test_a_served_shard_drains_on_sigterm_and_keeps_everything(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve"),
+        *("--data-dir", str(tmp_path / "data"), "--ram", "8MiB", "--ssd", f"{tmp_path / 'ssd'}:16MiB"),
+        *("--listen", "127.0.0.1:0"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "200"}
+    manifest, frames = make_chunk(range(40))
+    for attempt in range(2):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            assert process.stdout is not None
+            banner = process.stdout.readline()
+            store = GrpcStore(banner.split()[-1])
+            if attempt == 0:
+                assert store.put(manifest, frames)
+            assert store.lookup("acme", [manifest.key]) == [manifest]
+            store.close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_health_reflection_and_metrics_answer() -> None:
+    options = ServerOptions(metrics_listen="127.0.0.1:0")
+    shard = Shard(RamTier(8 << 20))
+    with ShardServer(shard, "127.0.0.1:0", options) as server:
+        store = GrpcStore(server.address)
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        store.lookup("acme", [manifest.key])
+        with grpc.insecure_channel(server.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service="kintsugi.rpc.v1.ChunkStore"))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            services = ProtoReflectionDescriptorDatabase(channel).get_services()
+            assert "kintsugi.rpc.v1.ChunkStore" in services
+        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as response:
+            text = response.read().decode()
+        assert "kintsugi_store_hits_total 1.0" in text
+        assert 'kintsugi_store_tier_chunks{tier="ram"} 1.0' in text
+        assert 'kintsugi_store_rpc_seconds_count{rpc="put_chunk_kv"} 1.0' in text
+        store.close()

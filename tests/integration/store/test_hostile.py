@@ -1,0 +1,161 @@
+"""Clients that lie, die, dawdle or come in crowds: bounded memory, clear errors, others unharmed."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from kintsugi.client import wire
+from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.client.status import ERROR_METADATA
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import HeadRange
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ServerOptions, ShardServer
+from kintsugi.store.shard import Shard
+from tests.contracts.store_contract import make_chunk, read_all
+
+CONNECTIONS = 1000
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    options = ServerOptions(share_arena=False)
+    with ShardServer(Shard(RamTier(64 << 20)), "127.0.0.1:0", options) as server:
+        yield server
+
+
+@pytest.fixture
+def channel(server: ShardServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.address, options=wire.CHANNEL_OPTIONS) as channel:
+        yield channel
+
+
+def put_raw(channel: grpc.Channel, messages: list[bytes]) -> grpc.RpcError:
+    """What a put of these very bytes fails with."""
+    call = channel.stream_unary(f"/{wire.SERVICE}/PutChunkKV")
+    with pytest.raises(grpc.RpcError) as failure:
+        call(iter(messages), timeout=10.0)
+    return failure.value
+
+
+def header(**changes: object) -> bytes:
+    manifest = wire.manifest_to_wire(make_chunk(range(40))[0])
+    for name, value in changes.items():
+        setattr(manifest, name, value)
+    return pb.PutChunkKVRequest(header=pb.PutHeader(manifest=manifest)).SerializeToString()
+
+
+def frames_message(first_layer: int, payload: bytes, commit: bool = False) -> bytes:
+    request = pb.PutChunkKVRequest(first_layer=first_layer, commit=commit)
+    return wire.with_payload(request.SerializeToString(), [payload])
+
+
+FRAMES = make_chunk(range(40))[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "code", "problem"),
+    [
+        ([], "INVALID_ARGUMENT", "commit"),
+        ([b"\xff\xff\xff"], "INVALID_ARGUMENT", "message"),
+        ([frames_message(0, FRAMES[0])], "INVALID_ARGUMENT", "header"),
+        ([header()], "INVALID_ARGUMENT", "commit"),
+        ([header(), frames_message(1, FRAMES[1])], "INVALID_ARGUMENT", "layer 0 comes next"),
+        ([header(), frames_message(0, FRAMES[0][:-1])], "INVALID_ARGUMENT", "multiple"),
+        ([header(), frames_message(0, b"".join(FRAMES) + FRAMES[0])], "INVALID_ARGUMENT", "3 layers"),
+        ([header(), frames_message(0, FRAMES[0], commit=True)], "INVALID_ARGUMENT", "last layer"),
+        ([header(), frames_message(0, FRAMES[1])], "DATA_LOSS", "digest"),
+        ([header(codec=99)], "INVALID_ARGUMENT", "codec"),
+        ([header(format_version=9)], "FAILED_PRECONDITION", "format_version"),
+        ([header(key=b"short")], "INVALID_ARGUMENT", "32"),
+        ([header(namespace="")], "INVALID_ARGUMENT", "namespace"),
+        ([header(num_tokens=1 << 31)], "INVALID_ARGUMENT", "num_tokens"),
+    ],
+)
+def test_a_put_that_lies_is_refused_and_leaves_nothing(
+    server: ShardServer, channel: grpc.Channel, messages: list[bytes], code: str, problem: str
+) -> None:
+    failure = put_raw(channel, messages)
+    assert failure.code().name == code
+    assert problem in failure.details()
+    assert server.shard.ram.allocator.used_bytes == 0
+
+
+def test_an_unknown_protocol_is_refused_by_name(channel: grpc.Channel) -> None:
+    call = channel.unary_unary(f"/{wire.SERVICE}/Stats", pb.StatsRequest.SerializeToString)
+    with pytest.raises(grpc.RpcError) as failure:
+        call(pb.StatsRequest(), metadata=((wire.PROTOCOL_METADATA, "99"),), timeout=5.0)
+    assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert dict(failure.value.trailing_metadata())[ERROR_METADATA] == "VersionMismatch"
+
+
+def test_too_many_keys_are_refused(channel: grpc.Channel) -> None:
+    call = channel.unary_unary(f"/{wire.SERVICE}/Lookup", pb.LookupRequest.SerializeToString)
+    request = pb.LookupRequest(namespace="acme", keys=[bytes(32)] * (wire.KEYS_MAX + 1))
+    with pytest.raises(grpc.RpcError, match="at most 4096"):
+        call(request, timeout=5.0)
+
+
+def test_a_client_that_dies_in_a_put_gives_its_room_back(server: ShardServer, channel: grpc.Channel) -> None:
+    def messages() -> Iterator[bytes]:
+        yield header()
+        yield frames_message(0, FRAMES[0])
+        time.sleep(0.5)
+
+    call = channel.stream_unary(f"/{wire.SERVICE}/PutChunkKV").future(messages())
+    deadline_s = time.monotonic() + 5
+    while not server.shard.ram.allocator.used_bytes:
+        assert time.monotonic() < deadline_s
+    call.cancel()
+    while server.shard.ram.allocator.used_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_reader_that_dawdles_harms_nobody(server: ShardServer) -> None:
+    slow, quick = (GrpcStore(server.address, GrpcOptions(same_host=False)) for _ in range(2))
+    manifest, frames = make_chunk(range(20_000))  # frames of 5 MiB, more than a connection buffers
+    small, small_frames = make_chunk(range(40))
+    quick.put(manifest, frames)
+    quick.put(small, small_frames)
+    stream = slow.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=30.0)
+    assert bytes(next(stream).data) == frames[0]  # type: ignore[union-attr]
+    for _ in range(20):
+        assert quick.lookup("acme", [small.key]) == [small]
+        assert read_all(quick, [small.key])[0] == (0, 0, small_frames[0])
+    quick.delete("acme", [manifest.key])
+    assert [bytes(item.data) for item in stream] == frames[1:]  # type: ignore[union-attr]
+    slow.close()
+    quick.close()
+
+
+def test_a_thousand_connections_leave_room_for_one_more(server: ShardServer) -> None:
+    host, _, port = server.address.rpartition(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS)]
+    try:
+        store = GrpcStore(server.address)
+        manifest, frames = make_chunk(range(40))
+        assert store.put(manifest, frames)
+        assert store.lookup("acme", [manifest.key]) == [manifest]
+        store.close()
+    finally:
+        for connection in crowd:
+            connection.close()
+
+
+def test_a_foreign_namespace_looks_like_an_absent_one(server: ShardServer) -> None:
+    store = GrpcStore(server.address)
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    before = server.shard.counters.misses
+    assert store.lookup("rival", [manifest.key]) == [None]
+    assert server.shard.counters.misses == before + 1
+    with pytest.raises(InvalidField, match="namespace"):
+        store.lookup("../acme", [manifest.key])
+    store.close()

@@ -1,0 +1,108 @@
+"""Mutual TLS: who may connect, and certificates that are replaced while a shard runs."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.client.tls import TlsFiles, checked_listen, is_loopback
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ServerOptions, ShardServer
+from kintsugi.store.shard import Shard
+
+Key = ec.EllipticCurvePrivateKey
+
+
+def certificate(subject: str, key: Key, issuer: str, signer: Key, authority: bool) -> bytes:
+    now = datetime.datetime.now(datetime.UTC)
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (subject, issuer)]
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(names[0])
+        .issuer_name(names[1])
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+        )
+        .sign(signer, hashes.SHA256())
+    )
+    return built.public_bytes(serialization.Encoding.PEM)
+
+
+def issue(folder: Path) -> TlsFiles:
+    """A new authority and one certificate that it signed, in place of what the folder held."""
+    folder.mkdir(exist_ok=True)
+    authority, own = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    files = TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    contents = {
+        files.ca: certificate("ca", authority, "ca", authority, True),
+        files.cert: certificate("shard", own, "ca", authority, False),
+        files.key: own.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    }
+    for path, content in contents.items():
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(content)
+        os.replace(fresh, path)
+    return files
+
+
+def answers(address: str, tls: TlsFiles | None) -> bool:
+    store = GrpcStore(address, GrpcOptions(tls=tls, call_timeout_s=3.0))
+    try:
+        return store.stats().chunks == 0
+    except Unavailable:
+        return False
+    finally:
+        store.close()
+
+
+def test_only_peers_with_a_signed_certificate_are_answered(tmp_path: Path) -> None:
+    ours, theirs = issue(tmp_path / "ours"), issue(tmp_path / "theirs")
+    with ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=ours)) as server:
+        assert answers(server.address, ours)
+        assert not answers(server.address, None)
+        assert not answers(server.address, TlsFiles(ours.ca, theirs.cert, theirs.key))
+        assert not answers(server.address, theirs)
+
+
+def test_replaced_certificates_are_used_without_a_restart(tmp_path: Path) -> None:
+    folder = tmp_path / "tls"
+    files = issue(folder)
+    with ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=files)) as server:
+        assert answers(server.address, files)
+        issue(folder)
+        assert answers(server.address, files)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    files = TlsFiles(*(tmp_path / name for name in ("ca", "cert", "key")))
+    with pytest.raises(InvalidField, match="tls-ca"):
+        ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=files)).start()
+
+
+def test_beyond_loopback_tls_is_mandatory() -> None:
+    assert [is_loopback(f"{host}:1") for host in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "shard")] == [
+        *(True, True, True),
+        *(False, False),
+    ]
+    with pytest.raises(InvalidField, match="--insecure"):
+        checked_listen("0.0.0.0:7400", None, insecure=False)
+    checked_listen("0.0.0.0:7400", None, insecure=True)

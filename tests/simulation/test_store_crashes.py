@@ -1,0 +1,240 @@
+"""kill -9 at random points of put, evict, demote, delete and start-up; flipped bits everywhere.
+
+Every chunk afterwards is whole or absent, the last put that was acknowledged as durable is there, what was
+deleted stays deleted, and nothing damaged is ever served. A failure prints its seed:
+`KINTSUGI_SEED=n` runs it again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kintsugi.core.errors import Corrupted
+from kintsugi.core.layout import HeadRange
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.catalog import _decoded, _encoded
+from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.put import PutOptions
+from kintsugi.store.shard import Shard
+from tests.contracts.store_contract import make_chunk
+
+pytestmark = pytest.mark.simulation
+
+MIB = 1 << 20
+
+
+def spec(folder: Path) -> ShardSpec:
+    ssds = (SsdSpec(folder / "fast", 2 * MIB), SsdSpec(folder / "slow", 3 * MIB))
+    return ShardSpec(MIB, folder / "data", ssds)
+
+
+def live(folder: Path, seed: int) -> None:
+    """The life of a shard until it is killed: prints what it was told is durable or deleted."""
+    chance = random.Random(seed)
+    shard = open_shard(spec(folder))
+    print("open", flush=True)
+    while True:
+        tokens = chance.choice((33, 100, 200, 400))
+        manifest, frames = make_chunk(range(start := chance.randrange(60) * 1000, start + tokens))
+        if chance.random() < 0.25:
+            shard.delete("acme", [manifest.key])
+            for flushed in shard.flushed():
+                flushed.result(30.0)
+            print(f"deleted {manifest.key.hex}", flush=True)
+            continue
+        tier = chance.choice(("auto", "ssd0", "ssd1"))
+        put = shard.begin_put(manifest, PutOptions(tier=tier, durable=True), wait_s=30.0)
+        if put is None:
+            continue
+        if chance.random() < 0.1:
+            shard.abort(put)
+            continue
+        for layer, frame in enumerate(frames):
+            put.write(layer, memoryview(frame))
+        durable = shard.commit(put).durable
+        assert durable is not None
+        durable.result(30.0)
+        print(f"durable {manifest.key.hex}", flush=True)
+
+
+def life_and_death(folder: Path, seed: int, after_s: float) -> list[str]:
+    """Run `live` and kill it; what it said."""
+    code = f"from pathlib import Path; from {__name__} import live; live(Path({str(folder)!r}), {seed})"
+    path = os.pathsep.join(entry for entry in (str(Path.cwd()), *sys.path) if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()  # a life that is shorter than its start-up dies in it
+        if after_s > 0 and first:
+            time.sleep(after_s)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    said, complaint = process.communicate()
+    assert process.returncode == -signal.SIGKILL, complaint
+    return [line for line in said.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def die_in_start_up(folder: Path, chance: random.Random) -> None:
+    code = f"from pathlib import Path; from {__name__} import live; live(Path({str(folder)!r}), 0)"
+    path = os.pathsep.join(entry for entry in (str(Path.cwd()), *sys.path) if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+    )
+    time.sleep(chance.uniform(0.0, 1.0))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def check(folder: Path, said: list[str]) -> None:
+    """Everything is whole, and what was acknowledged is so."""
+    last = {ChunkKey.from_hex(line.split()[1]): line.split()[0] for line in said}
+    durable = [ChunkKey.from_hex(line.split()[1]) for line in said if line.startswith("durable")]
+    shard = open_shard(spec(folder))
+    try:
+        keys = {key for _, key in shard.addresses()}
+        assert shard.verify("acme", sorted(keys)) == dict.fromkeys(keys, True)
+        assert shard.counters.quarantined == 0
+        # A put that nobody acknowledged may have made it; only the very last operation can be one.
+        assert len({key for key, word in last.items() if word == "deleted"} & keys) <= 1
+        if durable and last[durable[-1]] == "durable":
+            assert durable[-1] in keys
+        for disk in shard.disks:
+            assert disk.allocator.used_bytes <= disk.capacity_bytes
+    finally:
+        shard.close()
+
+
+def crash(folder: Path, seed: int, rounds: int) -> None:
+    print(f"KINTSUGI_SEED={seed}")
+    chance = random.Random(seed)
+    for round_ in range(rounds):
+        if chance.random() < 0.2:
+            die_in_start_up(folder, chance)
+        check(folder, life_and_death(folder, seed * 1000 + round_, chance.uniform(0.0, 0.6)))
+
+
+def seeds(default: int) -> int:
+    return int(os.environ.get("KINTSUGI_SEED", default))
+
+
+def test_five_crashes(tmp_path: Path) -> None:
+    crash(tmp_path, seeds(1), rounds=5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_hundred_crashes(tmp_path: Path) -> None:
+    crash(tmp_path, seeds(random.randrange(1 << 16)), rounds=100)
+
+
+def filled(folder: Path, count: int = 6) -> dict[ChunkKey, list[bytes]]:
+    """A shard of chunks that all lie on its first disk, closed."""
+    chunks = {}
+    shard = open_shard(spec(folder))
+    for start in range(0, 1000 * count, 1000):
+        manifest, frames = make_chunk(range(start, start + 100))
+        put = shard.begin_put(manifest, PutOptions(durable=True), wait_s=10.0)
+        assert put is not None
+        for layer, frame in enumerate(frames):
+            put.write(layer, memoryview(frame))
+        durable = shard.commit(put).durable
+        assert durable is not None
+        durable.result(10.0)
+        chunks[manifest.key] = frames
+    shard.close()
+    return chunks
+
+
+def served_right(shard: Shard, chunks: dict[ChunkKey, list[bytes]]) -> int:
+    """How many chunks are served; none of them wrong."""
+    served = 0
+    for key, frames in chunks.items():
+        intact = shard.verify("acme", [key])
+        assert intact in ({key: True}, {key: False}, {})
+        if intact.get(key):
+            reading = shard.open("acme", [key], range(3), HeadRange(0, 4))
+            held = reading.chunks[0]
+            assert held is not None
+            for layer, frame in enumerate(frames):
+                deadline_s = time.monotonic() + 10
+                while held.in_ram and not held.ready(layer):
+                    assert time.monotonic() < deadline_s
+                assert bytes(held.frame(layer) if held.in_ram else held.read(layer)) == frame
+            shard.close_reading(reading)
+            served += 1
+    return served
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_flipped_bit_in_the_slab_costs_at_most_its_chunk(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    chunks = filled(tmp_path)
+    slab = tmp_path / "fast/kintsugi-tier/slab"
+    used = sum(3 * 28672 for _ in chunks)
+    with open(slab, "r+b") as file:
+        position = chance.randrange(used)
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << chance.randrange(8)]))
+    shard = open_shard(spec(tmp_path))
+    try:
+        assert served_right(shard, chunks) >= len(chunks) - 1
+    finally:
+        shard.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_flipped_bit_in_a_catalog_value_costs_its_chunk(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    chunks = filled(tmp_path)
+    catalog = lmdb.open(str(tmp_path / "fast/kintsugi-tier/catalog"))
+    with catalog, catalog.begin(write=True) as transaction:
+        key, value = chance.choice(list(transaction.cursor()))
+        damaged = bytearray(value)
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        transaction.put(key, bytes(damaged))
+    shard = open_shard(spec(tmp_path))
+    try:
+        assert served_right(shard, chunks) == len(chunks) - 1
+        assert shard.counters.quarantined == 1
+    finally:
+        shard.close()
+
+
+def test_records_that_claim_the_same_bytes_are_both_dropped(tmp_path: Path) -> None:
+    chunks = filled(tmp_path)
+    catalog = lmdb.open(str(tmp_path / "fast/kintsugi-tier/catalog"))
+    with catalog, catalog.begin(write=True) as transaction:
+        (_, first), (key, second) = [(k, _decoded(k, v)) for k, v in transaction.cursor()][:2]
+        assert first is not None
+        assert second is not None
+        second.extents[0].offset = first.extents[0].offset
+        transaction.put(key, _encoded(key, second))
+    shard = open_shard(spec(tmp_path))
+    try:
+        assert served_right(shard, chunks) == len(chunks) - 2
+    finally:
+        shard.close()
+
+
+def test_an_identity_that_is_none_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path, count=1)
+    (tmp_path / "data/kintsugi.json").write_text('{"format_version"')
+    with pytest.raises(Corrupted, match="restore"):
+        open_shard(spec(tmp_path))
