@@ -31,7 +31,7 @@ from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler import SchedulerSide
-from kintsugi.engine.support import unsupported
+from kintsugi.engine.support import has_windows, unsupported
 from kintsugi.engine.worker import WorkerSide
 from kintsugi.fusor.planner import FixedRatioPlanner
 
@@ -79,6 +79,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 prefix_token_ids=_prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
                 declined_because=unsupported(vllm_config),
+                has_windows=has_windows(kv_cache_config),
             )
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
