@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
-
-import grpc
+from urllib.parse import parse_qsl, urlsplit
 
 from kintsugi.client import wire
 from kintsugi.client.interface import Buffer, BufferFor, ChunkLost, ChunkStore, LayerFrame, StoreStats
@@ -19,10 +18,11 @@ from kintsugi.client.manifests import Manifests
 from kintsugi.client.received import Received
 from kintsugi.client.same_host import SameHost
 from kintsugi.client.status import errors_of
-from kintsugi.client.tls import TlsFiles
+from kintsugi.client.tls import TlsFiles, open_channel
 from kintsugi.client.watchdog import Watchdog, guarded
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 
@@ -42,6 +42,8 @@ class GrpcOptions:
     """When a put returns: once it is in RAM, or on disk. Empty: the shard's default."""
     tier: str = ""
     """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
+    recompute_ms_per_token: float = 0.0
+    """What prefilling a token costs here: placement and eviction weigh it. 0: unknown."""
     tls: TlsFiles | None = None
     """None talks in the clear, which a shard beyond loopback refuses."""
     same_host: bool = True
@@ -137,6 +139,7 @@ class GrpcStore(ChunkStore):
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
             tier=self._options.tier,
+            recompute_ms=self._options.recompute_ms_per_token * manifest.num_tokens,
             ttl_s=self._options.ttl_s,
         )
         yield pb.PutChunkKVRequest(header=header).SerializeToString()
@@ -304,15 +307,8 @@ class GrpcStore(ChunkStore):
         self._channel.close()
 
 
-def open_channel(address: str, tls: TlsFiles | None) -> Any:
-    """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
-    if tls is None:
-        return grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=wire.CHANNEL_OPTIONS)
-
-
 def open_grpc(url: str) -> GrpcStore:
-    """`grpc://host:port`. Raises `InvalidField` where it names no port."""
+    """`grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -320,7 +316,44 @@ def open_grpc(url: str) -> GrpcStore:
         port = None
     if not parts.hostname or port is None:
         raise InvalidField("store", f"{url!r} must name a shard as grpc://host:port")
-    return GrpcStore(parts.netloc)
+    return GrpcStore(parts.netloc, options_of(parts.query))
+
+
+@dataclass(frozen=True)
+class _Query:
+    """The options that a URL may carry."""
+
+    __pydantic_config__ = STRICT
+
+    ack: Literal["ram", "durable", ""] = ""
+    tier: str = ""
+    ttl_s: float = 0.0
+    recompute_ms_per_token: float = 0.0
+    same_host: bool = True
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+
+def options_of(query: str) -> GrpcOptions:
+    """The options in a URL's query, such as `ack=durable&tls_ca=…&tls_cert=…&tls_key=…`.
+
+    Raises `InvalidField` and `UnknownField`.
+    """
+    values = load(_Query, dict(parse_qsl(query, keep_blank_values=True)), where="store")
+    tls = None
+    if values.tls_ca or values.tls_cert or values.tls_key:
+        if not (values.tls_ca and values.tls_cert and values.tls_key):
+            raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
+        tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key)
+    return GrpcOptions(
+        ack=values.ack,
+        tier=values.tier,
+        ttl_s=values.ttl_s,
+        recompute_ms_per_token=values.recompute_ms_per_token,
+        same_host=values.same_host,
+        tls=tls,
+    )
 
 
 def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:

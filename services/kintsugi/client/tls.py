@@ -1,4 +1,4 @@
-"""Mutual TLS from files, which are read again when they change."""
+"""Channels and servers with mutual TLS from files. A server reads them again when they change."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kintsugi.client.wire import CHANNEL_OPTIONS
 from kintsugi.core.errors import InvalidField
 
 
@@ -43,6 +44,13 @@ class TlsFiles:
         """For a client. Raises `InvalidField`."""
         ca, cert, key = self.read()
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def open_channel(address: str, tls: TlsFiles | None) -> Any:
+    """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
 
 
 class ServerTls:
