@@ -18,7 +18,7 @@ from kintsugi.client.manifests import Manifests
 from kintsugi.client.received import Received
 from kintsugi.client.same_host import SameHost
 from kintsugi.client.status import errors_of
-from kintsugi.client.tls import TlsFiles, open_channel
+from kintsugi.client.tls import Line, TlsFiles
 from kintsugi.client.watchdog import Watchdog, guarded
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
@@ -58,27 +58,16 @@ class GrpcStore(ChunkStore):
     def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
         self.address = address
         self._options = options or GrpcOptions()
-        self._channel = open_channel(address, self._options.tls)
+        self._line = Line(address, self._options.tls)
         self._watchdog = Watchdog()
         self._manifests = Manifests()
-        self._put: Any = self._channel.stream_unary(
-            f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
-        )
-        self._stream: Any = self._channel.unary_stream(
-            f"/{wire.SERVICE}/StreamLayers", pb.StreamLayersRequest.SerializeToString
-        )
-        self._lease: Any = self._channel.unary_stream(
-            f"/{wire.SERVICE}/LeaseLayers",
-            pb.LeaseLayersRequest.SerializeToString,
-            pb.LeaseLayersResponse.FromString,
-        )
         self._same_host = SameHost(
             lambda: self.call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse)
         )
 
     def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """One unary call of the service: its response. `response` is the message's class."""
-        method = self._channel.unary_unary(
+        method = self._line.channel().unary_unary(
             f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
         )
         with errors_of(self.address):
@@ -129,7 +118,10 @@ class GrpcStore(ChunkStore):
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
         with errors_of(self.address):
-            response = self._put(
+            put = self._line.channel().stream_unary(
+                f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
+            )
+            response = put(
                 self._put_messages(manifest, views), timeout=self._options.put_timeout_s, metadata=_METADATA
             )
         return bool(response.inserted)
@@ -205,7 +197,12 @@ class GrpcStore(ChunkStore):
         self, received: Received, request: pb.StreamLayersRequest, deadline_s: float
     ) -> Generator[LayerFrame | ChunkLost, None, bool]:
         """Frames from the shard's memory; False, and none of them, where that does not work now."""
-        call = self._lease(pb.LeaseLayersRequest(request=request), metadata=_METADATA)
+        method = self._line.channel().unary_stream(
+            f"/{wire.SERVICE}/LeaseLayers",
+            pb.LeaseLayersRequest.SerializeToString,
+            pb.LeaseLayersResponse.FromString,
+        )
+        call = method(pb.LeaseLayersRequest(request=request), metadata=_METADATA)
         guard = self._watchdog.guard(call.cancel)
         try:
             with errors_of(self.address, lambda: guard.expired):
@@ -239,7 +236,10 @@ class GrpcStore(ChunkStore):
         self, request: pb.StreamLayersRequest, deadline_s: float
     ) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
         """Frames as they arrive, unverified; the call ends with the iterator."""
-        call = self._stream(request, metadata=_METADATA)
+        method = self._line.channel().unary_stream(
+            f"/{wire.SERVICE}/StreamLayers", pb.StreamLayersRequest.SerializeToString
+        )
+        call = method(request, metadata=_METADATA)
         guard = self._watchdog.guard(call.cancel)
         messages = guarded(call, guard, deadline_s)
         try:
@@ -304,7 +304,7 @@ class GrpcStore(ChunkStore):
     def close(self) -> None:
         self._watchdog.close()
         self._same_host.close()
-        self._channel.close()
+        self._line.close()
 
 
 def open_grpc(url: str) -> GrpcStore:
