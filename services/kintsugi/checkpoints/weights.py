@@ -1,14 +1,18 @@
 """Random weights under which a transformer still behaves like one.
 
 With the usual tiny initialisation scores are all but equal, attention averages everything, KV deviation
-measures nothing and greedy decoding repeats one token. So every projection is scaled by its fan-in to a
-chosen gain instead (standard deviations, for inputs of unit RMS):
+measures nothing and greedy decoding repeats one token. With large weights the network is chaotic: it
+amplifies rounding until two exact ways to compute the same prompt answer differently. So every projection
+is scaled by its fan-in to a chosen gain (standard deviations, for inputs of unit RMS):
 
-* query·key scores spread by about 3, so that a few dozen of a few thousand tokens get most of the
-  attention; where the model normalises queries and keys, the norm's weights carry that gain;
+* query·key scores spread by 2, so that a few dozen of a few thousand tokens get most of the attention;
+  where the model normalises queries and keys, the norm's weights carry that gain;
 * what attention returns is an average and alike at all positions: it gets a smaller gain than the MLP, or
-  the hidden states of a deep model all point the same way (measured at 16 layers, mean cosine between
-  positions: 0.81 with scores of 2 and equal output gains, 0.04 with these);
+  the hidden states of a deep model all point the same way;
+* embeddings spread by the square root of the number of layers, so that all layers together weigh about
+  as much as the token itself. Measured at 16 layers, bfloat16 against float32: the best token's logprob
+  moves by 0.03 on average and a chunk read alone predicts the same next token as behind another one in
+  43 % of places; with embeddings of 1 and scores of 3, by 0.30 and in 3 %;
 * logits spread by about 2, which leaves the best token ahead of the next by a few tenths;
 * the end-of-sequence row of the head is zero, so that greedy decoding does not stop by chance.
 """
@@ -24,7 +28,7 @@ from torch import Tensor, nn
 from kintsugi.checkpoints.shapes import Architecture, ModelShape
 from kintsugi.checkpoints.vocabulary import EOS_ID
 
-_QK_GAIN = math.sqrt(3.0)
+_QK_GAIN = math.sqrt(2.0)
 _GAINS = {
     "q_proj": _QK_GAIN,
     "k_proj": _QK_GAIN,
@@ -41,8 +45,8 @@ _BIAS_SPREAD = 0.3
 def fill_weights(model: nn.Module, shape: ModelShape, seed: int) -> None:
     """Overwrite every parameter of `model` in place.
 
-    Each parameter has its own generator, seeded by `seed` and the parameter's name, so the weights of a
-    layer do not depend on how many layers there are.
+    Each parameter has its own generator, seeded by `seed` and the parameter's name, so a decoder layer's
+    weights do not depend on how many layers there are.
     """
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(_seed_of(name, seed))
@@ -65,8 +69,8 @@ def _values(name: str, size: torch.Size, shape: ModelShape, generator: torch.Gen
         return noise.mul_(_BIAS_SPREAD)
     if module == "embed_tokens":
         # Gemma multiplies embeddings by sqrt(hidden).
-        scaled = shape.architecture is Architecture.GEMMA3
-        return noise.mul_(1 / math.sqrt(shape.hidden) if scaled else 1.0)
+        scaled_by = math.sqrt(shape.hidden) if shape.architecture is Architecture.GEMMA3 else 1.0
+        return noise.mul_(math.sqrt(shape.layers) / scaled_by)
     return noise.mul_(_GAINS.get(module, 1.0) / math.sqrt(size[-1]))
 
 

@@ -64,8 +64,8 @@ class Screen:
     def engine_log(self) -> Iterator[None]:
         """Send all that is written to stdout and stderr, by C libraries too, to a log file.
 
-        vLLM logs to stdout, which belongs to the result; progress stays visible. The log is deleted unless
-        the body fails; an `Unavailable` then says where it is.
+        vLLM logs to stdout, which belongs to the result, and libraries draw progress bars of their own; ours
+        stays visible. The log is deleted unless the body fails; an `Unavailable` then says where it is.
         """
         descriptor, name = tempfile.mkstemp(prefix="kintsugi-engine-", suffix=".log")
         with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirected(log) as terminal:

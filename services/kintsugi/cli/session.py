@@ -46,7 +46,7 @@ def chosen_model(screen: Screen, model: str | None) -> Model:
         if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
             raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
         return Model(model, Path(model).name or model, random_weights=False)
-    with screen.step(f"Preparing the bundled model {DEMO_SHAPE} (random weights)"):
+    with screen.engine_log(), screen.step(f"Preparing the bundled model {DEMO_SHAPE} (random weights)"):
         from kintsugi.checkpoints.factory import cached_checkpoint
 
         return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE, random_weights=True)

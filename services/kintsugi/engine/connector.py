@@ -19,16 +19,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kintsugi.client.checkpoint import model_fingerprint
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
+from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler import SchedulerSide
-from kintsugi.engine.support import unsupported
+from kintsugi.engine.support import has_windows, unsupported
 from kintsugi.engine.worker import WorkerSide
 from kintsugi.fusor.planner import FixedRatioPlanner
 
@@ -53,8 +56,15 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "set 'recompute'",
             )
         config = load(EngineConfig, transfer.kv_connector_extra_config, "kv_connector_extra_config")
-        if is_process_local(config.store) and vllm_config.parallel_config.world_size > 1:
-            raise InvalidField("store", f"{config.store!r} cannot be shared by several workers; run a shard")
+        if (
+            is_process_local(config.store)
+            and vllm_config.parallel_config.distributed_executor_backend != "uni"
+        ):
+            raise InvalidField(
+                "store",
+                f"{config.store!r} lives in one process, and this engine's worker runs in another; run a "
+                "shard (kintsugi store serve) and name it: grpc://host:port",
+            )
         store = open_store(config.store)
         max_batched = vllm_config.scheduler_config.max_num_batched_tokens
         slice_tokens = config.slice_tokens or max(1, max_batched // 2)
@@ -65,12 +75,11 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config=config,
                 store=store,
                 planner=FixedRatioPlanner(config.ratio, config.selector, config.check_layer),
-                fingerprint=model_fingerprint(
-                    vllm_config.model_config.model, str(vllm_config.model_config.dtype)
-                ),
+                fingerprint=_fingerprint(vllm_config),
                 prefix_token_ids=_prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
                 declined_because=unsupported(vllm_config),
+                has_windows=has_windows(kv_cache_config),
             )
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
@@ -152,10 +161,35 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Both roles
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if self._scheduler is None else self._scheduler.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return BlendStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _fingerprint(vllm_config: VllmConfig) -> ModelFingerprint:
+    """Of the checkpoint as this engine runs it: a quantised cache rounds what is computed from it."""
+    model = vllm_config.model_config
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
+    kv_dtype = f"{model.dtype}/{vllm_config.cache_config.cache_dtype}"
+    return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
 
 
 def _prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, a
 from kintsugi.engine import hashing
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.matching import Match, match_content, match_spans
+from kintsugi.engine.metrics import BlendStats
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
 from kintsugi.fusor.planner import Planner, PlanRequest, hits_beyond
 
@@ -53,7 +54,14 @@ class _State:
     ordinary_hasher: hashing.BlockHasher | None = None
     num_prefix_cached: int = 0
     accounting: Accounting | None = None
-    """Set when the outcome is known; nothing is claimed after that."""
+    """Set when the outcome is known."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing is claimed any more. vLLM asks again about a request that it preempted: if its
+        KV was blended and is gone, it is blended again, or its answer would change midway."""
+        repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
+        return (self.accounting and self.accounting.outcome) not in repeatable
 
 
 @dataclass
@@ -68,9 +76,14 @@ class SchedulerSide:
     hash_block_size: int
     declined_because: str | None
     """Why this engine never blends; None where it does."""
+    has_windows: bool = False
+    """Whether some layers keep the KV of a window only. vLLM lets go of what lies before the window of the
+    last claimed token, also where the claim's first tokens still see it: so nothing may be claimed behind
+    cached tokens, and prefixes are computed again."""
     _states: dict[str, _State] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _metadata: StepMetadata = field(default_factory=StepMetadata)
+    _stats: BlendStats = field(default_factory=BlendStats)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
     )
@@ -111,8 +124,7 @@ class SchedulerSide:
         if params.op is Op.SAVE:
             # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
             # computing it; `_settle` gives the blocks their exact names.
-            first = len(self.prefix_token_ids) // self.hash_block_size
-            hashing.fork(request, first, os.urandom(16))
+            hashing.fork(request, self._fork_at(len(self.prefix_token_ids)), os.urandom(16))
         elif state.params.spans is not None:
             self._fork(request, state, state.params.spans)
             state.match = self._threads.submit(match_spans, self.store, space, state.params.spans)
@@ -138,7 +150,11 @@ class SchedulerSide:
         digest = plan_digest(
             state.space, spans, *self.planner.configuration(state.params.ratio, state.params.selector)
         )
-        hashing.fork(request, exact_end(spans, state.space, prompt) // self.hash_block_size, digest)
+        hashing.fork(request, self._fork_at(exact_end(spans, state.space, prompt)), digest)
+
+    def _fork_at(self, num_exact: int) -> int:
+        """The first block with a name of its own, behind a prefix of exact tokens."""
+        return 0 if self.has_windows else num_exact // self.hash_block_size
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
@@ -146,7 +162,7 @@ class SchedulerSide:
         None means: ask again, the store has not answered yet.
         """
         state = self._states.get(request.request_id)
-        if state is None or state.accounting is not None:
+        if state is None or state.is_final:
             return 0, False
         claim = request.num_tokens - 1 - num_computed
         if state.params.op is Op.SAVE:
@@ -159,7 +175,10 @@ class SchedulerSide:
             state.job = self._plan(request, state, match, num_computed)
         except NotBlendable as error:
             outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
-            state.accounting = self._with_match(state, Accounting(outcome, reason=str(error)))
+            # A preempted request stays what it was: its first tokens came of that.
+            state.accounting = state.accounting or self._with_match(
+                state, Accounting(outcome, reason=str(error))
+            )
             return 0, False
         return claim, True
 
@@ -204,6 +223,8 @@ class SchedulerSide:
         hits = hits_beyond(every_hit, num_computed)
         if every_hit and not hits:
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
+        if self.has_windows and num_computed:
+            raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
         missed = sum(span.num_tokens for span in match.spans if span.key not in match.manifests)
         plan = self.planner.plan(
             PlanRequest(
@@ -300,18 +321,25 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """The accounting for the response, and a cancellation where the worker is still busy."""
-        refused = self._refused.pop(request.request_id, None)
-        if refused is not None:
-            return {PARAMS_KEY: refused.to_mapping()}
+        accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
-        if state is None:
+        if state is not None:
+            if state.in_flight:
+                self._metadata.cancelled.append(request.request_id)
+            accounting = state.accounting or Accounting(
+                Outcome.DECLINED, reason="aborted: the request ended before it was blended"
+            )
+        if accounting is None:
             return None
-        if state.in_flight:
-            self._metadata.cancelled.append(request.request_id)
-        accounting = state.accounting or Accounting(
-            Outcome.DECLINED, reason="aborted: the request ended before it was blended"
-        )
+        self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
+
+    def take_stats(self) -> BlendStats | None:
+        """Counts since the last call, None where there are none."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, BlendStats()
+        return stats
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
 
 def unsupported(vllm_config: VllmConfig) -> str | None:
@@ -20,3 +21,18 @@ def unsupported(vllm_config: VllmConfig) -> str | None:
         (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
     )
     return next((reason for holds, reason in checks if holds), None)
+
+
+def has_windows(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some cache group lets go of tokens of a running request.
+
+    A windowed layer whose group is kept in full (vLLM without its hybrid manager) has a full spec.
+    """
+    return not all(_keeps_everything(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+
+
+def _keeps_everything(spec: KVCacheSpec) -> bool:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(_keeps_everything(one) for one in spec.kv_cache_specs.values())
+    # Subclasses are other policies.
+    return type(spec) is FullAttentionSpec

@@ -101,7 +101,9 @@ class GradualHkvdSelector(HkvdSelector):
         return self.signal if layer >= self.check_layer else None
 
     def ratio_at(self, layer: int) -> float:
-        depth = max(self.num_layers - 1 - self.check_layer, 1)
+        depth = self.num_layers - 1 - self.check_layer
+        if self.ratio == 0 or depth == 0:
+            return self.ratio
         along = (layer - self.check_layer) / depth
         spread = min(GRADUAL_SPREAD, 1 / self.ratio - 1)
         return self.ratio * (1 + spread * (1 - 2 * along))

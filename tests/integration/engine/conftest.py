@@ -5,17 +5,10 @@ vLLM keeps its KV connector in a process-wide variable, so two engines cannot li
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import pytest
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# One core computes, one is left to loader threads, as an engine's CPU threads beside its accelerator.
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.client.ram import RamStore
@@ -60,13 +53,6 @@ class EngineSlot:
         self.engine, self.wanted = None, None
 
 
-@pytest.fixture(scope="session")
-def engine_slot() -> Iterator[EngineSlot]:
-    slot = EngineSlot()
-    yield slot
-    slot.close()
-
-
 def random_tokens(count: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(3, VOCAB) for _ in range(count)]
@@ -79,14 +65,15 @@ class Rag:
     pieces: Sequence[tuple[str, list[int]]]
     """(`chunk` or `gap`, tokens), in order."""
     question: list[int] = field(default_factory=lambda: random_tokens(17, 99))
+    prefix: Sequence[int] = tuple(PREFIX)
 
     @property
     def token_ids(self) -> list[int]:
-        return [*PREFIX, *(token for _, tokens in self.pieces for token in tokens), *self.question]
+        return [*self.prefix, *(token for _, tokens in self.pieces for token in tokens), *self.question]
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        spans, at = [], len(PREFIX)
+        spans, at = [], len(self.prefix)
         for kind, tokens in self.pieces:
             if kind == "chunk":
                 spans.append(Span(at, at + len(tokens)))

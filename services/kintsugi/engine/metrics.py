@@ -1,0 +1,98 @@
+"""Counters of what the plugin did, over vLLM's own channel for connectors.
+
+The scheduler's side counts; vLLM carries the counts to the process that serves `/metrics` and to its
+periodic log line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kintsugi.core.accounting import Accounting, Outcome
+
+REQUESTS = "requests"
+AMOUNTS = (
+    "chunks_hit",
+    "chunks_missed",
+    "tokens_hit",
+    "tokens_missed",
+    "tokens_recomputed",
+    "token_layers_computed",
+    "token_layers_total",
+    "bytes_loaded",
+    "load_wait_ms",
+    "restarts",
+)
+"""Fields of `Accounting` that add up over requests."""
+
+
+class BlendStats(KVConnectorStats):  # type: ignore[misc]
+    """Sums since the last report: `requests/OUTCOME/REASON` and one entry per name in `AMOUNTS`."""
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def count(self, accounting: Accounting) -> None:
+        """Add one finished request."""
+        self._add(f"{REQUESTS}/{accounting.outcome.value}/{reason_label(accounting)}", 1)
+        if accounting.outcome is Outcome.BLENDED:
+            for name in AMOUNTS:
+                self._add(name, getattr(accounting, name))
+
+    def _add(self, name: str, amount: float) -> None:
+        self.data[name] = self.data.get(name, 0) + amount
+
+    def aggregate(self, other: KVConnectorStats) -> BlendStats:
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+def reason_label(accounting: Accounting) -> str:
+    """The first word of the reason, one of a few: `no_chunk_cached`, `InvalidSpan`, `none` if all is well."""
+    if accounting.reason is None or accounting.outcome is Outcome.BLENDED:
+        return "none"
+    return accounting.reason.split(":", 1)[0]
+
+
+class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`kintsugi_requests_total{outcome, reason}` and one counter per name in `AMOUNTS`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[prometheus_client.Counter]
+        self._requests = counter(
+            "kintsugi_requests",
+            "Requests that asked for blending or saving, by outcome and reason",
+            labelnames=[*labelnames, "outcome", "reason"],
+        )
+        self._amounts = {
+            name: counter(
+                f"kintsugi_blend_{name}", f"Sum over blended requests of {name}", labelnames=labelnames
+            )
+            for name in AMOUNTS
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, amount in transfer_stats_data.items():
+            if name.startswith(f"{REQUESTS}/"):
+                _, outcome, reason = name.split("/", 2)
+                self._requests.labels(*labels, outcome, reason).inc(amount)
+            else:
+                self._amounts[name].labels(*labels).inc(amount)

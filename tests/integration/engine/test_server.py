@@ -1,0 +1,112 @@
+"""The plugin in vLLM's own OpenAI server, started as its users start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.engine.local import save_prompt, transfer_config
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
+from tests.integration.engine.conftest import NAMESPACE, PREFIX, EngineSlot, chunks_of, rag
+
+pytestmark = pytest.mark.engine
+
+START_TIMEOUT_S = 180
+
+
+@pytest.fixture(scope="module")
+def shard() -> Iterator[ShardServer]:
+    with ShardServer(Shard(RamTier(64 << 20)), "127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(
+    engine_slot: EngineSlot, shard: ShardServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    engine_slot.close()
+    log = tmp_path_factory.mktemp("server") / "log"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--model", str(cached_checkpoint("tiny-llama")), "--enforce-eager"]
+    command += [
+        "--served-model-name",
+        "tiny",
+        "--max-model-len",
+        "4096",
+        "--kv-cache-memory-bytes",
+        "134217728",
+    ]
+    command += ["--kv-transfer-config", json.dumps(transfer_config({"store": f"grpc://{shard.address}"}))]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            _wait_until_healthy(client, process, log)
+            yield client
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def _wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if client.get("/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise AssertionError("the server did not come up:\n" + log.read_text()[-4000:])
+
+
+def complete(server: httpx.Client, token_ids: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": token_ids, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    if params is not None:
+        body["kv_transfer_params"] = params
+    response = server.post("/v1/completions", json=body)
+    response.raise_for_status()
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_save_blend_and_count_over_http(server: httpx.Client) -> None:
+    chunks = chunks_of(100, 64, seed=12)
+    for chunk in chunks:
+        save = save_prompt(PREFIX, chunk, NAMESPACE)
+        assert save.params is not None
+        saved = complete(server, list(save.token_ids), save.params.to_mapping())
+        assert saved["kv_transfer_params"]["kintsugi"]["outcome"] == "saved"
+    prompt = rag(*chunks)
+    plain = complete(server, prompt.token_ids, None)
+    blended = complete(server, prompt.token_ids, prompt.params(1.0).to_mapping())
+    accounting = blended["kv_transfer_params"]["kintsugi"]
+    assert accounting["outcome"] == "blended", accounting
+    assert accounting["tokens_hit"] == 164
+    assert blended["choices"][0]["text"] == plain["choices"][0]["text"]
+
+    refused = complete(server, prompt.token_ids, {"kintsugi": {"namespace": NAMESPACE, "ratio": 2}})
+    assert refused["kv_transfer_params"]["kintsugi"]["reason"].startswith("InvalidField: ratio")
+    assert refused["choices"][0]["text"] == plain["choices"][0]["text"]
+
+    metrics = server.get("/metrics").text
+    for line in ('outcome="blended",reason="none"', 'outcome="declined",reason="InvalidField"'):
+        assert line in metrics
+    assert "kintsugi_blend_tokens_hit_total" in metrics

@@ -1,0 +1,95 @@
+"""Two ranks: each loads its own heads, they select alike, and they restart together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi.checkpoints.shapes import TINY_SHAPES
+from tests.conftest import Figure, Supports
+from tests.integration.engine.tensor_parallel import SIZES
+
+pytestmark = pytest.mark.engine
+
+REPOSITORY = Path(__file__).parents[3]
+START_AND_CHECK_TIMEOUT_S = 280
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        shape if shape == "tiny-llama" else pytest.param(shape, marks=pytest.mark.full)
+        for shape in sorted(TINY_SHAPES)
+    ],
+)
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def seen(shape: str) -> dict[str, Any]:
+    """What two workers of one engine did; in a process of its own, as vLLM keeps connectors by process."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.engine.tensor_parallel", shape],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=START_AND_CHECK_TIMEOUT_S,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return result
+
+
+def test_chunks_are_saved_once(seen: dict[str, Any]) -> None:
+    assert [accounting["outcome"] for accounting in seen["saved"]] == ["saved"] * len(SIZES)
+
+
+@pytest.mark.parametrize("check", ["full ratio", "own prefix", "gaps"])
+def test_what_is_exact_is_exact(
+    seen: dict[str, Any], shape: str, check: str, supports: Supports, figure: Figure
+) -> None:
+    got = seen[check]
+    assert got["accounting"]["outcome"] == "blended", got
+    assert got["same_tokens"]
+    figure("r1_max_abs_dlogprob", f"{shape}, TP = 2", got["max_abs_dlogprob"])
+    assert got["max_abs_dlogprob"] <= 0.01
+    supports(shape, "TP", "exact")
+
+
+def test_each_rank_loads_its_own_heads(seen: dict[str, Any], shape: str) -> None:
+    """Together they load every byte once."""
+    dims = TINY_SHAPES[shape]
+    row = dims.layers * 2 * dims.kv_heads * dims.head_dim * 2
+    for check in ("full ratio", "ratio .15", "ratio 0"):
+        assert seen[check]["accounting"]["bytes_loaded"] == sum(SIZES) * row
+
+
+def test_less_than_everything_is_recomputed(seen: dict[str, Any]) -> None:
+    """Else the exact checks would compare full prefill with itself."""
+    assert seen["ratio 0"]["accounting"]["tokens_recomputed"] == 0
+    assert seen["ratio .15"]["accounting"]["tokens_recomputed"] == round(0.15 * sum(SIZES))
+    assert seen["ratio 0"]["max_abs_dlogprob"] > 0.1
+
+
+def test_a_chunk_lost_on_one_rank_restarts_all(seen: dict[str, Any]) -> None:
+    got = seen["lost on one rank"]
+    assert got["accounting"]["outcome"] == "blended", got
+    assert got["accounting"]["restarts"] == 1
+    assert seen["after the loss"]["chunks_missed"] == 1
+    assert got["same_tokens"]
+    assert got["max_abs_dlogprob"] <= 0.01
+
+
+def test_the_engine_serves_on(seen: dict[str, Any]) -> None:
+    assert seen["nothing left behind"]["same_tokens"]
