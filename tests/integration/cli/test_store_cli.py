@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from typer.testing import CliRunner
 
+from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.store import app
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.store.ram_tier import RamTier
@@ -69,7 +70,8 @@ def test_an_operator_sees_pins_verifies_and_removes_chunks(server: ShardServer) 
     ],
 )
 def test_bad_input_is_explained_in_one_line(arguments: tuple[str, ...], message: str) -> None:
-    output = run(*arguments, status=1)
+    status = ExitCode.UNAVAILABLE if "127.0.0.1:1" in arguments else ExitCode.BAD_INPUT
+    output = run(*arguments, status=status)
     assert message in output
     assert "Traceback" not in output
 
@@ -79,7 +81,7 @@ def test_a_trace_is_simulated(tmp_path: Path) -> None:
     trace.write_text("".join(f'{{"hash_ids": [{i % 7}, {i}]}}\n' for i in range(100)))
     output = run("simulate", str(trace), "--capacity", "10%")
     assert all(name in output for name in ("lru", "s3fifo", "gdsf", "belady"))
-    assert "percentage" in run("simulate", str(trace), "--capacity", "x%", status=1)
+    assert "percentage" in run("simulate", str(trace), "--capacity", "x%", status=ExitCode.BAD_INPUT)
 
 
 def test_a_served_shard_drains_on_sigterm_and_keeps_everything(tmp_path: Path) -> None:
