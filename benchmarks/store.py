@@ -101,16 +101,22 @@ def make_chunk(index: int, tokens: int = TOKENS) -> tuple[ChunkManifest, list[me
 # Baselines
 
 
+_SENDER = """
+import socket, sys
+port, blocks, size = map(int, sys.argv[1:])
+with socket.create_connection(("127.0.0.1", port)) as sender:
+    block = bytes(size)
+    for _ in range(blocks):
+        sender.sendall(block)
+"""
+
+
 def tcp_gb_per_s(total: int) -> float:
-    """Raw loopback TCP: one process sends, this one receives into one buffer."""
+    """Raw loopback TCP: another process sends, this one receives into one buffer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        child = os.fork()
-        if not child:
-            with socket.create_connection(listener.getsockname()) as sender:
-                block = bytes(BLOCK)
-                for _ in range(total // BLOCK):
-                    sender.sendall(block)
-            os._exit(0)
+        port = str(listener.getsockname()[1])
+        # Not a fork: this process would then fault on every page that it writes to.
+        sender = subprocess.Popen([sys.executable, "-c", _SENDER, port, str(total // BLOCK), str(BLOCK)])
         peer, _ = listener.accept()
         with peer:
             buffer = memoryview(bytearray(BLOCK))
@@ -118,7 +124,7 @@ def tcp_gb_per_s(total: int) -> float:
             while count := peer.recv_into(buffer):
                 received += count
             elapsed_s = time.perf_counter() - began_s
-        os.waitpid(child, 0)
+        sender.wait()
     return received / elapsed_s / GB
 
 
@@ -171,12 +177,17 @@ class Server:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
+def python_environment() -> dict[str, str]:
+    """For another process that imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 @contextlib.contextmanager
 def served(folder: Path, ram: str, ssd: str = "", policy: str = DEFAULT_POLICY) -> Iterator[Server]:
     command = [sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve", "--ram", ram]
     command += ["--policy", policy, "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")]
     command += ["--ssd", f"{folder / 'ssd'}:{ssd}", "--ack", "durable"] if ssd else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "200"}
+    environment = {**python_environment(), "COLUMNS": "200"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
@@ -395,16 +406,14 @@ def _lookup_p99_ms(server: Server, keys: list[ChunkKey], seconds: float) -> tupl
     """p99 of lookups, alone and while another process reads chunks in turns that RAM cannot hold."""
     store = GrpcStore(server.address)
     alone_ms = _lookup_times_p99_ms(store, keys, seconds)
-    child = os.fork()
-    if not child:
-        command = [sys.executable, __file__, "--read-cold", server.address, *(key.hex for key in keys)]
-        os.execv(sys.executable, command)
+    command = [sys.executable, __file__, "--read-cold", server.address, *(key.hex for key in keys)]
+    reader = subprocess.Popen(command, env=python_environment())
     try:
         time.sleep(1.0)
         beside_ms = _lookup_times_p99_ms(store, keys, seconds)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        reader.kill()
+        reader.wait()
         store.close()
     return alone_ms, beside_ms
 

@@ -4,13 +4,17 @@ Everything is measured on unmodified vLLM in this process, methods interleaved, 
 The prompts are random tokens and the models have random weights: this says how fast a blend is and that
 it computes what it should, nothing about the quality of answers.
 
-    python -m benchmarks.ttft [--quick] [--save] [--only speed,exactness,...]
+    python benchmarks/ttft.py [--quick] [--save] [--only speed,exactness,...]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 # One compute thread, the other core left to loading: as an engine's CPU threads beside its accelerator.
 # A second one that gets descheduled makes every parallel region of a small model wait.

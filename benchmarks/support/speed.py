@@ -54,9 +54,8 @@ def _sample(running: LocalEngine, prompt: ChunkPrompt, repetitions: int) -> dict
                 assert accounting["outcome"] == "blended", accounting
                 samples["cost"].append(accounting["cost"])
                 samples["first_load"].append(accounting["timeline"][0]["load_end_ms"] / 1e3)
-        say(
-            f"speed {repetition + 1}/{repetitions}: full {samples['full'][-1]:.2f} s, r15 {samples['r15'][-1]:.2f} s"
-        )
+        last = {name: round(samples[name][-1], 2) for name in ("full", "r15", "r0")}
+        say(f"speed {repetition + 1}/{repetitions}: {last}")
     return samples
 
 

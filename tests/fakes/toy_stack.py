@@ -186,6 +186,9 @@ class ToyStack:
         hidden.states = self.model.mlp(layer, hidden.residual)
         return kv if capture else None
 
+    def synchronize(self) -> None:
+        """Nothing is queued: torch computes on the CPU at once."""
+
     def gather_heads(self, values: Tensor) -> Tensor:
         return values
 

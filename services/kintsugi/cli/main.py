@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -113,6 +114,12 @@ def doctor(
     code = command.run(Screen(as_json), model)
     if code is not ExitCode.OK:
         raise typer.Exit(code)
+
+
+if find_spec("lmdb") is not None:  # the extra `store` is installed
+    from kintsugi.cli.store import app as store_app
+
+    app.add_typer(store_app, name="store")
 
 
 def main() -> None:

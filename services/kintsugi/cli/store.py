@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kintsugi.cli.exits import exit_code_of
 from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.tls import TlsFiles
@@ -49,7 +50,7 @@ def explained() -> Iterator[None]:
         yield
     except KintsugiError as error:
         errors.print(f"[red]error:[/red] {error}", highlight=False)
-        raise typer.Exit(1) from None
+        raise typer.Exit(exit_code_of(error)) from None
 
 
 def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles | None:

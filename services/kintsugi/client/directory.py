@@ -19,6 +19,7 @@ import grpc
 import xxhash
 
 from kintsugi.client.status import error_of_call
+from kintsugi.client.tls import TlsFiles, open_channel
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey
@@ -150,9 +151,9 @@ class FileDirectory(ShardDirectory):
 class GrpcDirectory(ShardDirectory):
     """The `ShardDirectory` service at an address, watched by one thread."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
         self._address = address
-        self._channel: Any = grpc.insecure_channel(address)
+        self._channel = open_channel(address, tls)
         self._watch: Any = self._channel.unary_stream(
             f"/{DIRECTORY_SERVICE}/WatchShardMap",
             pb.WatchShardMapRequest.SerializeToString,

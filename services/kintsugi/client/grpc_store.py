@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
-
-import grpc
+from urllib.parse import parse_qsl, urlsplit
 
 from kintsugi.client import wire
 from kintsugi.client.interface import Buffer, BufferFor, ChunkLost, ChunkStore, LayerFrame, StoreStats
@@ -19,10 +18,11 @@ from kintsugi.client.manifests import Manifests
 from kintsugi.client.received import Received
 from kintsugi.client.same_host import SameHost
 from kintsugi.client.status import errors_of
-from kintsugi.client.tls import TlsFiles
+from kintsugi.client.tls import Line, TlsFiles
 from kintsugi.client.watchdog import Watchdog, guarded
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 
@@ -42,6 +42,8 @@ class GrpcOptions:
     """When a put returns: once it is in RAM, or on disk. Empty: the shard's default."""
     tier: str = ""
     """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
+    recompute_ms_per_token: float = 0.0
+    """What prefilling a token costs here: placement and eviction weigh it. 0: unknown."""
     tls: TlsFiles | None = None
     """None talks in the clear, which a shard beyond loopback refuses."""
     same_host: bool = True
@@ -56,27 +58,16 @@ class GrpcStore(ChunkStore):
     def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
         self.address = address
         self._options = options or GrpcOptions()
-        self._channel = open_channel(address, self._options.tls)
+        self._line = Line(address, self._options.tls)
         self._watchdog = Watchdog()
         self._manifests = Manifests()
-        self._put: Any = self._channel.stream_unary(
-            f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
-        )
-        self._stream: Any = self._channel.unary_stream(
-            f"/{wire.SERVICE}/StreamLayers", pb.StreamLayersRequest.SerializeToString
-        )
-        self._lease: Any = self._channel.unary_stream(
-            f"/{wire.SERVICE}/LeaseLayers",
-            pb.LeaseLayersRequest.SerializeToString,
-            pb.LeaseLayersResponse.FromString,
-        )
         self._same_host = SameHost(
             lambda: self.call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse)
         )
 
     def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """One unary call of the service: its response. `response` is the message's class."""
-        method = self._channel.unary_unary(
+        method = self._line.channel().unary_unary(
             f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
         )
         with errors_of(self.address):
@@ -127,7 +118,10 @@ class GrpcStore(ChunkStore):
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
         with errors_of(self.address):
-            response = self._put(
+            put = self._line.channel().stream_unary(
+                f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
+            )
+            response = put(
                 self._put_messages(manifest, views), timeout=self._options.put_timeout_s, metadata=_METADATA
             )
         return bool(response.inserted)
@@ -137,6 +131,7 @@ class GrpcStore(ChunkStore):
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
             tier=self._options.tier,
+            recompute_ms=self._options.recompute_ms_per_token * manifest.num_tokens,
             ttl_s=self._options.ttl_s,
         )
         yield pb.PutChunkKVRequest(header=header).SerializeToString()
@@ -202,7 +197,12 @@ class GrpcStore(ChunkStore):
         self, received: Received, request: pb.StreamLayersRequest, deadline_s: float
     ) -> Generator[LayerFrame | ChunkLost, None, bool]:
         """Frames from the shard's memory; False, and none of them, where that does not work now."""
-        call = self._lease(pb.LeaseLayersRequest(request=request), metadata=_METADATA)
+        method = self._line.channel().unary_stream(
+            f"/{wire.SERVICE}/LeaseLayers",
+            pb.LeaseLayersRequest.SerializeToString,
+            pb.LeaseLayersResponse.FromString,
+        )
+        call = method(pb.LeaseLayersRequest(request=request), metadata=_METADATA)
         guard = self._watchdog.guard(call.cancel)
         try:
             with errors_of(self.address, lambda: guard.expired):
@@ -236,7 +236,10 @@ class GrpcStore(ChunkStore):
         self, request: pb.StreamLayersRequest, deadline_s: float
     ) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
         """Frames as they arrive, unverified; the call ends with the iterator."""
-        call = self._stream(request, metadata=_METADATA)
+        method = self._line.channel().unary_stream(
+            f"/{wire.SERVICE}/StreamLayers", pb.StreamLayersRequest.SerializeToString
+        )
+        call = method(request, metadata=_METADATA)
         guard = self._watchdog.guard(call.cancel)
         messages = guarded(call, guard, deadline_s)
         try:
@@ -301,18 +304,11 @@ class GrpcStore(ChunkStore):
     def close(self) -> None:
         self._watchdog.close()
         self._same_host.close()
-        self._channel.close()
-
-
-def open_channel(address: str, tls: TlsFiles | None) -> Any:
-    """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
-    if tls is None:
-        return grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=wire.CHANNEL_OPTIONS)
+        self._line.close()
 
 
 def open_grpc(url: str) -> GrpcStore:
-    """`grpc://host:port`. Raises `InvalidField` where it names no port."""
+    """`grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -320,7 +316,44 @@ def open_grpc(url: str) -> GrpcStore:
         port = None
     if not parts.hostname or port is None:
         raise InvalidField("store", f"{url!r} must name a shard as grpc://host:port")
-    return GrpcStore(parts.netloc)
+    return GrpcStore(parts.netloc, options_of(parts.query))
+
+
+@dataclass(frozen=True)
+class _Query:
+    """The options that a URL may carry."""
+
+    __pydantic_config__ = STRICT
+
+    ack: Literal["ram", "durable", ""] = ""
+    tier: str = ""
+    ttl_s: float = 0.0
+    recompute_ms_per_token: float = 0.0
+    same_host: bool = True
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+
+def options_of(query: str) -> GrpcOptions:
+    """The options in a URL's query, such as `ack=durable&tls_ca=…&tls_cert=…&tls_key=…`.
+
+    Raises `InvalidField` and `UnknownField`.
+    """
+    values = load(_Query, dict(parse_qsl(query, keep_blank_values=True)), where="store")
+    tls = None
+    if values.tls_ca or values.tls_cert or values.tls_key:
+        if not (values.tls_ca and values.tls_cert and values.tls_key):
+            raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
+        tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key)
+    return GrpcOptions(
+        ack=values.ack,
+        tier=values.tier,
+        ttl_s=values.ttl_s,
+        recompute_ms_per_token=values.recompute_ms_per_token,
+        same_host=values.same_host,
+        tls=tls,
+    )
 
 
 def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:

@@ -3,6 +3,7 @@
 `ram://NAME` is this process's store of that name: the connector's scheduler and worker sides, which
 share a process where the engine has one worker, meet there. `grpc://HOST:PORT` is a shard.
 `shards://HOST:PORT` is all shards of the directory there, `shardfile:///PATH` all shards of a map in a file.
+These three take options as a query: `?ack=durable&tls_ca=…` (see `grpc_store.options_of`).
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ def _open_grpc(url: str) -> ChunkStore:
 
 def _open_shards(url: str) -> ChunkStore:
     from kintsugi.client.directory import FileDirectory, GrpcDirectory
+    from kintsugi.client.grpc_store import options_of
     from kintsugi.client.sharded import ShardedStore
 
     parts = urlsplit(url)
+    options = options_of(parts.query)
     if parts.scheme == "shardfile":
-        return ShardedStore(FileDirectory(Path(parts.path)))
+        return ShardedStore(FileDirectory(Path(parts.path)), options)
     if not parts.netloc:
         raise InvalidField("store", f"{url!r} must name a directory as shards://host:port")
-    return ShardedStore(GrpcDirectory(parts.netloc))
+    return ShardedStore(GrpcDirectory(parts.netloc, options.tls), options)
 
 
 _OPENERS: dict[str, Callable[[str], ChunkStore]] = {

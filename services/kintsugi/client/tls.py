@@ -1,16 +1,21 @@
-"""Mutual TLS from files, which are read again when they change."""
+"""Channels and servers with mutual TLS from files. These are read again when they change."""
 
 from __future__ import annotations
 
 import ipaddress
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from kintsugi.client.wire import CHANNEL_OPTIONS
 from kintsugi.core.errors import InvalidField
+
+FILES_CHECK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,43 @@ class TlsFiles:
         """For a client. Raises `InvalidField`."""
         ca, cert, key = self.read()
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def open_channel(address: str, tls: TlsFiles | None) -> Any:
+    """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+
+
+class Line:
+    """A channel to one address that is made anew once its TLS files have changed. Thread-safe."""
+
+    def __init__(self, address: str, tls: TlsFiles | None) -> None:
+        """Raises `InvalidField` where a file cannot be read."""
+        self._address = address
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._checked_s = time.monotonic()
+        self._stamp = () if tls is None else tls.stamp()
+        self._channel = open_channel(address, tls)
+
+    def channel(self) -> Any:
+        """The channel for the next call. Calls that are under way keep theirs."""
+        if self._tls is None:
+            return self._channel
+        with self._lock:
+            if time.monotonic() - self._checked_s >= FILES_CHECK_S:
+                self._checked_s = time.monotonic()
+                stamp = self._tls.stamp()
+                if stamp and stamp != self._stamp:
+                    with suppress(InvalidField):  # replaced just now: next time
+                        self._channel = open_channel(self._address, self._tls)
+                        self._stamp = stamp
+            return self._channel
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 class ServerTls:

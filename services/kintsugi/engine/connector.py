@@ -26,6 +26,7 @@ from kintsugi.client.checkpoint import model_fingerprint
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
+from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
@@ -62,7 +63,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise InvalidField(
                 "store",
                 f"{config.store!r} lives in one process, and this engine's worker runs in another; run a "
-                "shard and name it (grpc://host:port), or start vLLM with --distributed-executor-backend uni",
+                "shard (kintsugi store serve) and name it: grpc://host:port",
             )
         store = open_store(config.store)
         max_batched = vllm_config.scheduler_config.max_num_batched_tokens
@@ -74,9 +75,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config=config,
                 store=store,
                 planner=FixedRatioPlanner(config.ratio, config.selector, config.check_layer),
-                fingerprint=model_fingerprint(
-                    vllm_config.model_config.model, str(vllm_config.model_config.dtype)
-                ),
+                fingerprint=_fingerprint(vllm_config),
                 prefix_token_ids=_prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
                 declined_because=unsupported(vllm_config),
@@ -183,6 +182,14 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _fingerprint(vllm_config: VllmConfig) -> ModelFingerprint:
+    """Of the checkpoint as this engine runs it: a quantised cache rounds what is computed from it."""
+    model = vllm_config.model_config
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
+    kv_dtype = f"{model.dtype}/{vllm_config.cache_config.cache_dtype}"
+    return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
 
 
 def _prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:

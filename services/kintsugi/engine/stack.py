@@ -201,6 +201,10 @@ class VllmStack:
             self._call(self._model.layers[layer], hidden, batch)
         return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
 
+    def synchronize(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+
     def gather_heads(self, values: Tensor) -> Tensor:
         if self.world_size == 1:
             return values
@@ -212,8 +216,8 @@ class VllmStack:
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.world_size == 1:
             return values
-        summed: Tensor = tensor_model_parallel_all_reduce(values)
-        return summed
+        summed: Tensor = tensor_model_parallel_all_reduce(values.to(self._model.device))
+        return summed.to(values.device)
 
     def _tables_of(self, layer: int) -> _GroupTables:
         return self._tables[self._model.layers[layer].group.index]

@@ -284,8 +284,7 @@ class BlendPass(SlicedWork):
     def synchronize(self) -> Units[None]:
         """Wait until everything that the pass queued on the device is done."""
         started = time.perf_counter()
-        if self._hit_positions.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self._stack.synchronize()
         self.tally.compute_s += time.perf_counter() - started
         yield 0.0
 

@@ -87,6 +87,10 @@ class DecoderStack(Protocol):
         """Run the layer; `hidden` becomes its output. With `capture`, the tokens' K and V."""
         ...
 
+    def synchronize(self) -> None:
+        """Return once everything that was queued on the device is done."""
+        ...
+
     def gather_heads(self, values: Tensor) -> Tensor:
         """`[tokens, heads of this rank, head_dim]` -> `[tokens, all kv heads, head_dim]`, on every rank."""
         ...

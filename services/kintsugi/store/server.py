@@ -86,6 +86,7 @@ class ShardServer:
         try:
             self._call(self._started())
         except (RuntimeError, OSError, KintsugiError) as error:
+            self._call(self._stopped(0.0))
             self._close_door()
             self._end_loop()
             if isinstance(error, KintsugiError):

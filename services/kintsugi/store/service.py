@@ -272,7 +272,7 @@ class ChunkStoreService:
 
     @_answers
     async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
-        deleted = self.shard.clear(request.namespace)
+        deleted = await asyncio.to_thread(self.shard.clear, request.namespace)
         await self._flushed()
         return pb.ClearResponse(deleted=deleted)
 

@@ -36,6 +36,7 @@ from kintsugi.store.writeback import WriteBack
 
 log = logging.getLogger(__name__)
 
+CLEAR_BATCH = 256
 QUEUE_SHARE_MAX = 0.25
 """Of RAM, that may wait for one SSD tier: puts wait when more would."""
 
@@ -266,14 +267,18 @@ class Shard:
         return len(present)
 
     def clear(self, namespace: str) -> int:
-        """Forget a namespace's chunks; their number."""
+        """Forget a namespace's chunks; their number. Takes the lock for some at a time."""
         checked_namespace(namespace)
         self._check_alive()
-        with self.lock:
-            entries = self._index.page(namespace, len(self._index), None)
-            for entry in entries:
-                self._forget(entry)
-        return len(entries)
+        cleared = 0
+        while True:
+            with self.lock:
+                entries = self._index.page(namespace, CLEAR_BATCH, None)
+                for entry in entries:
+                    self._forget(entry)
+            if not entries:
+                return cleared
+            cleared += len(entries)
 
     def flushed(self) -> list[Future[None]]:
         """Done once every put and deletion until now is on disk."""
@@ -412,8 +417,11 @@ class Shard:
         """End leases and forget chunks whose time is over."""
         with self.lock:
             self._pins.expire()
-            now = self._wall_clock()
-            for entry in [entry for entry in self._index if entry.expires_at_s <= now]:
+            entries = list(self._index)
+        now = self._wall_clock()
+        due = [entry for entry in entries if entry.expires_at_s <= now]  # not under the lock: there are many
+        with self.lock:
+            for entry in due:
                 self._living(entry.address)
 
     def addresses(self) -> list[Address]:

@@ -23,7 +23,7 @@ from kintsugi.store.ram_tier import RamTier
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES_MAX = 64 << 20
+BATCH_BYTES_MAX = 128 << 20
 ROOM_BYTES_MIN = 64 << 20
 """Eviction makes room for so much at once, up to 1/16 of a tier: each round costs the catalog a commit."""
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,9 @@ import pytest
 
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.engine.local import save_prompt, transfer_config
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
 from tests.integration.engine.conftest import NAMESPACE, PREFIX, EngineSlot, chunks_of, rag
 
 pytestmark = pytest.mark.engine
@@ -25,8 +29,17 @@ START_TIMEOUT_S = 180
 
 
 @pytest.fixture(scope="module")
-def server(engine_slot: EngineSlot) -> Iterator[httpx.Client]:
+def shard() -> Iterator[ShardServer]:
+    with ShardServer(Shard(RamTier(64 << 20)), "127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(
+    engine_slot: EngineSlot, shard: ShardServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     engine_slot.close()
+    log = tmp_path_factory.mktemp("server") / "log"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,21 +53,20 @@ def server(engine_slot: EngineSlot) -> Iterator[httpx.Client]:
         "--kv-cache-memory-bytes",
         "134217728",
     ]
-    # One process for scheduler and worker, so that they share the store in memory.
-    command += ["--distributed-executor-backend", "uni"]
-    command += ["--kv-transfer-config", json.dumps(transfer_config({}))]
+    command += ["--kv-transfer-config", json.dumps(transfer_config({"store": f"grpc://{shard.address}"}))]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            _wait_until_healthy(client, process)
+            _wait_until_healthy(client, process, log)
             yield client
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
-def _wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -62,7 +74,7 @@ def _wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes]) 
                 return
         except httpx.TransportError:
             time.sleep(0.2)
-    raise AssertionError("the server did not come up")
+    raise AssertionError("the server did not come up:\n" + log.read_text()[-4000:])
 
 
 def complete(server: httpx.Client, token_ids: list[int], params: dict[str, Any] | None) -> dict[str, Any]:

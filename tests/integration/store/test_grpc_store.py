@@ -99,3 +99,29 @@ def test_a_shard_that_is_not_there_is_unavailable() -> None:
 def test_a_url_must_name_a_port(url: str) -> None:
     with pytest.raises(InvalidField, match="host:port"):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("query", "match"),
+    [
+        ("akc=durable", "did you mean 'ack'"),
+        ("ack=never", "ack"),
+        ("tls_ca=ca.pem", "belong together"),
+        ("ttl_s=soon", "ttl_s"),
+    ],
+)
+def test_a_wrong_option_in_a_url_is_named(query: str, match: str) -> None:
+    with pytest.raises(InvalidField, match=match):
+        open_store(f"grpc://127.0.0.1:1?{query}")
+
+
+def test_options_in_a_url_are_taken(server: ShardServer) -> None:
+    store = open_store(f"grpc://{server.address}?same_host=off&tier=ram&recompute_ms_per_token=0.5&ttl_s=60")
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    (entry,) = server.shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    assert entry.recompute_ms == 20.0
+    assert read_all(store, [manifest.key])[0] == (0, 0, frames[0])
+    assert store.stats().transport == "grpc"
+    store.close()

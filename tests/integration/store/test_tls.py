@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from kintsugi.client import tls as tls_module
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.tls import TlsFiles, checked_listen, is_loopback
 from kintsugi.core.errors import InvalidField, Unavailable
@@ -90,6 +91,19 @@ def test_replaced_certificates_are_used_without_a_restart(tmp_path: Path) -> Non
         assert answers(server.address, files)
         issue(folder)
         assert answers(server.address, files)
+
+
+def test_a_client_follows_replaced_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_module, "FILES_CHECK_S", 0.0)
+    files = issue(tmp_path / "tls")
+    with ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=files)) as server:
+        address = server.address
+        store = GrpcStore(address, GrpcOptions(tls=files, call_timeout_s=3.0))
+        assert store.stats().chunks == 0
+    issue(tmp_path / "tls")
+    with ShardServer(Shard(RamTier(1 << 20)), address, ServerOptions(tls=files)):
+        assert store.stats().chunks == 0
+        store.close()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
