@@ -314,6 +314,7 @@ def test_closing_early_lets_go_of_the_loader() -> None:
     work.advance(20)
     work.close()
     work.close()
+    scene.loaders[0]._thread.join(20)
     assert not scene.loaders[0]._thread.is_alive()
 
 
@@ -336,7 +337,9 @@ def test_a_lost_chunk_is_computed_instead(layer: int, ratio: float) -> None:
     assert work.tally.token_layers >= expected.tally.token_layers
     assert len(work.tally.timeline) == LAYERS
     assert [hit.key for hit in scene.opened[1].hits] == [scene.hits[0].key, scene.hits[2].key]
-    assert not any(loader._thread.is_alive() for loader in scene.loaders)
+    for loader in scene.loaders:
+        loader._thread.join(20)
+        assert not loader._thread.is_alive()
 
 
 def test_a_second_loss_fails() -> None:
