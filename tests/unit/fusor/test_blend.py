@@ -308,6 +308,21 @@ def test_it_waits_for_a_slow_loader() -> None:
     assert work.tally.load_wait_s > 0
 
 
+def test_a_store_that_never_answers_is_given_up() -> None:
+    scene, gate = prompt(), Gate()
+    scene.gate = gate
+    gate.event(0).set()
+    work, _ = begin(scene, scene.plan(0.0))
+    while work.tally.token_layers == 0:
+        work.next_unit()
+    scene.loaders[0].patience_s = 0.01
+    assert finish(work) is Status.FAILED
+    assert work.tally.failure == "layer 1 did not arrive within 0.01 s"
+    for layer in range(LAYERS):
+        gate.event(layer).set()
+    scene.loaders[0]._thread.join(20)
+
+
 def test_closing_early_lets_go_of_the_loader() -> None:
     scene = prompt()
     work, _ = begin(scene, scene.plan(0.5), unit=5)
