@@ -28,6 +28,7 @@ SECTIONS = {
     "speed": speed.measure,
     "stalls": stalls.measure,
     "exactness": exactness.measure,
+    "oracle": exactness.measure_oracle,
     "hits": exactness.measure_hits,
     "stress": exactness.measure_stress,
     "plain": plain_cost.measure,

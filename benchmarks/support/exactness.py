@@ -7,7 +7,8 @@ import random
 from benchmarks.support.engines import cold, engine, say, store_chunks
 from benchmarks.support.figures import Figure
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt, tokens
-from kintsugi.core.request import KintsugiParams
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 
 SHAPES = (
@@ -88,11 +89,55 @@ def measure_hits(quick: bool) -> list[Figure]:
     ]
 
 
+SELECTIONS = (
+    (SelectorName.HKVD, 0.0),
+    (SelectorName.HKVD, 0.15),
+    (SelectorName.HKVD_GRADUAL, 0.3),
+    (SelectorName.RANDOM, 0.5),
+)
+
+
+def measure_oracle(quick: bool) -> list[Figure]:
+    """Blends against an independent implementation on transformers, given the positions they selected.
+
+    In float32: in bfloat16 the two already differ by up to 0.29 at a full prefill of these models.
+    """
+    from tests.oracle import Oracle, measured_layers
+
+    worst = 0.0
+    shapes = SHAPES[:1] if quick else SHAPES
+    for shape in shapes:
+        prompt = ChunkPrompt.make(QUICK_SIZES, question=21, seed=9)
+        oracle = Oracle(cached_checkpoint(shape))
+        hits = [(span.start, span.end) for span in prompt.spans]
+        with engine(shape, max_model_len=4096, dtype="float32") as running:
+            store_chunks(running, prompt)
+            for selector, ratio in SELECTIONS:
+                params = KintsugiParams(
+                    NAMESPACE, spans=prompt.spans, ratio=ratio, selector=selector, explain=True
+                )
+                answer = cold(running, Prompt(prompt.token_ids, params, 1, top_logprobs=20, ignore_eos=True))
+                accounting = answer.accounting or {}
+                active = {int(layer): p for layer, p in accounting["recomputed_positions"].items()}
+                measured = measured_layers(selector.value, 1, ratio, oracle.num_layers)
+                expected = oracle.blended(prompt.token_ids, PREFIX, hits, active, measured).logprobs[0]
+                for token, logprob in answer.top_logprobs[0].items():
+                    worst = max(worst, abs(float(expected[token]) - logprob))
+        say(f"oracle {shape}: worst so far {worst:.2g}")
+    detail = f"{len(shapes)} architectures, {len(SELECTIONS)} selections each, float32, top 20 logprobs"
+    return [Figure.at_most("oracle_max_abs_dlogprob", worst, 0.02, unit="", detail=detail)]
+
+
 def measure_stress(quick: bool) -> list[Figure]:
     """Random mixes of blends, saves, plain requests, aborts and injected load failures."""
     from tests.simulation.mixed import run_mixes
 
     count = 5 if quick else 200
     with engine("tiny-llama", max_model_len=4096, block_size=32) as running:
-        result = run_mixes(running, seed=8, count=count)
-    return [Figure.at_most("mixed_stress_errors", result.errors, 0, unit="", detail=str(result))]
+        result = run_mixes(running, seed=8, count=count, on_mix=lambda done: _say_each(done, count))
+    return [Figure.at_most("mixed_stress_errors", result.errors, 0, unit="", detail=str(result)[:300])]
+
+
+def _say_each(done: int, count: int) -> None:
+    if done % 20 == 0:
+        say(f"stress {done}/{count}")

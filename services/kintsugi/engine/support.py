@@ -5,11 +5,15 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
+from kintsugi.engine.hooks import missing_hooks
+
 
 def unsupported(vllm_config: VllmConfig) -> str | None:
     """`reason: detail` for the first thing that rules blending out, None where nothing does."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    missing = missing_hooks()
     checks = (
+        (bool(missing), f"vllm_version: this vLLM lacks {', '.join(map(str, missing))}"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel: layers lie on several workers"),
         (parallel.data_parallel_size > 1, "data_parallel: ranks step together, a blend would not"),
         (
