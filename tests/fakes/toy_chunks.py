@@ -81,7 +81,7 @@ class ToyPrompt:
             [self.model.rotary] * self.model.layers,
             torch.device("cpu"),
             depth=depth,
-            patience_s=0.2,
+            patience_s=20.0,
         )
         self.loaders.append(loader)
         return loader

@@ -109,7 +109,8 @@ def run_mixes(
 ) -> MixReport:
     """Run `count` mixes drawn from `seed` on an engine that nobody else uses.
 
-    The engine's store has to live in this process (`ram://`). Stops early only when a mix hangs.
+    The engine's store has to live in this process (`ram://`), its deadlines have to be longer than the
+    steps of a slow store take on this machine (`SLOW_STEPS`). Stops early only when a mix hangs.
     `on_mix` hears how many are done.
     """
     simulation = _Simulation(engine, seed)

@@ -22,6 +22,10 @@ def unsupported(vllm_config: VllmConfig) -> str | None:
         ),
         (model.use_mla, "mla: latent KV has no separate keys to rotate"),
         (model.is_multimodal_model, "multimodal: chunk KV is over token ids alone"),
+        (
+            vllm_config.lora_config is not None,
+            "lora: its layers apply the adapters of the running batch, whichever tokens pass through them",
+        ),
         (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
     )
     return next((reason for holds, reason in checks if holds), None)

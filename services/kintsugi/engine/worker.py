@@ -21,6 +21,7 @@ from kintsugi.engine.model import Model, find_model
 from kintsugi.engine.protocol import BlendJob, SaveJob, StepMetadata, WorkerReport
 from kintsugi.engine.selftest import self_test
 from kintsugi.engine.stack import VllmStack, rank_and_size
+from kintsugi.engine.support import unsupported
 from kintsugi.fusor.blend import BlendPass, Region
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
@@ -68,6 +69,10 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the model behind the caches and check that blending it is right. Never raises for a model
         that cannot be blended: serving goes on, and every response says why."""
+        self._unable = unsupported(self._vllm_config)
+        if self._unable is not None:
+            logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
+            return
         try:
             self._model = find_model(self._vllm_config, self._kv_cache_config, kv_caches)
             if self._config.self_test:
@@ -75,6 +80,9 @@ class WorkerSide:
         except (NotBlendable, SelfTestFailed) as error:
             self._unable = str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}"
             logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
+        except Exception as defect:
+            self._unable = f"self_test_failed: {type(defect).__name__}: {defect}"
+            logger.exception("Blending is off, every prompt is prefilled in full: the self-test broke")
 
     def step(self, metadata: StepMetadata) -> None:
         """Take in new work, then run passes until this step's share of work is done."""

@@ -185,7 +185,7 @@ class BlendPass(SlicedWork):
         assert self._loader is not None
         asked = time.perf_counter()
         while True:
-            loaded, lost = self._look(layer)
+            loaded, lost = self._look(layer, time.perf_counter() - asked)
             if lost:
                 raise LoadFailed(lost[0], lost[1])
             if loaded is not None:
@@ -194,7 +194,9 @@ class BlendPass(SlicedWork):
                 return loaded
             yield WAITING
 
-    def _look(self, layer: int) -> tuple[LoadedLayer | None, tuple[frozenset[ChunkKey], str] | None]:
+    def _look(
+        self, layer: int, waited_s: float
+    ) -> tuple[LoadedLayer | None, tuple[frozenset[ChunkKey], str] | None]:
         """One look at the loader. Ranks agree before any of them goes on: a rank alone in a layer would
         wait for the others' all-reduce forever."""
         assert self._loader is not None
@@ -204,6 +206,12 @@ class BlendPass(SlicedWork):
             loaded = self._loader.take(layer, POLL_S if alone else self._loader.patience_s)
         except LoadFailed as error:
             failure = error
+        if alone and loaded is None and failure is None and waited_s > self._loader.patience_s:
+            # A store keeps its own deadline; one that does not must not keep a request forever.
+            every_key = frozenset(hit.key for hit in self.plan.hits)
+            failure = LoadFailed(
+                every_key, f"layer {layer} did not arrive within {self._loader.patience_s:g} s"
+            )
         if alone:
             return loaded, None if failure is None else (failure.keys, failure.reason)
         lost_here = [hit.key in failure.keys if failure else loaded is None for hit in self.plan.hits]

@@ -73,10 +73,10 @@ def stream_through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, 
 def losing(chunk: int, layer: int) -> Callable[[Frames], Frames]:
     def through(frames: Frames) -> Frames:
         for frame in frames:
-            if isinstance(frame, LayerFrame) and (frame.chunk, frame.layer) == (chunk, layer):
+            if frame.chunk != chunk or frame.layer < layer:
+                yield frame
+            elif frame.layer == layer:
                 yield ChunkLost(chunk, layer, "injected")
-                return
-            yield frame
 
     return through
 

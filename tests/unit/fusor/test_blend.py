@@ -308,12 +308,28 @@ def test_it_waits_for_a_slow_loader() -> None:
     assert work.tally.load_wait_s > 0
 
 
+def test_a_store_that_never_answers_is_given_up() -> None:
+    scene, gate = prompt(), Gate()
+    scene.gate = gate
+    gate.event(0).set()
+    work, _ = begin(scene, scene.plan(0.0))
+    while work.tally.token_layers == 0:
+        work.next_unit()
+    scene.loaders[0].patience_s = 0.01
+    assert finish(work) is Status.FAILED
+    assert work.tally.failure == "layer 1 did not arrive within 0.01 s"
+    for layer in range(LAYERS):
+        gate.event(layer).set()
+    scene.loaders[0]._thread.join(20)
+
+
 def test_closing_early_lets_go_of_the_loader() -> None:
     scene = prompt()
     work, _ = begin(scene, scene.plan(0.5), unit=5)
     work.advance(20)
     work.close()
     work.close()
+    scene.loaders[0]._thread.join(20)
     assert not scene.loaders[0]._thread.is_alive()
 
 
@@ -336,7 +352,9 @@ def test_a_lost_chunk_is_computed_instead(layer: int, ratio: float) -> None:
     assert work.tally.token_layers >= expected.tally.token_layers
     assert len(work.tally.timeline) == LAYERS
     assert [hit.key for hit in scene.opened[1].hits] == [scene.hits[0].key, scene.hits[2].key]
-    assert not any(loader._thread.is_alive() for loader in scene.loaders)
+    for loader in scene.loaders:
+        loader._thread.join(20)
+        assert not loader._thread.is_alive()
 
 
 def test_a_second_loss_fails() -> None:

@@ -182,13 +182,14 @@ def test_a_full_pipeline_stops_pulling_and_closes() -> None:
     loader.close()
     loader.close()
     assert time.perf_counter() - began < 5
-    assert let_go.is_set()
+    assert let_go.wait(TIMEOUT_S)
+    loader._thread.join(TIMEOUT_S)
     assert pulled == [0, 1]
     assert not loader._thread.is_alive()
 
 
-def test_closing_does_not_wait_forever_for_a_stuck_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kintsugi.fusor.loader.CLOSE_TIMEOUT_S", 0.05)
+def test_closing_does_not_wait_for_a_stuck_stream() -> None:
+    """The engine's thread closes: an abort beside a slow store must not stop everybody's decoding."""
     chunks, gate = Chunks([3]), Gate()
 
     def frames() -> Iterator[LayerFrame]:
@@ -197,7 +198,9 @@ def test_closing_does_not_wait_forever_for_a_stuck_stream(monkeypatch: pytest.Mo
 
     loader = loader_of(frames, [chunks.placement(0, 0)])
     assert loader.take(0, 0.01) is None
+    began = time.perf_counter()
     loader.close()
+    assert time.perf_counter() - began < 2
     assert loader._thread.is_alive()
     gate.event(0).set()
     loader._thread.join(TIMEOUT_S)
