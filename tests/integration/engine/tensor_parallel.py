@@ -69,7 +69,8 @@ def checks(engine: LocalEngine, shard: Shard) -> dict[str, Any]:
     )
     gaps = Rag([("gap", random_tokens(9, 7)), ("chunk", chunks[3]), ("gap", [5, 6]), ("chunk", chunks[1])])
     for name, ratio in (("ratio .15", 0.15), ("ratio 0", 0.0)):
-        seen[name] = answer(full, ask_cold(engine, prompt.token_ids, prompt.params(ratio)))
+        blended = ask_cold(engine, prompt.token_ids, prompt.params(ratio), max_tokens=32)
+        seen[name] = answer(full, blended)
     seen["gaps"] = answer(
         ask_cold(engine, gaps.token_ids), ask_cold(engine, gaps.token_ids, gaps.params(1.0))
     )
