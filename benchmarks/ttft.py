@@ -51,7 +51,8 @@ def main() -> None:
         "compute_threads": os.environ["OMP_NUM_THREADS"],
         "weights": "random",
     }
-    report("ttft", config, figures, save=arguments.save)
+    part = "" if len(chosen) == len(SECTIONS) else "-" + "-".join(chosen)
+    report("ttft", config, figures, save_as=f"ttft{part}" if arguments.save else None)
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], save: bool) -> None:
-    """Print the table, keep the result under `results/` with `save`, print the JSON object last."""
+def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], save_as: str | None) -> None:
+    """Print the table, keep the result as `results/SAVE_AS.json` where given, print the JSON object last."""
     table = Table(title=f"{benchmark}  ({commit()}, {machine()})", show_lines=False)
     for column in ("figure", "value", "bar", "holds", "detail"):
         table.add_column(column)
@@ -89,7 +89,7 @@ def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], sa
         },
         "figures": [asdict(figure) for figure in figures],
     }
-    if save:
+    if save_as is not None:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{benchmark}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        (RESULTS / f"{save_as}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(result, ensure_ascii=False))

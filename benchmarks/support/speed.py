@@ -37,6 +37,10 @@ def _sample(running: LocalEngine, prompt: ChunkPrompt, repetitions: int) -> dict
     samples: dict[str, list[float]] = {
         name: [] for name in ("full", "r15", "r15_check2", "r0", "cost", "forward", "first_load")
     }
+    # Unmeasured: the first call of each shape prepares kernels.
+    for ratio in (None, RATIO):
+        params = None if ratio is None else prompt.params(ratio)
+        cold(running, Prompt(prompt.token_ids, params, max_tokens=2, ignore_eos=True))
     for repetition in range(repetitions):
         for name, ratio, check_layer in (
             ("full", None, 1),
