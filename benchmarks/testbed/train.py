@@ -1,0 +1,291 @@
+"""Trains the bundled model on the testbed: ordinary causal full attention, a curriculum, one CPU core.
+
+    python -m benchmarks.testbed.train --out runs/a [--resume runs/a/state.pt] [--stages 0,1,2,3,4]
+
+Nothing here knows about blending: a training row is a whole document under plain causal attention, followed
+by questions and answers. Matrices train with Muon, embeddings, head and norms with AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.testbed.generator import ANSWER_WEIGHT, APPOSITIVE_WEIGHT, Shape, make_training_text
+from benchmarks.testbed.model import ModelShape, TinyLlama, causal_mask, initialise, rotation
+from benchmarks.testbed.tokenizer import BOS, PAD, build_vocabulary, piece_ids
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum.
+
+    Attributes:
+        steps: optimiser steps.
+        tokens: length of a row in tokens; batch: rows per step.
+        shape: the documents.
+    """
+
+    steps: int
+    tokens: int
+    batch: int
+    shape: Shape
+
+
+CURRICULUM = (
+    Stage(500, 96, 24, Shape((2, 3), (1, 3), (0, 1), (1, 2), 0.35, 0.5, (1, 1), (1, 2))),
+    Stage(300, 160, 14, Shape((2, 4), (2, 5), (0, 1), (1, 2), 0.35, 0.5, (1, 1), (1, 2))),
+    Stage(500, 208, 12, Shape((3, 5), (2, 5), (0, 2), (1, 2), 0.25, 0.3, (1, 1), (1, 3))),
+    Stage(900, 272, 9, Shape((4, 6), (2, 5), (0, 3), (1, 2), 0.2, 0.15, (1, 1), (2, 3))),
+    Stage(400, 288, 8, Shape((4, 6), (1, 4), (2, 4), (1, 2), 0.1, 0.1, (1, 1), (2, 3))),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates at their peak, and the part of training spent rising and falling.
+
+    Attributes:
+        writer_decay: weight decay of what writes into the residual stream. Without it the stream grows
+            to tens of times the embeddings' scale, and late layers no longer see which word is which.
+    """
+
+    muon: float = 0.02
+    adam: float = 2e-3
+    momentum: float = 0.95
+    warmup_steps: int = 60
+    decay_share: float = 0.35
+    writer_decay: float = 0.3
+
+
+def learning_scale(step: int, share: float, rates: Rates) -> float:
+    """What the peak rates are multiplied by: a short rise, a plateau, a linear fall to nearly zero."""
+    rising = min(1.0, (step + 1) / rates.warmup_steps)
+    falling = min(1.0, (1.0 - share) / rates.decay_share)
+    return min(rising, max(0.02, falling))
+
+
+def orthogonalise(update: Tensor) -> Tensor:
+    """Newton-Schulz iteration (Muon) on a stack of matrices [count, rows, columns], in bf16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = update.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.transpose(1, 2).contiguous()
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = torch.bmm(x, x.transpose(1, 2))
+        x = a * x + torch.bmm(b * gram + c * torch.bmm(gram, gram), x)
+    out: Tensor = (x.transpose(1, 2) if tall else x).to(update.dtype)
+    return out
+
+
+class Muon:
+    """Momentum followed by orthogonalisation, for all matrices of one shape at a time."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], momentum: float, writers: list[nn.Parameter], decay: float
+    ) -> None:
+        self.momentum = momentum
+        self.writers = writers
+        self.decay = decay
+        self.groups: dict[tuple[int, int], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            self.groups.setdefault((parameter.shape[0], parameter.shape[1]), []).append(parameter)
+        self.buffers = {shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()}
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """One update at a learning rate; gradients must be there."""
+        for writer in self.writers:
+            writer.mul_(1.0 - rate * self.decay)
+        for shape, group in self.groups.items():
+            gradient = torch.stack([parameter.grad for parameter in group if parameter.grad is not None])
+            buffer = self.buffers[shape]
+            buffer.lerp_(gradient, 1 - self.momentum)
+            update = orthogonalise(gradient.lerp(buffer, self.momentum))
+            scale = rate * max(1.0, shape[0] / shape[1]) ** 0.5
+            for parameter, change in zip(group, update, strict=True):
+                parameter.add_(change, alpha=-scale)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids [batch, tokens]; targets and their weights, likewise; whether a target is an answer."""
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor
+    answers: Tensor
+
+
+def make_batch(stage: Stage, first_seed: int, vocabulary: dict[str, int]) -> Batch:
+    """Rows made from `stage.batch` consecutive training seeds, padded to `stage.tokens`."""
+    ids = torch.full((stage.batch, stage.tokens + 1), vocabulary[PAD])
+    weights = torch.zeros(stage.batch, stage.tokens + 1)
+    ids[:, 0] = vocabulary[BOS]
+    for row in range(stage.batch):
+        pieces, counts = make_training_text(first_seed + row, stage.shape, stage.tokens)
+        ids[row, 1 : len(pieces) + 1] = torch.tensor(piece_ids(pieces, vocabulary))
+        weights[row, 1 : len(pieces) + 1] = torch.tensor(counts)
+    inputs = ids[:, :-1].contiguous()
+    weights = weights[:, 1:].contiguous()
+    answers = weights == ANSWER_WEIGHT
+    return Batch(inputs, ids[:, 1:].contiguous(), weights, answers)
+
+
+def forward_loss(
+    model: Callable[..., Tensor], head: nn.Linear, batch: Batch, shape: ModelShape
+) -> tuple[Tensor, Tensor]:
+    """(weighted loss, logits [batch, tokens, vocabulary])."""
+    tokens = batch.tokens.shape[1]
+    cos, sin = rotation(shape, torch.arange(tokens))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model(batch.tokens, cos.bfloat16(), sin.bfloat16(), causal_mask(tokens).bfloat16())
+        logits = head(hidden)
+    losses = functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none")
+    weights = batch.weights.flatten()
+    return (losses * weights).sum() / weights.sum(), logits
+
+
+def scheduled(stages: list[Stage], minutes_max: float | None) -> Iterator[tuple[Stage, float]]:
+    """The stage of each step and the share of training done before it, in [0, 1).
+
+    Without `minutes_max` the share counts tokens; with it, wall-clock time, each stage keeping its share:
+    a run on a shared machine then ends when it must, with its learning rate fallen.
+    """
+    sizes = [stage.steps * stage.tokens * stage.batch for stage in stages]
+    total, done, started = sum(sizes), 0, time.monotonic()
+    while True:
+        share = done / total
+        if minutes_max is not None:
+            share = (time.monotonic() - started) / 60 / minutes_max
+        if share >= 1.0:
+            return
+        index, passed = 0, sizes[0]
+        while passed <= share * total and index + 1 < len(stages):
+            index += 1
+            passed += sizes[index]
+        yield stages[index], share
+        done += stages[index].tokens * stages[index].batch
+
+
+def save(path: Path, model: TinyLlama, muon: Muon, adam: torch.optim.Optimizer, step: int, seed: int) -> None:
+    """Writes everything a later run needs to go on."""
+    state = {
+        "model": model.state_dict(),
+        "shape": asdict(model.shape),
+        "muon": muon.buffers,
+        "adam": adam.state_dict(),
+        "step": step,
+        "next_seed": seed,
+    }
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def train(
+    out: Path,
+    stages: list[Stage],
+    rates: Rates,
+    resume: Path | None,
+    seed: int,
+    compiled: bool,
+    minutes_max: float | None,
+) -> None:
+    """Runs the stages; writes `state.pt` and `log.jsonl` under `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    vocabulary = build_vocabulary()
+    model = TinyLlama(ModelShape(vocab_size=len(vocabulary)))
+    initialise(model, seed)
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
+    writers = [p for n, p in model.named_parameters() if "o_proj" in n or "down_proj" in n]
+    muon = Muon(matrices, rates.momentum, writers, rates.writer_decay)
+    adam = torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.98), weight_decay=0.0)
+    next_seed = seed * 100_000_000
+    if resume is not None:
+        state = torch.load(resume, weights_only=True)
+        model.load_state_dict(state["model"])
+        muon.buffers = state["muon"]
+        adam.load_state_dict(state["adam"])
+        next_seed = state["next_seed"]
+    run = torch.compile(model, dynamic=False) if compiled else model
+    log = (out / "log.jsonl").open("a")
+    started = saved = time.monotonic()
+    totals = {"loss": 0.0, "right": 0.0, "answers": 0.0, "spelled_right": 0.0, "spelled": 0.0, "tokens": 0.0}
+    for step, (stage, share) in enumerate(scheduled(stages, minutes_max)):
+        batch = make_batch(stage, next_seed, vocabulary)
+        next_seed += stage.batch
+        loss, logits = forward_loss(run, model.lm_head, batch, model.shape)
+        loss.backward()  # type: ignore[no-untyped-call]
+        scale = learning_scale(step, share, rates)
+        nn.utils.clip_grad_norm_(others, 1.0)
+        for group in adam.param_groups:
+            group["lr"] = rates.adam * scale
+        muon.step(rates.muon * scale)
+        adam.step()
+        model.zero_grad(set_to_none=True)
+        right = logits.argmax(-1) == batch.targets
+        spelled = batch.weights == APPOSITIVE_WEIGHT
+        totals["loss"] += loss.item()
+        totals["right"] += (right & batch.answers).sum().item()
+        totals["answers"] += batch.answers.sum().item()
+        totals["spelled_right"] += (right & spelled).sum().item()
+        totals["spelled"] += spelled.sum().item()
+        totals["tokens"] += batch.tokens.numel()
+        if (step + 1) % 25 == 0:
+            seconds = time.monotonic() - started
+            line = {
+                "step": step + 1,
+                "tokens": stage.tokens,
+                "minutes": round(seconds / 60, 2),
+                "loss": round(totals["loss"] / 25, 4),
+                "answers": round(totals["right"] / max(1.0, totals["answers"]), 4),
+                "appositives": round(totals["spelled_right"] / max(1.0, totals["spelled"]), 4),
+                "seen": int(totals["tokens"]),
+            }
+            print(json.dumps(line), file=log, flush=True)
+            print(json.dumps(line), flush=True)
+            totals.update(loss=0.0, right=0.0, answers=0.0, spelled_right=0.0, spelled=0.0)
+        if time.monotonic() - saved > 120:
+            save(out / "state.pt", model, muon, adam, step + 1, next_seed)
+            saved = time.monotonic()
+    save(out / "state.pt", model, muon, adam, -1, next_seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--stages", default="0,1,2,3,4", help="indices into CURRICULUM, comma-separated")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--muon-rate", type=float, default=Rates.muon)
+    parser.add_argument("--decay-share", type=float, default=Rates.decay_share)
+    parser.add_argument("--writer-decay", type=float, default=Rates.writer_decay)
+    parser.add_argument("--minutes", type=float, help="fit the curriculum into this much time")
+    parser.add_argument("--compile", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    stages = [CURRICULUM[int(index)] for index in arguments.stages.split(",")]
+    rates = Rates(
+        muon=arguments.muon_rate,
+        decay_share=arguments.decay_share,
+        writer_decay=arguments.writer_decay,
+    )
+    train(
+        arguments.out, stages, rates, arguments.resume, arguments.seed, arguments.compile, arguments.minutes
+    )
+
+
+if __name__ == "__main__":
+    main()
