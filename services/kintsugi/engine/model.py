@@ -126,7 +126,7 @@ def _assemble(vllm_config: VllmConfig, trunk: nn.Module, layers: list[Layer]) ->
         dtype=vllm_config.model_config.dtype,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        projection_share=_projection_share(layers[0]),
+        projection_share=_projection_share(vllm_config, layers[0]),
     )
 
 
@@ -194,10 +194,18 @@ def _cache_groups(
     return groups
 
 
-def _projection_share(layer: Layer) -> float:
-    """Weights of the K and V projection (fused with Q's) ÷ all weights of the layer."""
-    total = sum(parameter.numel() for parameter in layer.module.parameters())
-    fused = sum(
-        parameter.numel() for name, parameter in layer.module.named_parameters() if "qkv_proj" in name
-    )
-    return fused / total if total else 0.0
+def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:
+    """Multiplications of the fused Q, K and V projection ÷ those of the whole layer, attention apart.
+
+    From the shapes in the config: a CPU backend repacks weights, and experts are not all used.
+    """
+    config, attention = vllm_config.model_config.hf_text_config, layer.attention
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    hidden = vllm_config.model_config.get_hidden_size()
+    query = attention.num_heads * ranks * attention.head_size
+    kv = attention.num_kv_heads * ranks * attention.head_size
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    fused, output, mlp = hidden * (query + 2 * kv), query * hidden, 3 * hidden * width * experts
+    share: float = fused / (fused + output + mlp)
+    return share

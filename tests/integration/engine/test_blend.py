@@ -159,3 +159,17 @@ def test_several_blends_and_plain_requests_share_steps(engine: LocalEngine, chun
     for single, shared in zip(alone, together, strict=True):
         assert shared.token_ids == single.token_ids
         assert max_dlogprob(single, shared) <= 0.05  # other batch shapes round differently
+
+
+def test_measuring_the_deviation_is_counted(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    """tiny-llama: hidden 128, 4 and 2 heads of 32, MLP 256; 4 layers, of which the first at full width."""
+    prompt = rag(*chunks)
+    accounting = ask_cold(engine, prompt.token_ids, prompt.params(0.2)).accounting
+    assert accounting is not None
+    hit, region = sum(SIZES), len(prompt.token_ids) - 1
+    chosen = round(0.2 * hit)
+    fused, output, mlp = 128 * (128 + 2 * 64), 128 * 128, 3 * 128 * 256
+    layers = region + 3 * (region - hit + chosen)
+    measured = region * fused / (fused + output + mlp)
+    assert accounting["token_layers_computed"] == pytest.approx(layers + measured, abs=0.1)
+    assert accounting["token_layers_total"] == 4 * region
