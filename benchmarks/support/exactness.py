@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 
 from benchmarks.support.engines import cold, engine, say, store_chunks
 from benchmarks.support.figures import Figure
@@ -36,9 +40,27 @@ def measure(quick: bool) -> list[Figure]:
             difference, same = _full_ratio(running, prompt)
         say(f"{shape}: max |dlogprob| {difference:.4f}, tokens {'equal' if same else 'DIFFER'}")
         worst, parted = max(worst, difference), parted + (not same)
-    detail = f"{len(shapes)} architectures, 32 greedy tokens; token sequences that differ: {parted}"
+    if not quick:
+        difference, same = _two_ranks("tiny-llama")
+        say(
+            f"tiny-llama on two ranks: max |dlogprob| {difference:.4f}, tokens {'equal' if same else 'DIFFER'}"
+        )
+        worst, parted = max(worst, difference), parted + (not same)
+    which = f"{len(shapes)} architectures" + ("" if quick else ", one of them on two ranks as well")
+    detail = f"{which}, 32 greedy tokens; token sequences that differ: {parted}"
     holds = worst <= 0.01 and parted == 0
     return [Figure("r1_max_abs_dlogprob", worst, "", "≤ 0.01, tokens equal", holds, detail)]
+
+
+def _two_ranks(shape: str) -> tuple[float, bool]:
+    """The same with TP = 2 over a gRPC shard, in a process of its own: workers are spawned."""
+    command = [sys.executable, "-m", "tests.integration.engine.tensor_parallel", shape]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    result = json.loads(line.removeprefix("RESULT "))["full ratio"]
+    assert result["accounting"]["outcome"] == "blended", result
+    return result["max_abs_dlogprob"], result["same_tokens"]
 
 
 def _full_ratio(running: LocalEngine, prompt: ChunkPrompt) -> tuple[float, bool]:
