@@ -89,7 +89,8 @@ class SchedulerSide:
     )
 
     def on_new_request(self, request: Request) -> None:
-        values = (request.kv_transfer_params or {}).get(PARAMS_KEY)
+        params_of_all = request.kv_transfer_params
+        values = params_of_all.get(PARAMS_KEY) if isinstance(params_of_all, dict) else None
         if values is None:
             return
         try:
