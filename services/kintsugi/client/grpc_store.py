@@ -292,13 +292,17 @@ class GrpcStore(ChunkStore):
         response = self.call("GetReport", request, pb.GetReportResponse)
         return bytes(response.document) if response.HasField("document") else None
 
+    @property
+    def transport(self) -> str:
+        return "shared-memory" if self._same_host.attached else "grpc"
+
     def stats(self) -> StoreStats:
         stats = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
         return StoreStats(
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
             bytes_capacity=sum(tier.bytes_capacity for tier in stats.tiers),
-            transport="shared-memory" if self._same_host.attached else "grpc",
+            transport=self.transport,
         )
 
     def close(self) -> None:

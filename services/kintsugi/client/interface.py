@@ -114,6 +114,11 @@ class ChunkStore(ABC):
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
         """The document, or None."""
 
+    @property
+    @abstractmethod
+    def transport(self) -> str:
+        """Name of the path that bytes take to this client now, as in `StoreStats`. Never asks the store."""
+
     @abstractmethod
     def stats(self) -> StoreStats:
         """What is used now."""

@@ -153,9 +153,13 @@ class RamStore(ChunkStore):
         with self._lock:
             return self._reports.get((fingerprint, name))
 
+    @property
+    def transport(self) -> str:
+        return "ram"
+
     def stats(self) -> StoreStats:
         with self._lock:
-            return StoreStats(len(self._chunks), self._bytes_used, self.capacity_bytes, "ram")
+            return StoreStats(len(self._chunks), self._bytes_used, self.capacity_bytes, self.transport)
 
     def close(self) -> None:
         with self._lock:

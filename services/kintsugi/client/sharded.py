@@ -225,6 +225,11 @@ class ShardedStore(ChunkStore):
             raise Unavailable("no shard answers")
         return next((document for (document,) in answers if document is not None), None)
 
+    @property
+    def transport(self) -> str:
+        with self._lock:
+            return "+".join(sorted({shard.store.transport for shard in self._shards.values()})) or "none"
+
     def stats(self) -> StoreStats:
         parts = self._broadcast(lambda store: store.stats())
         transports = sorted({part.transport for part in parts})

@@ -18,7 +18,8 @@ class Outcome(StrEnum):
     DECLINED = "declined"
     """An ordinary full prefill; `reason` says why."""
     FAILED = "failed"
-    """Loading failed twice; the engine recomputed the prompt. `reason` says what failed."""
+    """Nothing of the prompt could be loaded any more, and the engine computed it; or a chunk was computed
+    but the store did not take it. `reason` says what failed."""
 
 
 @dataclass(frozen=True)

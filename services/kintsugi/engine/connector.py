@@ -127,6 +127,12 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         return False, self._scheduler.request_finished(request)
 
+    def reset_cache(self) -> bool:
+        """vLLM calls it after a weight update."""
+        if self._scheduler is not None:
+            self._scheduler.forget_chunks()
+        return True
+
     # Worker role
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -188,7 +194,7 @@ def _fingerprint(vllm_config: VllmConfig) -> ModelFingerprint:
     """Of the checkpoint as this engine runs it: a quantised cache rounds what is computed from it."""
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
-    kv_dtype = f"{model.dtype}/{vllm_config.cache_config.cache_dtype}"
+    kv_dtype = f"{model.dtype}/{vllm_config.cache_config.cache_dtype}/{model.quantization}"
     return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
 
 

@@ -6,6 +6,7 @@ periodic log line.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -28,6 +29,10 @@ AMOUNTS = (
     "restarts",
 )
 """Fields of `Accounting` that add up over requests."""
+
+
+_LABEL = re.compile(r"[A-Za-z_]+")
+"""Text that names keys or numbers would make a time series of every request."""
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
@@ -61,7 +66,8 @@ def reason_label(accounting: Accounting) -> str:
     """The first word of the reason, one of a few: `no_chunk_cached`, `InvalidSpan`, `none` if all is well."""
     if accounting.reason is None or accounting.outcome is Outcome.BLENDED:
         return "none"
-    return accounting.reason.split(":", 1)[0]
+    label = accounting.reason.split(":", 1)[0]
+    return label if _LABEL.fullmatch(label) else "other"
 
 
 class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

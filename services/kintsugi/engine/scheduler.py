@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 LOOKUP_THREADS = 4
+LOOKUPS_MAX = 256
+"""Lookups that may wait: beyond it prompts are prefilled in full at once, not after a deadline each."""
 
 
 @dataclass
@@ -103,12 +105,20 @@ class SchedulerSide:
             )
         except NotBlendable as error:
             self._refused[request.request_id] = Accounting(Outcome.DECLINED, reason=str(error))
+        except Exception as defect:
+            logger.exception("Request %s was not taken in; it is prefilled in full", request.request_id)
+            self._states.pop(request.request_id, None)
+            self._refused[request.request_id] = Accounting(
+                Outcome.DECLINED, reason=f"defect: {type(defect).__name__}: {defect}"
+            )
 
     def _admit(self, request: Request, params: KintsugiParams) -> None:
         """Start the lookup, or raise why this request cannot be blended."""
         self._check_blendable(request)
         if request.cache_salt not in (None, params.namespace):
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
+        if sum(s.match is not None and not s.match.done() for s in self._states.values()) >= LOOKUPS_MAX:
+            raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
         state = _State(request, params, space)
@@ -140,7 +150,7 @@ class SchedulerSide:
             raise NotBlendable("lora", "chunk KV belongs to the base model")
         if request.mm_features:
             raise NotBlendable("multimodal", "chunk KV is over token ids alone")
-        if request.prompt_token_ids is None:
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             raise NotBlendable("prompt_embeds", "chunk KV is over token ids alone")
         if request.skip_reading_prefix_cache:
             raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
@@ -195,6 +205,7 @@ class SchedulerSide:
         assert state.match is not None
         if not state.match.done():
             if time.monotonic() > state.matched_by:
+                state.match.cancel()
                 state.accounting = Accounting(Outcome.DECLINED, reason="store_timeout: lookup took too long")
             return None
         error = state.match.exception()
@@ -325,6 +336,8 @@ class SchedulerSide:
         accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is not None:
+            if state.match is not None:
+                state.match.cancel()
             if state.in_flight:
                 self._metadata.cancelled.append(request.request_id)
             accounting = state.accounting or Accounting(
@@ -334,6 +347,11 @@ class SchedulerSide:
             return None
         self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
+
+    def forget_chunks(self) -> None:
+        """The weights have changed: nothing stored belongs to them; new chunks get a space of their own."""
+        was = self.fingerprint
+        self.fingerprint = ModelFingerprint.of({"was": was.hex, "reset": os.urandom(16).hex()})
 
     def take_stats(self) -> BlendStats | None:
         """Counts since the last call, None where there are none."""

@@ -14,6 +14,7 @@ def unsupported(vllm_config: VllmConfig) -> str | None:
     missing = missing_hooks()
     checks = (
         (bool(missing), f"vllm_version: this vLLM lacks {', '.join(map(str, missing))}"),
+        (callable(model.hf_overrides), "hf_overrides: code cannot be part of a fingerprint; give a mapping"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel: layers lie on several workers"),
         (parallel.data_parallel_size > 1, "data_parallel: ranks step together, a blend would not"),
         (

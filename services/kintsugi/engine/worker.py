@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -28,6 +29,9 @@ from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import Status
 
 logger = init_logger(__name__)
+
+PASSES_MAX = 8
+"""Blends that load or compute at a time. The others wait without threads, leases or memory of their own."""
 
 
 @dataclass
@@ -58,12 +62,15 @@ class WorkerSide:
         self._model: Model | None = None
         self._unable: str | None = None
         self._unable_is_told = False
+        self._blends_waiting: list[BlendJob] = []
         self._blends: dict[str, tuple[BlendJob, BlendPass]] = {}
         self._saves_waiting: list[SaveJob] = []
         self._save: _SaveBatch | None = None
         self._puts: dict[str, tuple[Future[bool], Accounting]] = {}
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
         self._finished: dict[str, Accounting] = {}
+        self._without_kv: set[str] = set()
+        """Of the finished, those that vLLM has to compute: not a chunk that was computed but not stored."""
         self._released: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -89,8 +96,7 @@ class WorkerSide:
         with torch.inference_mode():
             for request_id in metadata.cancelled:
                 self._cancel(request_id)
-            for blend in metadata.blends:
-                self._begin_blend(blend)
+            self._blends_waiting += metadata.blends
             for save in metadata.saves:
                 self._accept_save(save)
             self._collect_puts()
@@ -99,14 +105,13 @@ class WorkerSide:
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Ids whose blocks the scheduler may use again, and those of them whose KV is not there."""
         done = self._released | set(self._finished)
-        failed = {i for i, accounting in self._finished.items() if accounting.outcome is Outcome.FAILED}
-        return done, failed
+        return done, set(self._without_kv)
 
     def take_report(self) -> WorkerReport | None:
         """What happened since the last call; call it after `take_finished`."""
         told = self._unable_is_told or self._unable is None
         self._unable_is_told = True
-        finished, self._finished, self._released = self._finished, {}, set()
+        finished, self._finished, self._released, self._without_kv = self._finished, {}, set(), set()
         if not finished and told:
             return None
         return WorkerReport(finished, self._unable)
@@ -120,7 +125,7 @@ class WorkerSide:
     def _begin_blend(self, job: BlendJob) -> None:
         request_id = job.tokens.request_id
         if self._model is None or self._unable is not None:
-            self._finished[request_id] = Accounting(Outcome.FAILED, reason=self._unable)
+            self._fail(request_id, self._unable)
             return
         end = job.tokens.start + len(job.tokens.token_ids)
         work = BlendPass(
@@ -156,7 +161,7 @@ class WorkerSide:
 
     def _accept_save(self, job: SaveJob) -> None:
         if self._model is None or self._unable is not None:
-            self._finished[job.tokens.request_id] = Accounting(Outcome.FAILED, reason=self._unable)
+            self._fail(job.tokens.request_id, self._unable)
         else:
             self._saves_waiting.append(job)
 
@@ -165,10 +170,7 @@ class WorkerSide:
         if request_id in self._blends:
             self._blends.pop(request_id)[1].close()
             self._released.add(request_id)
-            return
-        waiting = [job for job in self._saves_waiting if job.tokens.request_id == request_id]
-        if waiting:
-            self._saves_waiting.remove(waiting[0])
+        elif _removed(self._blends_waiting, request_id) or _removed(self._saves_waiting, request_id):
             self._released.add(request_id)
         elif self._save is not None:
             # Its tokens are computed with the batch; its blocks stay until then.
@@ -178,15 +180,36 @@ class WorkerSide:
         if self._model is None:
             return
         budget = float(self._slice_tokens * len(self._model.layers))
+        while self._blends_waiting and len(self._blends) < PASSES_MAX:
+            self._begin_blend(self._blends_waiting.pop(0))
         for request_id, (job, work) in list(self._blends.items()):
             if budget <= 0:
                 return
-            budget -= work.advance(budget)
+            budget -= self._advance_blend(request_id, work, budget)
             if work.status is not Status.RUNNING:
                 del self._blends[request_id]
                 self._finished[request_id] = self._account_blend(job, work)
+                if work.status is Status.FAILED:
+                    self._without_kv.add(request_id)
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
+
+    def _advance_blend(self, request_id: str, work: BlendPass, budget: float) -> float:
+        """Run a slice. A defect costs this request its blend, not the engine its life, but where ranks
+        have to stay in step."""
+        try:
+            return work.advance(budget)
+        except Exception as defect:
+            if rank_and_size()[1] > 1:
+                raise
+            logger.exception("The blend of %s broke; its prompt is prefilled in full", request_id)
+            work.abandon(f"defect: {type(defect).__name__}: {defect}")
+            return budget
+
+    def _fail(self, request_id: str, reason: str | None) -> None:
+        """The request's KV is not there: vLLM computes it."""
+        self._finished[request_id] = Accounting(Outcome.FAILED, reason=reason)
+        self._without_kv.add(request_id)
 
     def _account_blend(self, job: BlendJob, work: BlendPass) -> Accounting:
         assert self._model is not None
@@ -203,7 +226,7 @@ class WorkerSide:
             token_layers_computed=round(tally.token_layers, 1),
             token_layers_total=region_tokens * len(self._model.layers),
             bytes_loaded=tally.bytes_loaded,
-            transport=self._store.stats().transport,
+            transport=self._store.transport,
             load_wait_ms=round(tally.load_wait_s * 1e3, 3),
             compute_ms=round(tally.compute_s * 1e3, 3),
             blend_ms=round((tally.finished_s - tally.started_s) * 1e3, 3),
@@ -259,7 +282,7 @@ class WorkerSide:
             token_layers_computed=round(batch.work.token_layers * share, 1),
             token_layers_total=round(batch.work.token_layers * share),
             compute_ms=round((time.perf_counter() - batch.started_s) * 1e3 * share, 3),
-            transport=self._store.stats().transport,
+            transport=self._store.transport,
         )
         rank, _ = rank_and_size()
         if rank != 0:
@@ -304,9 +327,18 @@ class WorkerSide:
             del self._puts[request_id]
             error = future.exception()
             if error is not None and not isinstance(error, KintsugiError):
-                raise error
+                logger.error("Storing a chunk broke", exc_info=error)
             self._finished[request_id] = (
                 accounting
                 if error is None
                 else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
             )
+
+
+def _removed(jobs: list[Any], request_id: str) -> bool:
+    """Take the job of a request out of a list of waiting ones; whether there was one."""
+    index = next((i for i, job in enumerate(jobs) if job.tokens.request_id == request_id), None)
+    if index is None:
+        return False
+    del jobs[index]
+    return True

@@ -89,6 +89,11 @@ class BlendPass(SlicedWork):
         self._loader: LayerLoader | None = None
         self._start()
 
+    def abandon(self, reason: str) -> None:
+        """End as FAILED."""
+        self.tally.failure = reason
+        self._finish(Status.FAILED)
+
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
@@ -210,7 +215,7 @@ class BlendPass(SlicedWork):
             # A store keeps its own deadline; one that does not must not keep a request forever.
             every_key = frozenset(hit.key for hit in self.plan.hits)
             failure = LoadFailed(
-                every_key, f"layer {layer} did not arrive within {self._loader.patience_s:g} s"
+                every_key, f"load_timeout: layer {layer} did not arrive within {self._loader.patience_s:g} s"
             )
         if alone:
             return loaded, None if failure is None else (failure.keys, failure.reason)
@@ -220,9 +225,9 @@ class BlendPass(SlicedWork):
         if failure:
             reason = failure.reason
         elif loaded is None:
-            reason = f"layer {layer} did not arrive within {self._loader.patience_s:g} s"
+            reason = f"load_timeout: layer {layer} did not arrive within {self._loader.patience_s:g} s"
         else:
-            reason = f"another rank could not load layer {layer}"
+            reason = f"other_rank: layer {layer} could not be loaded there"
         return loaded, (keys, reason) if keys else None
 
     def _filter(self, layer: int, hidden: Hidden, loaded: LoadedLayer, selector: Selector) -> Units[Hidden]:

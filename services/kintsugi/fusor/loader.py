@@ -139,7 +139,7 @@ class LayerLoader:
             self._done.put(LoadFailed(self._every_key(), f"{type(error).__name__}: {error}"))
         except BaseException as defect:
             # Whoever waits for a layer must learn that none will come; the traceback is logged as well.
-            self._done.put(LoadFailed(self._every_key(), f"defect in loading: {defect!r}"))
+            self._done.put(LoadFailed(self._every_key(), f"defect: in loading, {defect!r}"))
             raise
 
     def _pull(self) -> None:
@@ -170,11 +170,11 @@ class LayerLoader:
         for expected, placement in enumerate(self._placements):
             frame = next(frames, None)
             if frame is None:
-                raise LoadFailed(self._every_key(), f"the stream ended before layer {layer} was complete")
+                raise LoadFailed(self._every_key(), f"stream_ended: before layer {layer} was complete")
             if isinstance(frame, ChunkLost):
                 # Read the layer to its end: chunks are often lost together, and a pass restarts only once.
                 key_lost = self._placements[frame.chunk].manifest.key
-                lost[key_lost] = f"chunk {key_lost} layer {frame.layer}: {frame.reason}"
+                lost[key_lost] = f"chunk_lost: {key_lost} at layer {frame.layer}, {frame.reason}"
                 continue
             assert (frame.layer, frame.chunk) == (layer, expected), "stores stream layer-major, in key order"
             key, value = self._decode(placement, frame)

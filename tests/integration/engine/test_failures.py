@@ -10,10 +10,12 @@ import pytest
 
 from kintsugi.client.interface import ChunkLost, LayerFrame
 from kintsugi.client.ram import RamStore
-from kintsugi.core.errors import DeadlineExceeded, Unavailable
+from kintsugi.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.engine import worker
 from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.engine.stack import VllmStack
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -239,3 +241,77 @@ def test_off_means_off(engine: LocalEngine, chunks: list[list[int]]) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": wire})
     (output,) = engine.llm.generate([{"prompt_token_ids": rag(*chunks).token_ids}], sampling, use_tqdm=False)
     assert output.kv_transfer_params is None
+
+
+def test_nothing_is_asked_of_the_store_to_account(
+    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard may be gone by the time a blend that it fed is accounted for."""
+
+    def gone(_store: RamStore) -> None:
+        raise Unavailable("gone")
+
+    monkeypatch.setattr(RamStore, "stats", gone)
+    prompt = rag(*chunks)
+    blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
+    assert blended.accounting is not None
+    assert blended.accounting["outcome"] == "blended"
+
+
+@pytest.mark.parametrize("error", [ResourceExhausted("full"), MemoryError("out")])
+def test_a_chunk_that_cannot_be_stored_costs_only_itself(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_arguments: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(RamStore, "put", refuse)
+    (chunk,) = chunks_of(50, seed=31)
+    (saved,) = engine.save(PREFIX, [chunk], NAMESPACE)
+    assert saved.accounting is not None
+    assert saved.accounting["outcome"] == "failed"
+    assert type(error).__name__ in saved.accounting["reason"]
+    assert blocks_in_use(engine) == 0
+
+
+def test_a_defect_in_a_pass_costs_one_blend(
+    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+
+    def broken(*_arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmStack, "write_kv", broken)
+        failed = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
+    assert failed.accounting is not None
+    assert failed.accounting["outcome"] == "failed"
+    assert failed.accounting["reason"].startswith("defect")
+    assert failed.token_ids == full.token_ids
+    again = ask_cold(engine, prompt.token_ids, prompt.params(1.0))
+    assert max_dlogprob(full, again) <= 0.01
+
+
+def test_more_blends_than_may_run_at_once_are_all_answered(
+    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "PASSES_MAX", 2)
+    prompt = rag(*chunks)
+    engine.reset_prefix_cache()
+    ratios = [0.1 * step for step in range(7)]
+    asked = [Prompt(prompt.token_ids, prompt.params(ratio), 2, ignore_eos=True) for ratio in ratios]
+    outcomes = [(answer.accounting or {})["outcome"] for answer in engine.generate(asked)]
+    assert outcomes == ["blended"] * len(ratios)
+
+
+def test_after_a_weight_update_stored_chunks_are_misses(
+    engine: LocalEngine, chunks: list[list[int]], engine_slot: EngineSlot
+) -> None:
+    prompt = rag(*chunks)
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    missed = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
+    assert missed.accounting is not None
+    assert missed.accounting["reason"].startswith("no_chunk_cached")
+    engine_slot.close()

@@ -317,7 +317,7 @@ def test_a_store_that_never_answers_is_given_up() -> None:
         work.next_unit()
     scene.loaders[0].patience_s = 0.01
     assert finish(work) is Status.FAILED
-    assert work.tally.failure == "layer 1 did not arrive within 0.01 s"
+    assert work.tally.failure == "load_timeout: layer 1 did not arrive within 0.01 s"
     for layer in range(LAYERS):
         gate.event(layer).set()
     scene.loaders[0]._thread.join(20)
@@ -398,7 +398,7 @@ def test_ranks_agree_when_the_other_one_lost_a_chunk() -> None:
     _, other = blended(missed, missed.plan(0.0))
     assert_cache(stack, *cache_of(other), 0.0)
     assert work.tally.restarts == 1
-    assert work.tally.failure == "another rank could not load layer 2"
+    assert work.tally.failure == "other_rank: layer 2 could not be loaded there"
 
 
 def test_ranks_agree_when_this_one_lost_a_chunk() -> None:
@@ -430,7 +430,7 @@ def test_a_rank_whose_load_is_late_counts_every_chunk_as_lost() -> None:
     for layer in range(LAYERS):
         gate.event(layer).set()
     scene.loaders[0]._thread.join(20)
-    assert work.tally.failure == "layer 1 did not arrive within 0.01 s"
+    assert work.tally.failure == "load_timeout: layer 1 did not arrive within 0.01 s"
 
 
 def test_deviation_is_summed_over_ranks() -> None:

@@ -218,7 +218,7 @@ def test_a_lost_chunk_names_its_own_key() -> None:
 
     loader = loader_of(frames, [chunks.placement(0, 0), chunks.placement(1, 3)])
     taken(loader, 0)
-    with pytest.raises(LoadFailed, match="layer 1: digest mismatch") as caught:
+    with pytest.raises(LoadFailed, match="layer 1, digest mismatch") as caught:
         loader.take(1, TIMEOUT_S)
     assert caught.value.keys == {chunks.manifests[1].key}
     loader.close()
