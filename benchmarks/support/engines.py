@@ -24,7 +24,9 @@ def engine(
     shape: str, plugin: bool = True, layers: int | None = None, **vllm_args: Any
 ) -> Iterator[LocalEngine]:
     say(f"starting {shape}{'' if plugin else ' without the plugin'}")
-    config = {"store": f"ram://bench-{shape}"} if plugin else None
+    # Patient: a busy machine must not turn into declined blends.
+    patience = {"lookup_deadline_ms": 30_000, "layer_deadline_ms": 30_000}
+    config = {"store": f"ram://bench-{shape}", **patience} if plugin else None
     arguments = {"dtype": "bfloat16", "max_model_len": 8192, **vllm_args}
     running = LocalEngine.start(cached_checkpoint(shape, layers=layers), extra_config=config, **arguments)
     try:

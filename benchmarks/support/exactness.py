@@ -42,9 +42,7 @@ def measure(quick: bool) -> list[Figure]:
         worst, parted = max(worst, difference), parted + (not same)
     if not quick:
         difference, same = _two_ranks("tiny-llama")
-        say(
-            f"tiny-llama on two ranks: max |dlogprob| {difference:.4f}, tokens {'equal' if same else 'DIFFER'}"
-        )
+        say(f"two ranks: max |dlogprob| {difference:.4f}, tokens {'equal' if same else 'DIFFER'}")
         worst, parted = max(worst, difference), parted + (not same)
     which = f"{len(shapes)} architectures" + ("" if quick else ", one of them on two ranks as well")
     detail = f"{which}, 32 greedy tokens; token sequences that differ: {parted}"
