@@ -181,7 +181,7 @@ class WorkerSide:
             return
         budget = float(self._slice_tokens * len(self._model.layers))
         while self._blends_waiting and len(self._blends) < PASSES_MAX:
-            self._begin_blend(self._blends_waiting.pop(0))
+            self._admit(self._blends_waiting.pop(0))
         for request_id, (job, work) in list(self._blends.items()):
             if budget <= 0:
                 return
@@ -193,6 +193,16 @@ class WorkerSide:
                     self._without_kv.add(request_id)
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
+
+    def _admit(self, job: BlendJob) -> None:
+        """Begin a blend, or leave the prompt to vLLM, as in `_advance_blend`."""
+        try:
+            self._begin_blend(job)
+        except Exception as defect:
+            if rank_and_size()[1] > 1:
+                raise
+            logger.exception("The blend of %s could not begin", job.tokens.request_id)
+            self._fail(job.tokens.request_id, f"defect: {type(defect).__name__}: {defect}")
 
     def _advance_blend(self, request_id: str, work: BlendPass, budget: float) -> float:
         """Run a slice. A defect costs this request its blend, not the engine its life, but where ranks

@@ -274,17 +274,18 @@ def test_a_chunk_that_cannot_be_stored_costs_only_itself(
     assert blocks_in_use(engine) == 0
 
 
+@pytest.mark.parametrize("method", ["__init__", "write_kv"])
 def test_a_defect_in_a_pass_costs_one_blend(
-    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     prompt = rag(*chunks)
     full = ask_cold(engine, prompt.token_ids)
 
-    def broken(*_arguments: object) -> None:
+    def broken(*_arguments: object, **_keywords: object) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(VllmStack, "write_kv", broken)
+        patch.setattr(VllmStack, method, broken)
         failed = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
     assert failed.accounting is not None
     assert failed.accounting["outcome"] == "failed"
