@@ -270,7 +270,7 @@ def test_a_stream_that_ends_early_loses_every_chunk() -> None:
     chunks = Chunks([3, 4])
     frames = [LayerFrame(0, 0, chunks.frames[0][0])]
     loader = loader_of(lambda: iter(frames), [chunks.placement(0, 0), chunks.placement(1, 3)])
-    with pytest.raises(LoadFailed, match="ended before layer 0 was complete") as caught:
+    with pytest.raises(LoadFailed, match="stream_ended: before layer 0 was complete") as caught:
         loader.take(0, TIMEOUT_S)
     assert caught.value.keys == {manifest.key for manifest in chunks.manifests}
     loader.close()

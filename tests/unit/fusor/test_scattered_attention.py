@@ -121,7 +121,7 @@ def test_kernel_reads_no_block_behind_every_window(
         group=st.integers(1, 9),
         head_dim=st.sampled_from([16, 24, 64]),
         block_size=st.sampled_from([16, 24, 32]),
-        context=st.integers(4, 120),
+        context=st.integers(5, 120),
         pattern=st.sampled_from(["dense", "ends", "last", "single"]),
         window=st.none() | st.integers(1, 130),
         softcap=st.none() | st.floats(1.0, 50.0, width=32),
