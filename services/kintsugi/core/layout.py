@@ -15,7 +15,7 @@ from enum import IntEnum
 import xxhash
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.spaces import ChunkKey, ModelFingerprint, checked_namespace
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, checked_namespace
 
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
@@ -111,6 +111,30 @@ class ChunkManifest:
     anchor: int | None
     digests: bytes
     """`[layers, kv_heads]` digests of `DIGEST_BYTES` each, row-major."""
+
+    @staticmethod
+    def of(
+        space: ChunkSpace,
+        key: ChunkKey,
+        anchor: int | None,
+        num_tokens: int,
+        layout: KVLayout,
+        codec: Codec,
+        frames: Sequence[memoryview | bytes],
+    ) -> ChunkManifest:
+        """The manifest of a chunk of `space` whose layers are `frames`. Cost: one xxh3 pass over them."""
+        head_bytes = layout.head_bytes(codec, num_tokens)
+        return ChunkManifest(
+            key=key,
+            space_digest=space.digest,
+            fingerprint=space.fingerprint,
+            namespace=space.namespace,
+            num_tokens=num_tokens,
+            layout=layout,
+            codec=codec,
+            anchor=anchor,
+            digests=b"".join(digests_of(frame, head_bytes) for frame in frames),
+        )
 
     def __post_init__(self) -> None:
         checked_namespace(self.namespace)

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformType
 from vllm.v1.worker.utils import select_common_block_size
 
 from kintsugi.core.errors import NotBlendable
+from kintsugi.core.layout import KVLayout
 from kintsugi.engine.scattered import kernel_serves
 from kintsugi.fusor.rope import Rotary
 
@@ -78,6 +79,16 @@ class Model:
     """Of this rank."""
     head_dim: int
     projection_share: float
+
+    @property
+    def layout(self) -> KVLayout:
+        """The KV over all ranks."""
+        return KVLayout(
+            num_layers=len(self.layers),
+            num_kv_heads=self.vllm_config.model_config.get_total_num_kv_heads(),
+            head_dim=self.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
 
 
 def find_model(

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from kintsugi.client.ram import RamStore
 from kintsugi.core.errors import SelfTestFailed
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
 from kintsugi.core.plan import BlendPlan, ChunkHit
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
@@ -83,26 +83,9 @@ def _prepare(model: Model) -> _Fixture:
     save = SavePass([item], stack, length, Codec.RAW)
     _finish(save)
     (frames,) = save.frames
-    config = model.vllm_config.model_config
-    layout = KVLayout(
-        len(model.layers),
-        config.get_total_num_kv_heads(),
-        model.head_dim,
-        str(model.dtype).removeprefix("torch."),
-    )
     space = ChunkSpace(ModelFingerprint(bytes(32)), "self-test", tuple(token_ids[:PREFIX].tolist()))
-    head_bytes = layout.head_bytes(Codec.RAW, CHUNK)
-    manifest = ChunkManifest(
-        key=ChunkKey.of(space, token_ids[PREFIX : PREFIX + CHUNK].tolist()),
-        space_digest=space.digest,
-        fingerprint=space.fingerprint,
-        namespace=space.namespace,
-        num_tokens=CHUNK,
-        layout=layout,
-        codec=Codec.RAW,
-        anchor=None,
-        digests=b"".join(digests_of(frame, head_bytes) for frame in frames),
-    )
+    key = ChunkKey.of(space, token_ids[PREFIX : PREFIX + CHUNK].tolist())
+    manifest = ChunkManifest.of(space, key, None, CHUNK, model.layout, Codec.RAW, frames)
     store = RamStore()
     store.put(manifest, frames)
     return _Fixture(model, token_ids, blocks, manifest, store)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.model import Model, find_model
@@ -96,9 +96,7 @@ class WorkerSide:
         with torch.inference_mode():
             for request_id in metadata.cancelled:
                 self._cancel(request_id)
-            self._blends_waiting += metadata.blends
-            for save in metadata.saves:
-                self._accept_save(save)
+            self._accept(metadata)
             self._collect_puts()
             self._advance()
 
@@ -123,10 +121,7 @@ class WorkerSide:
         self._put_threads.shutdown(wait=True, cancel_futures=True)
 
     def _begin_blend(self, job: BlendJob) -> None:
-        request_id = job.tokens.request_id
-        if self._model is None or self._unable is not None:
-            self._fail(request_id, self._unable)
-            return
+        assert self._model is not None
         end = job.tokens.start + len(job.tokens.token_ids)
         work = BlendPass(
             region=Region(torch.tensor(job.tokens.token_ids, dtype=torch.int64), job.tokens.start),
@@ -136,7 +131,7 @@ class WorkerSide:
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
         )
-        self._blends[request_id] = (job, work)
+        self._blends[job.tokens.request_id] = (job, work)
 
     def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int) -> LayerLoader:
         assert self._model is not None
@@ -159,11 +154,14 @@ class WorkerSide:
             patience_s=2 * deadline_s,
         )
 
-    def _accept_save(self, job: SaveJob) -> None:
+    def _accept(self, metadata: StepMetadata) -> None:
+        """Queue new work, or hand it back at once where blending is off."""
         if self._model is None or self._unable is not None:
-            self._fail(job.tokens.request_id, self._unable)
+            for tokens in [job.tokens for job in metadata.blends] + [job.tokens for job in metadata.saves]:
+                self._fail(tokens.request_id, self._unable)
         else:
-            self._saves_waiting.append(job)
+            self._blends_waiting += metadata.blends
+            self._saves_waiting += metadata.saves
 
     def _cancel(self, request_id: str) -> None:
         """The scheduler waits for every request that it parked; one that is already done is not ours."""
@@ -303,31 +301,16 @@ class WorkerSide:
 
     def _put(self, job: SaveJob, frames: list[memoryview]) -> bool:
         assert self._model is not None
-        layout = self.layout()
-        num_tokens = job.chunk_end - job.chunk_start
-        head_bytes = layout.head_bytes(Codec.RAW, num_tokens)
-        manifest = ChunkManifest(
-            key=job.key,
-            space_digest=job.space.digest,
-            fingerprint=job.space.fingerprint,
-            namespace=job.space.namespace,
-            num_tokens=num_tokens,
-            layout=layout,
-            codec=Codec.RAW,
-            anchor=job.anchor,
-            digests=b"".join(digests_of(frame, head_bytes) for frame in frames),
+        manifest = ChunkManifest.of(
+            job.space,
+            job.key,
+            job.anchor,
+            job.chunk_end - job.chunk_start,
+            self._model.layout,
+            Codec.RAW,
+            frames,
         )
         return self._store.put(manifest, frames)
-
-    def layout(self) -> KVLayout:
-        """The model's KV over all ranks."""
-        assert self._model is not None
-        return KVLayout(
-            num_layers=len(self._model.layers),
-            num_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
-            head_dim=self._model.head_dim,
-            dtype=str(self._model.dtype).removeprefix("torch."),
-        )
 
     def _collect_puts(self) -> None:
         """A save is finished once its chunk is committed, or the store refused it."""

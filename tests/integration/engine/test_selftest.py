@@ -83,7 +83,10 @@ def test_a_defect_fails(
         selftest.self_test(model)
 
 
-def test_after_a_failed_self_test_prompts_are_prefilled_in_full(engine_slot: EngineSlot) -> None:
+@pytest.mark.parametrize("model_is_known", [True, False])
+def test_after_a_failed_self_test_prompts_are_prefilled_in_full(
+    engine_slot: EngineSlot, model_is_known: bool
+) -> None:
     from tests.integration.engine.conftest import NAMESPACE, PREFIX, ask_cold, chunks_of, rag
 
     engine = engine_slot.get("tiny-llama")
@@ -96,6 +99,8 @@ def test_after_a_failed_self_test_prompts_are_prefilled_in_full(engine_slot: Eng
     prompt = rag(*chunks)
     full = ask_cold(engine, prompt.token_ids)
     worker._unable = "self_test_failed: check 'own prefix'"
+    if not model_is_known:
+        worker._model = None
     try:
         for outcome in ("failed", "declined"):
             answer = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
