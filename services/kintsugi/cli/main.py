@@ -76,11 +76,18 @@ def generate(
     html: Annotated[
         Path | None, typer.Option(help="Write a page: tokens by recomputed depth, timeline per layer.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Calibration report that allows blending (kintsugi calibrate --out).")
+    ] = None,
+    allow_uncalibrated: Annotated[
+        bool, typer.Option("--allow-uncalibrated", help="Blend without one. Answers may be wrong.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer a question from chunks, blended, and say what it cost."""
     from kintsugi.cli import generate as command
     from kintsugi.cli.methods import BlendChoice
+    from kintsugi.cli.session import Trust
     from kintsugi.core.request import KintsugiParams, parsed_selector
 
     chosen = None if selector is None else parsed_selector(selector)
@@ -94,6 +101,7 @@ def generate(
         compare=compare,
         repeat=repeat,
         html=html,
+        trust=Trust(report, allow_uncalibrated),
     )
     code = command.run(Screen(as_json), task)
     if code is not ExitCode.OK:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
-from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport, Configuration, Limit
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport
 from kintsugi.core.request import SelectorName
 
 CALIBRATE = "run: kintsugi calibrate --model MODEL --store URL (or --allow-uncalibrated, at your own risk)"
@@ -19,9 +20,9 @@ class GateState:
     reason: str | None
     """Why nothing is blended, one word that metrics use; None where the gate is open."""
     detail: str
-    default: Configuration | None = None
+    default: Selection | None = None
     """What a request without wishes gets; None: the engine's configuration decides."""
-    limits: Mapping[str, Limit] | None = field(default=None)
+    limits: Mapping[str, Selection] | None = field(default=None)
     """By selector; None: anything goes."""
     report_digest: str | None = None
 
@@ -40,9 +41,13 @@ class GateState:
             raise NotBlendable(self.reason, self.detail)
 
     def resolve(
-        self, fallback: Configuration, ratio: float | None, selector: SelectorName | None
-    ) -> Configuration:
-        """The configuration for a request that names some of it.
+        self,
+        fallback: Selection,
+        ratio: float | None,
+        selector: SelectorName | None,
+        adaptive_mass: float | None = None,
+    ) -> Selection:
+        """The selection for a request that names some of it.
 
         `fallback` is the engine's own where no report decides. Raises `NotBlendable` where the gate is
         closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1 is
@@ -52,24 +57,34 @@ class GateState:
         default = self.default or fallback
         chosen = selector or default.selector
         limit = None if self.limits is None else self.limits.get(chosen.value)
-        if self.limits is None or (limit is None and ratio == 1.0):
-            wanted = default.ratio if ratio is None else ratio
-            return Configuration(chosen, wanted, default.check_layer, default.adaptive)
-        if limit is None:
-            passed = ", ".join(sorted(self.limits))
+        if self.limits is not None and limit is None and ratio != 1.0:
             raise NotBlendable(
                 "selector_not_calibrated",
-                f"{chosen.value} did not pass calibration at any ratio; those that did: {passed}",
+                f"{chosen.value} did not pass calibration at any ratio; "
+                f"those that did: {', '.join(sorted(self.limits))}",
             )
-        if ratio is None:
-            ratio = default.ratio if chosen is default.selector else limit.ratio_min
-        if ratio < limit.ratio_min - RATIO_TOLERANCE:
-            raise BelowMinimum(
-                "ratio",
-                f"{ratio:g} is below {limit.ratio_min:g}, the least that passed calibration for "
-                f"{chosen.value}; ask for {limit.ratio_min:g} or more, or leave it out",
-            )
-        return Configuration(chosen, ratio, limit.check_layer, limit.adaptive)
+        wanted = default if limit is None or chosen is default.selector else limit
+        wanted = replace(wanted, selector=chosen)
+        if ratio is not None:
+            wanted = replace(wanted, ratio=ratio)
+        if limit is not None:
+            _check_minimum(wanted, limit, adaptive_mass)
+        return wanted if adaptive_mass is None else replace(wanted, adaptive_mass=adaptive_mass)
+
+
+def _check_minimum(wanted: Selection, limit: Selection, adaptive_mass: float | None) -> None:
+    if wanted.ratio < limit.ratio - RATIO_TOLERANCE:
+        raise BelowMinimum(
+            "ratio",
+            f"{wanted.ratio:g} is below {limit.ratio:g}, the least that passed calibration for "
+            f"{limit.selector.value}; ask for {limit.ratio:g} or more, or leave it out",
+        )
+    if adaptive_mass is not None and adaptive_mass < (limit.adaptive_mass or 1.0):
+        raise BelowMinimum(
+            "adaptive_mass",
+            f"{adaptive_mass:g} is below {limit.adaptive_mass or 1.0:g}, what passed calibration for "
+            f"{limit.selector.value}; leave it out",
+        )
 
 
 def decide(document: bytes | None, binding: Binding) -> GateState:
@@ -93,6 +108,6 @@ def decide(document: bytes | None, binding: Binding) -> GateState:
         detail = f"{report.tripped.reason} (at {report.tripped.at}); {CALIBRATE}"
         return GateState("drift", detail, None, None, report.digest)
     choice = report.choice
-    if choice.configuration is None:
+    if choice.selection is None:
         return GateState("calibration_failed", choice.why, None, None, report.digest)
-    return GateState(None, choice.why, choice.configuration, choice.limits, report.digest)
+    return GateState(None, choice.why, choice.selection, choice.limits, report.digest)

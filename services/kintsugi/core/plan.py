@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import blake3
 
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 
@@ -26,6 +27,40 @@ class ChunkHit:
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How the hit tokens to recompute are chosen: what a calibration judges and a plan's digest names.
+
+    Layers beyond a model's last mean its last.
+    """
+
+    ratio: float
+    """Share of the hit tokens to recompute."""
+    selector: SelectorName = SelectorName.HKVD
+    check_layer: int = 1
+    """The layer whose deviation selects, where the selector looks at one."""
+    query_layers: tuple[int, ...] = ()
+    """Layers at which attention from the question counts, ascending. Empty: the fusor's own choice."""
+    adaptive_mass: float | None = None
+    """Makes `ratio` a ceiling: no more tokens are chosen than hold this share of the selector's signal
+    over all candidates. None, and selectors without a signal, use the ratio as it is."""
+    ratio_min: float = 0.0
+    """Floor of an adaptive ratio."""
+
+    def __post_init__(self) -> None:
+        for name in ("ratio", "ratio_min"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise InvalidField(name, f"{getattr(self, name)} is outside [0, 1]")
+        if self.check_layer < 0:
+            raise InvalidField("check_layer", f"{self.check_layer} must not be negative")
+        if any(layer < 0 for layer in self.query_layers) or list(self.query_layers) != sorted(
+            set(self.query_layers)
+        ):
+            raise InvalidField("query_layers", f"{list(self.query_layers)} must ascend from 0 or above")
+        if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
+            raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
 
 
 @dataclass(frozen=True)

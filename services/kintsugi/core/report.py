@@ -19,7 +19,7 @@ from typing import Any
 import blake3
 
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
-from kintsugi.core.request import SelectorName
+from kintsugi.core.plan import Selection
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ModelFingerprint, token_bytes
 
@@ -71,31 +71,17 @@ class Binding:
         return None
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """How a prompt is blended."""
+def family(selection: Selection) -> Selection:
+    """What two selections share that differ in ratio alone: within it, more ratio is more quality."""
+    return dataclasses.replace(selection, ratio=1.0)
 
-    __pydantic_config__ = STRICT
 
-    selector: SelectorName
-    ratio: float
-    check_layer: int = 1
-    adaptive: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
-            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
-        if self.check_layer < 1:
-            raise InvalidField("check_layer", f"{self.check_layer} must be at least 1")
-
-    @property
-    def family(self) -> tuple[SelectorName, int, bool]:
-        """Everything but the ratio: within a family, more ratio is more quality."""
-        return self.selector, self.check_layer, self.adaptive
-
-    def __str__(self) -> str:
-        adaptive = ", adaptive" if self.adaptive else ""
-        return f"{self.selector.value} r={self.ratio:g} @{self.check_layer}{adaptive}"
+def described(selection: Selection) -> str:
+    """`hkvd r=0.15 @1`: selector, ratio, check layer, and what else is set."""
+    text = f"{selection.selector.value} r={selection.ratio:g} @{selection.check_layer}"
+    if selection.query_layers:
+        text += f" q={','.join(map(str, selection.query_layers))}"
+    return text if selection.adaptive_mass is None else f"{text} mass={selection.adaptive_mass:g}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +102,7 @@ class Entry:
 
     __pydantic_config__ = STRICT
 
-    configuration: Configuration
+    selection: Selection
     cost: float
     """Mean share of a full prefill's token-layers, extra passes included."""
     kl_mean: float
@@ -134,9 +120,11 @@ class Entry:
         values = [self.cost, self.kl_mean, self.kl_p99, self.top1_agreement]
         values += [value for value in (self.accuracy, self.accuracy_full) if value is not None]
         if not all(math.isfinite(value) and value >= 0 for value in values):
-            raise InvalidField("entry", f"{self.configuration} has a measurement that is no finite share")
+            raise InvalidField(
+                "entry", f"{described(self.selection)} has a measurement that is no finite share"
+            )
         if self.num_prompts < 1 or self.num_positions < 1:
-            raise InvalidField("entry", f"{self.configuration} was measured on nothing")
+            raise InvalidField("entry", f"{described(self.selection)} was measured on nothing")
 
 
 @dataclass(frozen=True)
@@ -167,28 +155,16 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
-class Limit:
-    """What a request that names a selector gets."""
-
-    __pydantic_config__ = STRICT
-
-    ratio_min: float
-    """A lower one is refused."""
-    check_layer: int
-    adaptive: bool = False
-
-
-@dataclass(frozen=True)
 class Choice:
     """What follows from the measurements."""
 
     __pydantic_config__ = STRICT
 
-    configuration: Configuration | None
+    selection: Selection | None
     """The cheapest one that passes; None: do not blend this model."""
     why: str
-    limits: dict[str, Limit] = field(default_factory=dict)
-    """By selector name; a selector that is missing passed nowhere."""
+    limits: dict[str, Selection] = field(default_factory=dict)
+    """By selector name, its layers and the least ratio that passed; one that is missing passed nowhere."""
 
 
 @dataclass(frozen=True)
@@ -236,10 +212,7 @@ class CalibrationReport:
     @property
     def digest(self) -> str:
         """Over the canonical JSON of every other field."""
-        canonical = json.dumps(
-            self._fields(), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-        )
-        return blake3.blake3(b"kintsugi-report\0" + canonical.encode()).hexdigest()
+        return _digest(self._fields())
 
     def _fields(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -264,13 +237,12 @@ class CalibrationReport:
                 f"a calibration report of format {values.get('version')!r}; this build reads "
                 f"{REPORT_VERSION}: calibrate again"
             )
-        digest = values.pop("digest", None)
+        if values.pop("digest", None) != _digest(values):
+            raise Corrupted("the calibration report does not match its digest; calibrate again")
         try:
             report = load(CalibrationReport, values, "report")
         except InvalidField as error:
-            raise Corrupted(f"the calibration report was edited or cut: {error}; calibrate again") from None
-        if report.digest != digest:
-            raise Corrupted("the calibration report does not match its digest; calibrate again")
+            raise Corrupted(f"the calibration report is not one: {error}; calibrate again") from None
         if choose(report.entries, report.noise, report.thresholds) != report.choice:
             raise Corrupted("the calibration report's choice does not follow from it; calibrate again")
         return report
@@ -278,6 +250,11 @@ class CalibrationReport:
     def as_tripped(self, reason: str, at: str) -> CalibrationReport:
         """The revision that turns blending off until somebody calibrates again."""
         return dataclasses.replace(self, tripped=Tripped(reason, at))
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return blake3.blake3(b"kintsugi-report\0" + canonical.encode()).hexdigest()
 
 
 def shortfalls(entry: Entry, noise: Noise, thresholds: Thresholds) -> list[str]:
@@ -312,32 +289,31 @@ def choose(entries: Sequence[Entry], noise: Noise, thresholds: Thresholds) -> Ch
     none. Ties go to the smaller KL, then to the name, so that the same measurements decide alike.
     """
     measured = [entry for entry in entries if entry.num_prompts >= thresholds.prompts_min]
-    failing = [entry.configuration for entry in measured if shortfalls(entry, noise, thresholds)]
+    failing = [entry.selection for entry in measured if shortfalls(entry, noise, thresholds)]
     eligible = [
         entry
         for entry in measured
-        if entry.cost < 1.0
-        and not any(
-            bad.family == entry.configuration.family and bad.ratio >= entry.configuration.ratio
-            for bad in failing
-        )
+        if entry.cost < 1.0 and not any(_undermines(bad, entry.selection) for bad in failing)
     ]
     if not eligible:
         return Choice(None, _why_none(entries, noise, thresholds))
-    eligible.sort(key=lambda entry: (entry.cost, entry.kl_mean, str(entry.configuration)))
-    limits: dict[str, Limit] = {}
+    eligible.sort(key=lambda entry: (entry.cost, entry.kl_mean, described(entry.selection)))
+    limits: dict[str, Selection] = {}
     for entry in eligible:
-        one = entry.configuration
-        limits.setdefault(
-            one.selector.value, Limit(_least_ratio(one, eligible), one.check_layer, one.adaptive)
-        )
+        limits.setdefault(entry.selection.selector.value, _least(entry.selection, eligible))
     best = eligible[0]
     why = f"cheapest of {len(eligible)} that pass, of {len(measured)} measured: cost {best.cost:.3f}"
-    return Choice(best.configuration, why, limits)
+    return Choice(best.selection, why, limits)
 
 
-def _least_ratio(of: Configuration, eligible: Sequence[Entry]) -> float:
-    return min(entry.configuration.ratio for entry in eligible if entry.configuration.family == of.family)
+def _undermines(failing: Selection, selection: Selection) -> bool:
+    """Whether a failure at a ratio no smaller says that passing was luck. Its own failure does, too."""
+    return family(failing) == family(selection) and failing.ratio >= selection.ratio
+
+
+def _least(of: Selection, eligible: Sequence[Entry]) -> Selection:
+    ratios = [entry.selection.ratio for entry in eligible if family(entry.selection) == family(of)]
+    return dataclasses.replace(of, ratio=min(ratios))
 
 
 def _why_none(entries: Sequence[Entry], noise: Noise, thresholds: Thresholds) -> str:
@@ -349,4 +325,4 @@ def _why_none(entries: Sequence[Entry], noise: Noise, thresholds: Thresholds) ->
         key=lambda entry: (len(shortfalls(entry, noise, thresholds)), -entry.top1_agreement, entry.kl_mean),
     )
     missed = shortfalls(nearest, noise, thresholds) or [f"cost {nearest.cost:.3f}, or a larger ratio fails"]
-    return f"none of {len(entries)} passes; nearest is {nearest.configuration}: {'; '.join(missed)}"
+    return f"none of {len(entries)} passes; nearest is {described(nearest.selection)}: {'; '.join(missed)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 
 
@@ -32,6 +32,15 @@ class Planner(Protocol):
 
     def plan(self, request: PlanRequest) -> BlendPlan: ...
 
+    @property
+    def selection(self) -> Selection:
+        """What a request that names nothing is blended with."""
+        ...
+
+    def with_selection(self, selection: Selection) -> Planner:
+        """The same planner with another default: what a calibration report says."""
+        ...
+
     def configuration(
         self, ratio: float | None, selector: SelectorName | None
     ) -> tuple[float, SelectorName, int]:
@@ -49,6 +58,13 @@ class FixedRatioPlanner:
     ratio: float = 0.15
     selector: SelectorName = SelectorName.HKVD
     check_layer: int = 1
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(self.ratio, self.selector, self.check_layer)
+
+    def with_selection(self, selection: Selection) -> FixedRatioPlanner:
+        return FixedRatioPlanner(selection.ratio, selection.selector, selection.check_layer)
 
     def configuration(
         self, ratio: float | None, selector: SelectorName | None

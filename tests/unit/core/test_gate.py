@@ -8,11 +8,12 @@ import pytest
 
 from kintsugi.core.errors import BelowMinimum, NotBlendable
 from kintsugi.core.gate import GateState, decide
-from kintsugi.core.report import CalibrationReport, Configuration
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import CalibrationReport
 from kintsugi.core.request import SelectorName
 from tests.unit.core.test_report import BARS, BINDING, HKVD, QUIET, RANDOM, entry, report
 
-FALLBACK = Configuration(HKVD, 0.15)
+FALLBACK = Selection(0.15, HKVD)
 PASSING = report(entry(0.1, check_layer=3), entry(0.3, RANDOM))
 
 
@@ -20,9 +21,9 @@ def test_a_passing_report_opens_the_gate_and_sets_the_default() -> None:
     state = decide(PASSING.to_bytes(), BINDING)
     assert state.is_open
     assert state.report_digest == PASSING.digest
-    assert state.resolve(FALLBACK, None, None) == Configuration(HKVD, 0.1, 3)
-    assert state.resolve(FALLBACK, 0.5, None) == Configuration(HKVD, 0.5, 3)
-    assert state.resolve(FALLBACK, None, RANDOM) == Configuration(RANDOM, 0.3)
+    assert state.resolve(FALLBACK, None, None) == Selection(0.1, HKVD, 3)
+    assert state.resolve(FALLBACK, 0.5, None) == Selection(0.5, HKVD, 3)
+    assert state.resolve(FALLBACK, None, RANDOM) == Selection(0.3, RANDOM)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_selector_that_never_passed_is_refused_but_for_a_full_ratio() -> None:
 def test_without_calibration_the_engines_own_configuration_decides() -> None:
     state = GateState.uncalibrated("told to")
     assert state.resolve(FALLBACK, None, None) == FALLBACK
-    assert state.resolve(FALLBACK, 0.0, RANDOM) == Configuration(RANDOM, 0.0)
+    assert state.resolve(FALLBACK, 0.0, RANDOM) == Selection(0.0, RANDOM)
 
 
 def test_the_report_of_nothing_fails() -> None:

@@ -9,11 +9,11 @@ import json
 import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.core.plan import Selection
 from kintsugi.core.report import (
     Binding,
     CalibrationReport,
     Choice,
-    Configuration,
     Entry,
     Noise,
     Thresholds,
@@ -43,7 +43,7 @@ def entry(
         "num_positions": 50,
         **changes,
     }
-    return Entry(Configuration(selector, ratio, check_layer), **values)  # type: ignore[arg-type]
+    return Entry(Selection(ratio, selector, check_layer), **values)  # type: ignore[arg-type]
 
 
 def report(*entries: Entry) -> CalibrationReport:
@@ -81,31 +81,31 @@ def test_nobody_is_asked_for_more_than_full_prefill_gives_against_itself() -> No
 def test_the_cheapest_passing_configuration_is_chosen() -> None:
     entries = [entry(0.3), entry(0.15), entry(0.05, kl_mean=1.0), entry(0.2, RANDOM, kl_mean=1.0)]
     choice = choose(entries, QUIET, BARS)
-    assert choice.configuration == Configuration(HKVD, 0.15)
-    assert {name: limit.ratio_min for name, limit in choice.limits.items()} == {"hkvd": 0.15}
+    assert choice.selection == Selection(0.15, HKVD)
+    assert {name: limit.ratio for name, limit in choice.limits.items()} == {"hkvd": 0.15}
 
 
 def test_a_lucky_point_below_failing_ones_is_not_trusted() -> None:
     lucky = [entry(0.05), entry(0.1, kl_mean=1.0), entry(0.2)]
-    assert choose(lucky, QUIET, BARS).configuration == Configuration(HKVD, 0.2)
+    assert choose(lucky, QUIET, BARS).selection == Selection(0.2, HKVD)
     other_family = [entry(0.05), entry(0.1, check_layer=2, kl_mean=1.0)]
-    assert choose(other_family, QUIET, BARS).configuration == Configuration(HKVD, 0.05)
+    assert choose(other_family, QUIET, BARS).selection == Selection(0.05, HKVD)
 
 
 def test_a_screened_entry_neither_passes_nor_fails() -> None:
     screened = [entry(0.05, num_prompts=5), entry(0.15), entry(0.3, num_prompts=5, kl_mean=9.0)]
-    assert choose(screened, QUIET, BARS).configuration == Configuration(HKVD, 0.15)
+    assert choose(screened, QUIET, BARS).selection == Selection(0.15, HKVD)
 
 
 def test_what_costs_a_full_prefill_is_no_choice() -> None:
     choice = choose([entry(1.0, cost=1.0)], QUIET, BARS)
-    assert choice.configuration is None
+    assert choice.selection is None
     assert "cost 1.000" in choice.why
 
 
 def test_ties_are_broken_by_quality_then_name() -> None:
     first = choose([entry(0.15), entry(0.15, RANDOM, kl_mean=0.001)], QUIET, BARS)
-    assert first.configuration == Configuration(RANDOM, 0.15)
+    assert first.selection == Selection(0.15, RANDOM)
     entries = [entry(0.15), entry(0.15, RANDOM)]
     assert choose(entries, QUIET, BARS) == choose(entries[::-1], QUIET, BARS)
 
@@ -131,10 +131,10 @@ def test_every_small_set_of_measurements_is_decided_as_stated() -> None:
         least = {
             selector.value: min(r for s, r in trusted if s is selector) for selector, _ in sorted(trusted)
         }
-        assert {name: limit.ratio_min for name, limit in choice.limits.items()} == least
+        assert {name: limit.ratio for name, limit in choice.limits.items()} == least
         if trusted:
-            assert choice.configuration is not None
-            assert choice.configuration.ratio == min(least.values())
+            assert choice.selection is not None
+            assert choice.selection.ratio == min(least.values())
         else:
             assert choice == Choice(None, choice.why)
 
@@ -155,7 +155,7 @@ def test_a_report_survives_the_way_to_a_store_and_back() -> None:
         lambda values: values["thresholds"].update(kl_mean_max=99.0),
         lambda values: values["entries"][0].update(kl_mean=0.0),
         lambda values: values["binding"].update(fingerprint="00" * 32),
-        lambda values: values["choice"]["configuration"].update(ratio=0.01),
+        lambda values: values["choice"]["selection"].update(ratio=0.01),
         lambda values: values.update(tripped={"reason": "", "at": ""}),
         lambda values: values.pop("digest"),
         lambda values: values.pop("noise"),
@@ -172,7 +172,7 @@ def test_an_edited_report_is_refused(edit: object) -> None:
 
 def test_a_choice_that_does_not_follow_is_refused_with_a_digest_too() -> None:
     honest = report(entry(0.3), entry(0.1, kl_mean=3.0))
-    forged = dataclasses.replace(honest, choice=Choice(Configuration(HKVD, 0.1), "because"))
+    forged = dataclasses.replace(honest, choice=Choice(Selection(0.1, HKVD), "because"))
     with pytest.raises(Corrupted, match="does not follow"):
         CalibrationReport.from_bytes(forged.to_bytes())
 
@@ -211,8 +211,8 @@ def test_a_binding_names_its_report_and_what_differs() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Configuration(HKVD, 1.1),
-        lambda: Configuration(HKVD, 0.1, check_layer=0),
+        lambda: Selection(1.1, HKVD),
+        lambda: Selection(0.1, HKVD, -1),
         lambda: Thresholds(top1_agreement_min=1.1),
         lambda: Thresholds(kl_mean_max=0.0),
         lambda: Thresholds(prompts_min=0),
