@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
 from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.core.plan import Selection
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.fusor.planner import FixedRatioPlanner
 
@@ -50,4 +51,4 @@ def cold(running: LocalEngine, prompt: Prompt) -> Generation:
 def use_check_layer(running: LocalEngine, check_layer: int) -> None:
     """Plan with another check layer: a setting of the engine, changed between requests to interleave."""
     connector = running.llm.llm_engine.engine_core.engine_core.scheduler.connector
-    connector._scheduler.planner = FixedRatioPlanner(check_layer=check_layer)
+    connector._scheduler.planner = FixedRatioPlanner(Selection(0.15, check_layer=check_layer))

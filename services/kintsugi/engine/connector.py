@@ -74,7 +74,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 config=config,
                 store=store,
-                planner=FixedRatioPlanner(config.ratio, config.selector, config.check_layer),
+                planner=FixedRatioPlanner(config.selection),
                 fingerprint=_fingerprint(vllm_config),
                 prefix_token_ids=_prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
