@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, digests_of
-from kintsugi.core.plan import BlendPlan, ChunkHit
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.core.stream import ChunkLost, LayerFrame
@@ -69,9 +69,15 @@ class ToyPrompt:
             self.isolated.append((raw, value))
 
     def plan(
-        self, ratio: float, selector: SelectorName = SelectorName.HKVD, check_layer: int = 1
+        self,
+        ratio: float,
+        selector: SelectorName = SelectorName.HKVD,
+        check_layer: int = 1,
+        query_layers: tuple[int, ...] = (),
+        adaptive_mass: float | None = None,
     ) -> BlendPlan:
-        return BlendPlan(tuple(self.hits), ratio, selector, check_layer)
+        selection = Selection(ratio, selector, check_layer, query_layers, adaptive_mass)
+        return BlendPlan(tuple(self.hits), selection)
 
     def open_loader(self, plan: BlendPlan, start: int, end: int, depth: int = 2) -> LayerLoader:
         self.opened.append(plan)

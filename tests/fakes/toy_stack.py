@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.stack import Batch, FreshKV, Hidden
+from kintsugi.fusor.stack import AttentionRule, Batch, FreshKV, Hidden
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, POSITIONS_MAX = 32, 4, 2, 8, 97, 512
 
@@ -53,7 +53,8 @@ class ToyModel:
         query = (normed @ self.query[layer]).view(-1, HEADS, HEAD_DIM)
         key = (normed @ self.key[layer]).view(-1, self.kv_heads, HEAD_DIM)
         value = (normed @ self.value[layer]).view(-1, self.kv_heads, HEAD_DIM)
-        return self.rotate(query, positions), FreshKV(key, self.rotate(key, positions), value)
+        query = self.rotate(query, positions)
+        return query, FreshKV(query, key, self.rotate(key, positions), value)
 
     def attend(self, layer: int, query: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries at `positions` over K and V of positions 0…n: never over a later one."""
@@ -185,6 +186,9 @@ class ToyStack:
         hidden.residual = stream + attended
         hidden.states = self.model.mlp(layer, hidden.residual)
         return kv if capture else None
+
+    def attention_rule(self, layer: int) -> AttentionRule:
+        return AttentionRule(HEAD_DIM**-0.5)
 
     def synchronize(self) -> None:
         """Nothing is queued: torch computes on the CPU at once."""

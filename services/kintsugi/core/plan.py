@@ -69,16 +69,11 @@ class BlendPlan:
 
     hits: tuple[ChunkHit, ...]
     """In prompt order, disjoint."""
-    ratio: float
-    """Share of the hit tokens to recompute."""
-    selector: SelectorName
-    check_layer: int
-    """The layer whose deviation selects; layers below it are computed for every token."""
+    selection: Selection
 
     def without(self, keys: frozenset[ChunkKey]) -> BlendPlan:
         """The same plan with `keys` missed: their tokens are computed instead of loaded."""
-        hits = tuple(hit for hit in self.hits if hit.key not in keys)
-        return BlendPlan(hits, self.ratio, self.selector, self.check_layer)
+        return BlendPlan(tuple(hit for hit in self.hits if hit.key not in keys), self.selection)
 
 
 def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:
@@ -94,9 +89,7 @@ def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequen
     return len(prompt_token_ids)
 
 
-def plan_digest(
-    space: ChunkSpace, spans: Sequence[Span], ratio: float, selector: SelectorName, check_layer: int
-) -> bytes:
+def plan_digest(space: ChunkSpace, spans: Sequence[Span], selection: Selection) -> bytes:
     """32 bytes that name the KV of a prompt blended this way.
 
     It depends on the request alone, not on what the store held at that moment: a chunk that was missed
@@ -104,7 +97,9 @@ def plan_digest(
     """
     hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
     # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.
-    hasher.update(f"{selector.value}\0{check_layer}\0{ratio + 0.0!r}\0".encode())
+    ratios = f"{selection.ratio + 0.0!r}\0{selection.ratio_min + 0.0!r}\0{selection.adaptive_mass!r}"
+    layers = f"{selection.check_layer}\0{','.join(map(str, selection.query_layers))}"
+    hasher.update(f"{selection.selector.value}\0{layers}\0{ratios}\0".encode())
     for span in spans:
         hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
     return hasher.digest()

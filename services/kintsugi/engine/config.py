@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT
 
@@ -41,7 +42,18 @@ class EngineConfig:
     selector: SelectorName = SelectorName.HKVD
 
     check_layer: int = 1
-    """Layer whose KV deviation selects; layers below it are computed for every token."""
+    """Layer whose KV deviation selects, for selectors that look at it. Differs from model to model."""
+
+    query_layers: list[int] | None = None
+    """Layers at which attention from the question counts, ascending; the question passes through all up
+    to the last of them once more. None: the fusor's choice for the model's depth."""
+
+    adaptive_mass: float | None = None
+    """Makes the ratio a ceiling: no more tokens are recomputed than hold this share of the selector's
+    signal. None: always the whole ratio."""
+
+    adaptive_ratio_min: float = 0.05
+    """Floor of an adaptive ratio."""
 
     match_content: bool = True
     """Find known chunks at any offset of prompts that come without spans."""
@@ -63,8 +75,6 @@ class EngineConfig:
     """Check at start that blending gives the engine's own answers; off, nothing would notice a defect."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio <= 1.0:
-            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
         for name in (
             "check_layer",
             "prefetch_layers",
@@ -76,3 +86,16 @@ class EngineConfig:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
         if self.slice_tokens is not None and self.slice_tokens < 1:
             raise InvalidField("slice_tokens", f"{self.slice_tokens} must be at least 1")
+        _ = self.selection  # checks its fields
+
+    @property
+    def selection(self) -> Selection:
+        """What a request that names nothing is blended with. Raises `InvalidField`."""
+        return Selection(
+            self.ratio,
+            self.selector,
+            self.check_layer,
+            tuple(self.query_layers or ()),
+            self.adaptive_mass,
+            self.adaptive_ratio_min,
+        )

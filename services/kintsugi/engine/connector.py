@@ -74,7 +74,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 config=config,
                 store=store,
-                planner=FixedRatioPlanner(config.ratio, config.selector, config.check_layer),
+                planner=FixedRatioPlanner(config.selection),
                 gate=opened_gate(config, store, binding),
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),

@@ -150,7 +150,9 @@ class SchedulerSide:
 
     def _allowed_planner(self, params: KintsugiParams) -> Planner:
         """The planner with what the calibration report says of this request. Raises where it forbids it."""
-        selection = self.gate.state.resolve(self.planner.selection, params.ratio, params.selector)
+        selection = self.gate.state.resolve(
+            self.planner.selection, params.ratio, params.selector, params.adaptive_mass
+        )
         return self.planner.with_selection(selection)
 
     def _check_blendable(self, request: Request) -> None:
@@ -168,9 +170,9 @@ class SchedulerSide:
     def _fork(self, request: Request, state: _State, spans: tuple[Span, ...]) -> None:
         """Name the KV that this blend will produce, from the first block that is not exact."""
         prompt = request.prompt_token_ids
-        digest = plan_digest(
-            state.space, spans, *state.planner.configuration(state.params.ratio, state.params.selector)
-        )
+        params = state.params
+        selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
+        digest = plan_digest(state.space, spans, selection)
         hashing.fork(request, self._fork_at(exact_end(spans, state.space, prompt)), digest)
 
     def _fork_at(self, num_exact: int) -> int:
@@ -257,6 +259,7 @@ class SchedulerSide:
                 bytes_to_load=sum(match.manifests[hit.key].chunk_bytes for hit in hits),
                 ratio=state.params.ratio,
                 selector=state.params.selector,
+                adaptive_mass=state.params.adaptive_mass,
             )
         )
         tokens = JobTokens(

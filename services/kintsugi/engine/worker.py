@@ -227,8 +227,8 @@ class WorkerSide:
         return Accounting(
             outcome=Outcome.FAILED if failed else Outcome.BLENDED,
             reason=tally.failure,
-            selector=job.plan.selector.value,
-            ratio=job.plan.ratio,
+            selector=job.plan.selection.selector.value,
+            ratio=job.plan.selection.ratio,
             tokens_hit=tally.tokens_hit,
             tokens_recomputed=tally.tokens_recomputed,
             token_layers_computed=round(tally.token_layers, 1),

@@ -64,6 +64,19 @@ def test_a_ratio_below_the_minimum_is_refused_with_the_minimum_named() -> None:
     assert state.resolve(FALLBACK, 0.1, None).ratio == 0.1
 
 
+def test_an_adaptive_ratio_may_not_undercut_what_was_measured() -> None:
+    plain = decide(PASSING.to_bytes(), BINDING)
+    with pytest.raises(BelowMinimum, match=r"adaptive_mass: 0\.5 is below 1"):
+        plain.resolve(FALLBACK, None, None, 0.5)
+    assert plain.resolve(FALLBACK, None, None, 1.0).adaptive_mass == 1.0
+    measured = dataclasses.replace(Selection(0.2, HKVD), adaptive_mass=0.6)
+    adaptive = decide(report(dataclasses.replace(entry(), selection=measured)).to_bytes(), BINDING)
+    assert adaptive.resolve(FALLBACK, None, None).adaptive_mass == 0.6
+    assert adaptive.resolve(FALLBACK, None, None, 0.7).adaptive_mass == 0.7
+    with pytest.raises(BelowMinimum, match=r"0\.5 is below 0\.6"):
+        adaptive.resolve(FALLBACK, None, None, 0.5)
+
+
 def test_a_selector_that_never_passed_is_refused_but_for_a_full_ratio() -> None:
     state = decide(PASSING.to_bytes(), BINDING)
     with pytest.raises(NotBlendable, match=r"selector_not_calibrated: .*: hkvd, random"):
