@@ -124,6 +124,47 @@ def doctor(
         raise typer.Exit(code)
 
 
+@app.command()
+@reported
+def calibrate(
+    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines of {chunks, question, answers}. Without: the bundled passages."),
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Publish here: the store that engines name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report to a file, for --report.")] = None,
+    codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
+    prompts: Annotated[int, typer.Option(min=1, help="Questions per confirmed configuration.")] = 96,
+    seed: Annotated[int, typer.Option(help="Which questions, in which order. Same seed, same report.")] = 0,
+    dtype: Annotated[str, typer.Option(help="As the engine will serve: part of the fingerprint.")] = "auto",
+    chunk_store: Annotated[
+        str | None, typer.Option(help="Store for the chunks meanwhile. Without: this process's memory.")
+    ] = None,
+    system: Annotated[
+        Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how well a model blends, and write the report that allows it to."""
+    from kintsugi.cli import calibrate as command
+    from kintsugi.core.report import Thresholds
+    from kintsugi.quality.calibrate import Budget
+    from kintsugi.quality.session import EngineSpec, prefix_of_file
+
+    spec = EngineSpec(
+        model,
+        codec=codec,
+        store=chunk_store,
+        prefix_token_ids=None if system is None else prefix_of_file(model, system),
+        vllm_args={"dtype": dtype},
+    )
+    budget = Budget(prompts=prompts, seed=seed)
+    code = command.run(Screen(as_json), command.Task(spec, questions, store, out, budget, Thresholds()))
+    if code is not ExitCode.OK:
+        raise typer.Exit(code)
+
+
 if find_spec("lmdb") is not None:  # the extra `store` is installed
     from kintsugi.cli.store import app as store_app
 

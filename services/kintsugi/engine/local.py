@@ -218,6 +218,11 @@ class LocalEngine:
         return self._scheduler.gate.binding
 
     @property
+    def prefix_token_ids(self) -> tuple[int, ...]:
+        """What chunks are prefilled behind."""
+        return self._scheduler.prefix_token_ids
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers of the model."""
         return int(self.llm.llm_engine.model_config.hf_text_config.num_hidden_layers)
