@@ -21,8 +21,10 @@ from tests.fakes.toy_stack import HEAD_DIM, ToyModel
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "toy")
 
 
-def manifest_of(token_ids: Sequence[int], layout: KVLayout, frames: Sequence[memoryview]) -> ChunkManifest:
-    head_bytes = layout.head_bytes(Codec.RAW, len(token_ids))
+def manifest_of(
+    token_ids: Sequence[int], layout: KVLayout, frames: Sequence[memoryview], codec: Codec = Codec.RAW
+) -> ChunkManifest:
+    head_bytes = layout.head_bytes(codec, len(token_ids))
     return ChunkManifest(
         key=ChunkKey.of(SPACE, token_ids),
         space_digest=SPACE.digest,
@@ -30,7 +32,7 @@ def manifest_of(token_ids: Sequence[int], layout: KVLayout, frames: Sequence[mem
         namespace=SPACE.namespace,
         num_tokens=len(token_ids),
         layout=layout,
-        codec=Codec.RAW,
+        codec=codec,
         anchor=None,
         digests=b"".join(digests_of(frame, head_bytes) for frame in frames),
     )

@@ -78,7 +78,7 @@ class ToyModel:
         `loaded(layer)`, both `[tokens, kv_heads, head_dim]` after RoPE, before anything attends."""
         positions = torch.arange(start, start + len(token_ids))
         stream = self.embedding[token_ids]
-        raw_keys, keys, values = [], [], []
+        queries, raw_keys, keys, values = [], [], [], []
         for layer in range(self.layers):
             query, kv = self.project(layer, stream, positions)
             key, value = kv.key, kv.value
@@ -89,16 +89,19 @@ class ToyModel:
                 value = torch.where(stale[:, None, None], cached_value.to(value.dtype), value)
             stream = stream + self.attend(layer, query, positions - start, key, value)
             stream = stream + self.mlp(layer, stream)
+            queries.append(query)
             raw_keys.append(kv.key_before_rope)
             keys.append(key)
             values.append(value)
-        return DenseRun(torch.stack(raw_keys), torch.stack(keys), torch.stack(values), stream)
+        stacked = [torch.stack(parts) for parts in (queries, raw_keys, keys, values)]
+        return DenseRun(*stacked, stream)
 
 
 @dataclass(frozen=True)
 class DenseRun:
-    """K before RoPE, K and V, each `[layers, tokens, kv_heads, head_dim]`; the last residual stream."""
+    """Queries, K before RoPE, K and V, each `[layers, tokens, heads, head_dim]`; the last residual stream."""
 
+    queries: Tensor
     keys_before_rope: Tensor
     keys: Tensor
     values: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import codec_named
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT
@@ -55,6 +56,10 @@ class EngineConfig:
     adaptive_ratio_min: float = 0.05
     """Floor of an adaptive ratio."""
 
+    codec: str = "raw"
+    """How chunks are stored: `raw`, or `int8` or `fp8` for half the bytes; `int8_sinks` and `fp8_sinks`
+    keep a chunk's first tokens in 16 bit. What is loaded is decoded as it was stored, whatever this says."""
+
     match_content: bool = True
     """Find known chunks at any offset of prompts that come without spans."""
 
@@ -86,6 +91,7 @@ class EngineConfig:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
         if self.slice_tokens is not None and self.slice_tokens < 1:
             raise InvalidField("slice_tokens", f"{self.slice_tokens} must be at least 1")
+        codec_named(self.codec)
         _ = self.selection  # checks its fields
 
     @property
