@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kintsugi.engine.model import CacheGroup, Layer, Model
 from kintsugi.engine.scattered import RUNS_MIN, ScatteredRows, served_by_kernel
-from kintsugi.fusor.stack import Batch, FreshKV, Hidden
+from kintsugi.fusor.stack import AttentionRule, Batch, FreshKV, Hidden
 
 NULL_BLOCK = 0
 """vLLM's placeholder for blocks that a sliding window has left behind."""
@@ -40,16 +40,23 @@ class _Projected(Exception):
 class _Captured:
     """What the hooks of one layer call saw, `[tokens, heads · head_dim]` or `[tokens, heads, head_dim]`."""
 
+    query: Tensor | None = None
     key_before_rope: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
 
     def fresh(self, num_heads: int, head_dim: int) -> FreshKV:
+        assert self.query is not None
         assert self.key_before_rope is not None
         assert self.key is not None
         assert self.value is not None
         shape = (-1, num_heads, head_dim)
-        return FreshKV(self.key_before_rope.view(shape), self.key.view(shape), self.value.view(shape))
+        return FreshKV(
+            self.query.view(len(self.query), -1, head_dim),
+            self.key_before_rope.view(shape),
+            self.key.view(shape),
+            self.value.view(shape),
+        )
 
 
 class _GroupTables:
@@ -201,6 +208,14 @@ class VllmStack:
             self._call(self._model.layers[layer], hidden, batch)
         return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
 
+    def attention_rule(self, layer: int) -> AttentionRule:
+        attention = self._model.layers[layer].attention
+        return AttentionRule(
+            attention.impl.scale,
+            attention.sliding_window,
+            getattr(attention.impl, "logits_soft_cap", None) or None,
+        )
+
     def synchronize(self) -> None:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
@@ -248,7 +263,7 @@ class VllmStack:
             captured.key_before_rope = arguments[2].clone()  # rotated in place
 
         def before_attention(_module: object, arguments: tuple[Tensor, ...]) -> None:
-            captured.key, captured.value = arguments[1], arguments[2]
+            captured.query, captured.key, captured.value = arguments[:3]
             if leave:
                 raise _Projected
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.model import Model, find_model
@@ -58,6 +58,7 @@ class WorkerSide:
         self._config = config
         self._store = store
         self._slice_tokens = slice_tokens
+        self._codec = codec_named(config.codec)
         self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: Model | None = None
         self._unable: str | None = None
@@ -227,8 +228,8 @@ class WorkerSide:
         return Accounting(
             outcome=Outcome.FAILED if failed else Outcome.BLENDED,
             reason=tally.failure,
-            selector=job.plan.selector.value,
-            ratio=job.plan.ratio,
+            selector=job.plan.selection.selector.value,
+            ratio=job.plan.selection.ratio,
             tokens_hit=tally.tokens_hit,
             tokens_recomputed=tally.tokens_recomputed,
             token_layers_computed=round(tally.token_layers, 1),
@@ -296,7 +297,7 @@ class WorkerSide:
         ]
         ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
         stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
-        work = SavePass(items, stack, self._unit_tokens_max, Codec.RAW)
+        work = SavePass(items, stack, self._unit_tokens_max, self._codec)
         return _SaveBatch(jobs, work, time.perf_counter(), set())
 
     def _finish_save(self, batch: _SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
@@ -328,7 +329,7 @@ class WorkerSide:
             job.anchor,
             job.chunk_end - job.chunk_start,
             self._model.layout,
-            Codec.RAW,
+            self._codec,
             frames,
         )
         return self._store.put(manifest, frames)

@@ -25,6 +25,7 @@ from kintsugi.store.shard import Shard
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
+    UNCALIBRATED,
     Rag,
     ask_cold,
     chunks_of,
@@ -95,7 +96,7 @@ def main(shape: str) -> None:
     with ShardServer(Shard(RamTier(64 << 20)), "127.0.0.1:0") as server:
         engine = LocalEngine.start(
             cached_checkpoint(shape),
-            extra_config={"store": f"grpc://{server.address}", "layer_deadline_ms": 20_000},
+            extra_config={"store": f"grpc://{server.address}", "layer_deadline_ms": 20_000, **UNCALIBRATED},
             dtype="bfloat16",
             max_model_len=2048,
             block_size=32,
