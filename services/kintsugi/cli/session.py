@@ -27,7 +27,6 @@ class Model:
     path: str
     """A checkpoint folder, or a name that vLLM resolves."""
     name: str
-    random_weights: bool
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,19 @@ class Session:
     """Why chunks could not be stored; None where all were."""
 
 
-def chosen_model(screen: Screen, model: str | None) -> Model:
-    """The user's model, or the bundled one, which is made on first use."""
-    if model is not None:
-        if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
-            raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
-        return Model(model, Path(model).name or model, random_weights=False)
-    with screen.engine_log(), screen.step(f"Preparing the bundled model {DEMO_SHAPE} (random weights)"):
+def named_model(model: str) -> Model:
+    """The user's model. Raises `NotFound`."""
+    if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
+        raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
+    return Model(model, Path(model).name or model)
+
+
+def random_model(screen: Screen) -> Model:
+    """One of a real model's proportions, made on first use: its times are real, its answers gibberish."""
+    with screen.engine_log(), screen.step(f"Preparing the model {DEMO_SHAPE} (random weights)"):
         from kintsugi.checkpoints.factory import cached_checkpoint
 
-        return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE, random_weights=True)
+        return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE)
 
 
 @contextmanager
@@ -80,7 +82,7 @@ def opened(
     screen: Screen,
     model: Model,
     texts: Sequence[tuple[str, str]],
-    question: str,
+    ending: str,
     namespace: str,
     max_tokens: int,
     trust: Trust,
@@ -88,7 +90,7 @@ def opened(
     """Tokenise, start the engine, store the chunks; close the engine afterwards."""
     with screen.step("Reading the tokenizer"):
         tokenizer, positions_max = _tokenizer_of(model)
-        prompt = build_prompt(tokenizer, texts, question)
+        prompt = build_prompt(tokenizer, texts, ending)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:
         raise InvalidField(
