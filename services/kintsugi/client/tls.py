@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from kintsugi.client.wire import CHANNEL_OPTIONS
+from kintsugi.client.wire import CLIENT_OPTIONS
 from kintsugi.core.errors import InvalidField
 
 FILES_CHECK_S = 5.0
@@ -53,8 +53,8 @@ class TlsFiles:
 def open_channel(address: str, tls: TlsFiles | None) -> Any:
     """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
     if tls is None:
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=CLIENT_OPTIONS)
 
 
 class Line:
