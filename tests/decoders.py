@@ -50,7 +50,7 @@ def layers_message(data: bytes) -> None:
     """A message of a stream, read as a client does: frames that match their digests, losses, or an error."""
     try:
         response, payload = wire.parse_layers(data)
-        received = Received("fuzz", [MANIFEST], EVERY_HEAD, lambda _: None, None)
+        received = Received("fuzz", [MANIFEST], EVERY_HEAD, None)
         position = 0
         for header in response.frames:
             item = received.frame(header, payload[position : position + header.size_bytes])

@@ -247,8 +247,8 @@ def pin(
 ) -> None:
     """Keep chunks from being evicted."""
     with explained(), admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        lease_id, pinned = shard.pin(namespace, parsed_keys(keys), lease_s)
-    console.print(f"{pinned} of {len(keys)} chunks pinned by lease {lease_id}", highlight=False)
+        pinned = shard.store.pin(namespace, parsed_keys(keys), lease_s)
+    console.print(f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}", highlight=False)
 
 
 @app.command()

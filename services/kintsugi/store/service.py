@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from kintsugi.client import wire
-from kintsugi.client.status import ERROR_METADATA, error_name, status_of
+from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -57,7 +57,7 @@ def _checked_protocol(context: Any) -> None:
 
 async def _refuse(context: Any, error: KintsugiError) -> None:
     context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
-    await context.abort(status_of(error), str(error))
+    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
 
 
 def _answers(
