@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kintsugi.client import wire
-from kintsugi.core.errors import InvalidField, VersionMismatch
+from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.catalog import Catalog, catalog_key
 from kintsugi.store.entry import Address, Entry, Residence
@@ -25,7 +25,7 @@ from kintsugi.store.slab import Slab
 log = logging.getLogger(__name__)
 
 READ_BYTES_PER_S_ASSUMED = 1e9
-"""Until the first read."""
+"""Of a disk that cannot be read when it is opened."""
 READ_RATE_WEIGHT = 0.1
 
 
@@ -56,8 +56,8 @@ class DiskTier:
         self.policy = policy(self.slab.capacity_bytes)
         self.evictions = 0
         self.chunks = 0
-        self.read_bytes_per_s = READ_BYTES_PER_S_ASSUMED
-        """Moving average over recent reads."""
+        self.read_bytes_per_s = self._measured()
+        """Moving average over recent reads, from a measurement on."""
         self.failure = ""
         """Why nothing is written here any more; empty: all is well."""
         self._recorded: dict[Address, Residence] = {}
@@ -68,6 +68,13 @@ class DiskTier:
         self._graveyard: list[Residence] = []
         """Nobody reads them any more."""
         self._catalog_lock = threading.Lock()
+
+    def _measured(self) -> float:
+        try:
+            return self.slab.measured_read_bytes_per_s()
+        except (OSError, Corrupted) as error:
+            log.error("%s: %s; its speed is not known", self._name, error)
+            return READ_BYTES_PER_S_ASSUMED
 
     @property
     def name(self) -> str:

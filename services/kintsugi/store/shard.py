@@ -190,6 +190,7 @@ class Shard:
         """
         options = options or PutOptions()
         self._admission.check_sizes(manifest)
+        recompute_ms = self.config.recompute_ms(manifest, options.recompute_ms)
         deadline_s = self._clock() + wait_s
         with self.lock:
             while True:
@@ -198,7 +199,7 @@ class Shard:
                     raise Unavailable("this shard is draining; put to another")
                 if self._living((manifest.namespace, manifest.key)) is not None:
                     return None
-                tier = self._tier_for(manifest, options)
+                tier = self._tier_for(manifest, options, recompute_ms)
                 residence = self._admission.room_for_put(manifest, tier)
                 if residence is not None:
                     break
@@ -211,12 +212,12 @@ class Shard:
                 self._changed.wait(deadline_s - self._clock())
             residence.acquire()
         expires_at_s = self._wall_clock() + options.ttl_s
-        entry = Entry(manifest, expires_at_s, options.recompute_ms)
+        entry = Entry(manifest, expires_at_s, recompute_ms)
         return ChunkPut(entry, residence, self.ram, tier)
 
-    def _tier_for(self, manifest: ChunkManifest, options: PutOptions) -> str:
+    def _tier_for(self, manifest: ChunkManifest, options: PutOptions, recompute_ms: float) -> str:
         speeds = [TierSpeed(disk.name, disk.read_bytes_per_s) for disk in self.disks]
-        tier = chosen_tier(options.tier, speeds, manifest.chunk_bytes, options.recompute_ms, options.durable)
+        tier = chosen_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
         for disk in self.disks:
             if disk.name == tier and manifest.chunk_bytes > disk.capacity_bytes:
                 raise ResourceExhausted(
