@@ -7,6 +7,7 @@ fuzzer in `scripts/fuzz.py`.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, Unavail
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import catalog_pb2, directory_pb2
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store import uses
 from kintsugi.store.catalog import _CHECKSUM_BYTES, _decoded, _encoded, catalog_key
 from kintsugi.store.disk_tier import DiskTier
 from kintsugi.store.entry import Entry
@@ -138,6 +140,18 @@ def shard_map(data: bytes) -> None:
     assert len(found.owners(MANIFEST.key)) <= found.replicas
 
 
+def uses_file(data: bytes) -> None:
+    """A snapshot of uses: nothing under a wrong checksum, whole rows under a right one."""
+    with contextlib.suppress(ValueError):
+        uses.decoded(data)
+    body = data[_CHECKSUM_BYTES:]
+    try:
+        found = uses.decoded(xxhash.xxh3_128_digest(body) + body)
+    except ValueError:
+        return
+    assert sum(14 + len(key) for key in found) <= len(body)
+
+
 def keys(data: bytes) -> None:
     """A list of keys cut anywhere: all of 32 bytes, or an error of ours."""
     size = data[0] if data else 0
@@ -151,7 +165,16 @@ def keys(data: bytes) -> None:
 
 DECODERS: dict[str, Callable[[bytes], None]] = {
     decoder.__name__: decoder
-    for decoder in (put_message, layers_message, manifest, catalog_value, checked_frames, shard_map, keys)
+    for decoder in (
+        put_message,
+        layers_message,
+        manifest,
+        catalog_value,
+        checked_frames,
+        shard_map,
+        uses_file,
+        keys,
+    )
 }
 
 
@@ -181,6 +204,7 @@ def seeds(name: str) -> list[bytes]:
         "manifest": [message.SerializeToString()],
         "catalog_value": [_encoded(catalog_key(("acme", MANIFEST.key)), record)],
         "shard_map": [shards.SerializeToString()],
+        "uses_file": [uses.encoded([Entry(MANIFEST, uses=3, used_at_s=1e9)])],
         "keys": [bytes([32]) + bytes(64)],
     }
     return found.get(name, [b"\0"])
