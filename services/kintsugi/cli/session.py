@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 from kintsugi.cli.rag import build_prompt
 from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
+from kintsugi.cli.shard import local_shard
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import RagPrompt
 from kintsugi.engine.local import LocalEngine
 
-STORE = "ram://cli"
 DEMO_SHAPE = "llama-210m"
 
 
@@ -87,7 +87,7 @@ def opened(
     max_tokens: int,
     trust: Trust,
 ) -> Iterator[Session]:
-    """Tokenise, start the engine, store the chunks; close the engine afterwards."""
+    """Tokenise, start a shard and the engine, store the chunks; close both afterwards."""
     with screen.step("Reading the tokenizer"):
         tokenizer, positions_max = _tokenizer_of(model)
         prompt = build_prompt(tokenizer, texts, ending)
@@ -98,12 +98,14 @@ def opened(
             f"the prompt has {len(prompt.token_ids)} tokens and {max_tokens} are to be generated, but "
             f"{model.name} reads at most {positions_max}; use fewer or shorter chunks",
         )
-    with screen.engine_log():
+    with screen.engine_log(), ExitStack() as stack:
+        with screen.step("Starting a store shard"):
+            store = stack.enter_context(local_shard())
         with screen.step("Starting vLLM"):
             engine = LocalEngine.start(
                 model.path,
                 extra_config={
-                    "store": STORE,
+                    "store": store,
                     "prefix_token_ids": list(prompt.prefix),
                     **trust.extra_config,
                 },
