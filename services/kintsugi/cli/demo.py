@@ -13,11 +13,12 @@ from rich.text import Text
 
 from kintsugi.checkpoints.passages import BUNDLED_QUESTIONS, bundled_passages
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
-from kintsugi.cli.rag import RagPrompt, read_chunk
+from kintsugi.cli.rag import read_chunk
 from kintsugi.cli.render import print_accounting, print_comparison
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import Model, chosen_model, opened
+from kintsugi.cli.session import REGARDLESS, UNCALIBRATED_NOTE, Model, chosen_model, opened
 from kintsugi.core.errors import NotBlendable
+from kintsugi.core.prompt import RagPrompt
 
 NAMESPACE = "demo"
 PASSAGES = 6
@@ -36,7 +37,7 @@ def run(screen: Screen, model: str | None, files: Sequence[Path], question: str 
     random.Random(_ORDER_SEED).shuffle(texts)
     asked = question or BUNDLED_QUESTIONS[0]
     chosen = chosen_model(screen, model)
-    with opened(screen, chosen, texts, asked, NAMESPACE, MAX_TOKENS) as session:
+    with opened(screen, chosen, texts, asked, NAMESPACE, MAX_TOKENS, REGARDLESS) as session:
         _insist(session.not_saved_because)
         with screen.step("Answering four ways") as say:
             measurements = compare(
@@ -67,6 +68,7 @@ def demo_document(
     return {
         "model": model.name,
         "random_weights": model.random_weights,
+        "calibrated": False,
         "question": question,
         "prompt_tokens": len(prompt.token_ids),
         "chunks": [
@@ -97,3 +99,4 @@ def _render(
     print_accounting(console, measurements[-1].generation.accounting)
     if model.random_weights:
         console.print(f"\n{RANDOM_WEIGHTS_NOTE}", style="yellow", highlight=False)
+    console.print(f"\n{UNCALIBRATED_NOTE}", style="yellow", highlight=False)

@@ -76,11 +76,18 @@ def generate(
     html: Annotated[
         Path | None, typer.Option(help="Write a page: tokens by recomputed depth, timeline per layer.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Calibration report that allows blending (kintsugi calibrate --out).")
+    ] = None,
+    allow_uncalibrated: Annotated[
+        bool, typer.Option("--allow-uncalibrated", help="Blend without one. Answers may be wrong.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer a question from chunks, blended, and say what it cost."""
     from kintsugi.cli import generate as command
     from kintsugi.cli.methods import BlendChoice
+    from kintsugi.cli.session import Trust
     from kintsugi.core.request import KintsugiParams, parsed_selector
 
     chosen = None if selector is None else parsed_selector(selector)
@@ -94,6 +101,7 @@ def generate(
         compare=compare,
         repeat=repeat,
         html=html,
+        trust=Trust(report, allow_uncalibrated),
     )
     code = command.run(Screen(as_json), task)
     if code is not ExitCode.OK:
@@ -112,6 +120,47 @@ def doctor(
     from kintsugi.cli import doctor as command
 
     code = command.run(Screen(as_json), model)
+    if code is not ExitCode.OK:
+        raise typer.Exit(code)
+
+
+@app.command()
+@reported
+def calibrate(
+    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines of {chunks, question, answers}. Without: the bundled passages."),
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Publish here: the store that engines name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report to a file, for --report.")] = None,
+    codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
+    prompts: Annotated[int, typer.Option(min=1, help="Questions per confirmed configuration.")] = 96,
+    seed: Annotated[int, typer.Option(help="Which questions, in which order. Same seed, same report.")] = 0,
+    dtype: Annotated[str, typer.Option(help="As the engine will serve: part of the fingerprint.")] = "auto",
+    chunk_store: Annotated[
+        str | None, typer.Option(help="Store for the chunks meanwhile. Without: this process's memory.")
+    ] = None,
+    system: Annotated[
+        Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how well a model blends, and write the report that allows it to."""
+    from kintsugi.cli import calibrate as command
+    from kintsugi.core.report import Thresholds
+    from kintsugi.quality.calibrate import Budget
+    from kintsugi.quality.session import EngineSpec, prefix_of_file
+
+    spec = EngineSpec(
+        model,
+        codec=codec,
+        store=chunk_store,
+        prefix_token_ids=None if system is None else prefix_of_file(model, system),
+        vllm_args={"dtype": dtype},
+    )
+    budget = Budget(prompts=prompts, seed=seed)
+    code = command.run(Screen(as_json), command.Task(spec, questions, store, out, budget, Thresholds()))
     if code is not ExitCode.OK:
         raise typer.Exit(code)
 

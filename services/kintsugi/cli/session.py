@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kintsugi.cli.rag import RagPrompt, build_prompt
+from kintsugi.cli.rag import build_prompt
 from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.prompt import RagPrompt
 from kintsugi.engine.local import LocalEngine
 
 STORE = "ram://cli"
@@ -27,6 +28,28 @@ class Model:
     """A checkpoint folder, or a name that vLLM resolves."""
     name: str
     random_weights: bool
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Why this model may be blended: a calibration report, or because the user says so."""
+
+    report: Path | None = None
+    regardless: bool = False
+
+    @property
+    def extra_config(self) -> dict[str, object]:
+        """For the engine."""
+        if self.regardless:
+            return {"allow_uncalibrated": True}
+        return {} if self.report is None else {"report": str(self.report.resolve())}
+
+
+REGARDLESS = Trust(regardless=True)
+UNCALIBRATED_NOTE = (
+    "Blended without a calibration report (--allow-uncalibrated): nothing says that these answers are as "
+    "good as full prefill's. Run kintsugi calibrate, and give its file with --report."
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +83,7 @@ def opened(
     question: str,
     namespace: str,
     max_tokens: int,
+    trust: Trust,
 ) -> Iterator[Session]:
     """Tokenise, start the engine, store the chunks; close the engine afterwards."""
     with screen.step("Reading the tokenizer"):
@@ -76,7 +100,11 @@ def opened(
         with screen.step("Starting vLLM"):
             engine = LocalEngine.start(
                 model.path,
-                extra_config={"store": STORE, "prefix_token_ids": list(prompt.prefix)},
+                extra_config={
+                    "store": STORE,
+                    "prefix_token_ids": list(prompt.prefix),
+                    **trust.extra_config,
+                },
                 max_model_len=length,
             )
         with engine:

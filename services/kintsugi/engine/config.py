@@ -26,8 +26,19 @@ class EngineConfig:
     portable: bool = True
     """Whether chunks prefilled behind the prefix may be used behind another one."""
 
+    report: str | None = None
+    """Path of a calibration report. None: the store's, by the model's fingerprint."""
+
+    report_poll_ms: int = 5_000
+    """How often the report is read again: how long a drift, or a new calibration, takes to be noticed."""
+
+    allow_uncalibrated: bool = False
+    """Blend without a passing report, as `ratio`, `selector` and `check_layer` say. For random weights, and
+    for those who know better; `$KINTSUGI_ALLOW_UNCALIBRATED=1` does the same."""
+
     ratio: float = 0.15
-    """Share of the hit tokens that a blend recomputes where a request names none."""
+    """Share of the hit tokens that a blend recomputes where a request names none. With a calibration report
+    the report's choice counts, not this, nor the two below."""
 
     selector: SelectorName = SelectorName.HKVD
 
@@ -69,7 +80,13 @@ class EngineConfig:
     """Check at start that blending gives the engine's own answers; off, nothing would notice a defect."""
 
     def __post_init__(self) -> None:
-        for name in ("check_layer", "prefetch_layers", "layer_deadline_ms", "lookup_deadline_ms"):
+        for name in (
+            "check_layer",
+            "prefetch_layers",
+            "layer_deadline_ms",
+            "lookup_deadline_ms",
+            "report_poll_ms",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
         if self.slice_tokens is not None and self.slice_tokens < 1:

@@ -23,6 +23,7 @@ from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.engine import hashing
 from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.gate import Gate
 from kintsugi.engine.matching import Match, match_content, match_spans
 from kintsugi.engine.metrics import BlendStats
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
@@ -46,6 +47,8 @@ class _State:
     request: Request
     params: KintsugiParams
     space: ChunkSpace
+    planner: Planner
+    """With what the gate allowed this request when it came: a later report changes nothing midway."""
     match: Future[Match] | None = None
     matched_by: float = 0.0
     """Monotonic time after which the store is no longer waited for."""
@@ -73,6 +76,7 @@ class SchedulerSide:
     config: EngineConfig
     store: ChunkStore
     planner: Planner
+    gate: Gate
     fingerprint: ModelFingerprint
     prefix_token_ids: tuple[int, ...]
     hash_block_size: int
@@ -121,7 +125,8 @@ class SchedulerSide:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
-        state = _State(request, params, space)
+        planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
+        state = _State(request, params, space, planner)
         if params.spans is not None:
             spans = _keyed_spans(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -143,6 +148,13 @@ class SchedulerSide:
             state.match = self._threads.submit(match_content, self.store, space, prompt)
         state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
 
+    def _allowed_planner(self, params: KintsugiParams) -> Planner:
+        """The planner with what the calibration report says of this request. Raises where it forbids it."""
+        selection = self.gate.state.resolve(
+            self.planner.selection, params.ratio, params.selector, params.adaptive_mass
+        )
+        return self.planner.with_selection(selection)
+
     def _check_blendable(self, request: Request) -> None:
         if self.declined_because is not None:
             raise NotBlendable(*self.declined_because.split(": ", 1))
@@ -159,7 +171,7 @@ class SchedulerSide:
         """Name the KV that this blend will produce, from the first block that is not exact."""
         prompt = request.prompt_token_ids
         params = state.params
-        selection = self.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
+        selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
         digest = plan_digest(state.space, spans, selection)
         hashing.fork(request, self._fork_at(exact_end(spans, state.space, prompt)), digest)
 
@@ -238,7 +250,7 @@ class SchedulerSide:
         if self.has_windows and num_computed:
             raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
         missed = sum(span.num_tokens for span in match.spans if span.key not in match.manifests)
-        plan = self.planner.plan(
+        plan = state.planner.plan(
             PlanRequest(
                 num_tokens=request.num_tokens,
                 num_computed=num_computed,
@@ -362,6 +374,7 @@ class SchedulerSide:
         return stats
 
     def close(self) -> None:
+        self.gate.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

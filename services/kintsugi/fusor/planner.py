@@ -33,6 +33,15 @@ class Planner(Protocol):
 
     def plan(self, request: PlanRequest) -> BlendPlan: ...
 
+    @property
+    def selection(self) -> Selection:
+        """What a request that names nothing is blended with."""
+        ...
+
+    def with_selection(self, selection: Selection) -> Planner:
+        """The same planner with another default: what a calibration report says."""
+        ...
+
     def configuration(
         self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
     ) -> Selection:
@@ -49,6 +58,9 @@ class FixedRatioPlanner:
 
     selection: Selection
     """Where a request says nothing else. Layers are the engine's to set: a request cannot name any."""
+
+    def with_selection(self, selection: Selection) -> FixedRatioPlanner:
+        return replace(self, selection=selection)
 
     def configuration(
         self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None

@@ -26,6 +26,7 @@ from kintsugi.store.shard import Shard
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
+    UNCALIBRATED,
     Rag,
     ask_cold,
     chunks_of,
@@ -106,6 +107,7 @@ def main(shape: str) -> None:
                 "store": f"grpc://{server.address}",
                 "layer_deadline_ms": 20_000,
                 "query_layers": list(QUERY_LAYERS),
+                **UNCALIBRATED,
             },
             dtype="bfloat16",
             max_model_len=2048,

@@ -17,7 +17,7 @@ from kintsugi.cli.doctor import Check, Verdict
 from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
 from kintsugi.cli.rag import build_prompt
-from kintsugi.cli.session import Model, Session
+from kintsugi.cli.session import Model, Session, Trust
 from kintsugi.core import errors
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
 
@@ -31,8 +31,9 @@ def chunk(tmp_path: Path) -> Path:
     return path
 
 
-def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
-    """Let every command answer with `engine` and a tokenizer of words."""
+def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trust]:
+    """Let every command answer with `engine` and a tokenizer of words; what each trusted is listed."""
+    trusted: list[Trust] = []
 
     @contextmanager
     def opened(
@@ -42,7 +43,9 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
         question: str,
         namespace: str,
         length: int,
+        trust: Trust,
     ) -> Iterator[Session]:
+        trusted.append(trust)
         prompt = build_prompt(FakeTokenizer(), texts, question)
         reason = session._store_chunks(engine, prompt, namespace)  # type: ignore[arg-type]
         yield Session(engine, FakeTokenizer(), prompt, reason)  # type: ignore[arg-type]
@@ -50,6 +53,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
     for module in (demo, generate, doctor):
         monkeypatch.setattr(module, "opened", opened)
         monkeypatch.setattr(module, "chosen_model", lambda screen, model: Model("m", "m", model is None))
+    return trusted
 
 
 def generate_arguments(chunk: Path, *more: str) -> list[str]:
@@ -147,6 +151,22 @@ def test_generate_answers_and_accounts(monkeypatch: pytest.MonkeyPatch, chunk: P
     assert document["answer"] == "1 2 9 9"
     assert document["accounting"]["outcome"] == "blended"
     assert len(document["methods"]) == 4
+
+
+def test_generate_trusts_a_report_or_nobody_unless_told(
+    monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path
+) -> None:
+    trusted = use_engine(monkeypatch, FakeEngine())
+    plain = RUNNER.invoke(app, generate_arguments(chunk))
+    told = RUNNER.invoke(app, generate_arguments(chunk, "--allow-uncalibrated"))
+    RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
+    assert [trust.extra_config for trust in trusted] == [
+        {},
+        {"allow_uncalibrated": True},
+        {"report": str(tmp_path / "r.json")},
+    ]
+    assert "without a calibration report" in " ".join(told.stderr.split())
+    assert "without a calibration report" not in " ".join(plain.stderr.split())
 
 
 def test_generate_writes_a_page(monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path) -> None:
