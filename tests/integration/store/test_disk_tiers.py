@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -224,6 +225,33 @@ def test_a_flipped_bit_on_disk_is_lost_and_quarantined(tmp_path: Path) -> None:
     shard.close()
     shard = open_shard(spec(tmp_path))
     assert len(shard) == 0
+    shard.close()
+
+
+@pytest.mark.parametrize("damaged", ["ram", "disk"])
+def test_a_damaged_copy_goes_and_the_whole_one_stays(tmp_path: Path, damaged: str) -> None:
+    manifest, frames = make_chunk(range(400))
+    shard = open_shard(spec(tmp_path))
+    put(shard, manifest, frames)
+    (entry,) = shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    assert entry.ram is not None
+    assert entry.disk is not None
+    if damaged == "ram":
+        shard.ram.frame(entry.ram, 1, 5, 6)[0] ^= 1
+    else:
+        page = memoryview(mmap.mmap(-1, 4096))
+        shard.disks[0].slab.write(entry.disk.offsets[1], [page])
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: False}
+    assert shard.counters.quarantined == 1
+    for flushed in shard.flushed():
+        flushed.result(10.0)
+    assert (entry.ram is None) == (damaged == "ram")
+    assert entry.disk is not None  # written anew, where it was the damaged one
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
     shard.close()
 
 
