@@ -22,6 +22,7 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.admission import ShardConfig
 from kintsugi.store.disk_tier import READ_BYTES_PER_S_ASSUMED
+from kintsugi.store.keeper import Keeper
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.put import PutOptions
 from kintsugi.store.server import ShardServer
@@ -336,6 +337,40 @@ def test_the_death_of_a_thread_is_fatal_and_visible(
         store.put(manifest, frames)
     with pytest.raises(Unavailable, match="a bug"):
         store.lookup("acme", [ChunkKey(b"\1" * 32)])
+
+
+def test_the_death_of_a_reader_or_the_keeper_is_fatal_and_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    manifest, frames = make_chunk(range(40))
+    shard = open_shard(spec(tmp_path))
+    put(shard, manifest, frames)
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard.disks[0], "read", bug)
+        assert shard.prefetch("acme", [manifest.key]) == 1
+        until_failed(shard)
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    monkeypatch.setattr(shard, "expire", bug)
+    keeper = Keeper(shard, turn_s=0.01)
+    keeper.start()
+    until_failed(shard)
+    keeper.stop()
+    shard.close()
+
+
+def until_failed(shard: Shard) -> None:
+    deadline_s = time.monotonic() + 10
+    while shard.failure is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    with pytest.raises(Unavailable, match="a bug"):
+        shard.lookup("acme", [ChunkKey(b"\1" * 32)])
 
 
 _WRITER = """
