@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -322,6 +323,57 @@ def test_an_io_error_leaves_the_chunk_in_ram_and_says_so(
     assert shard.disks[0].allocator.used_bytes == 0
     other, other_frames = make_chunk(range(50))
     assert store.put(other, other_frames)
+
+
+def test_a_flush_hears_of_the_batch_before_it(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, frames = make_chunk(range(40))
+    syncing, go_on = threading.Event(), threading.Event()
+
+    def broken() -> None:
+        syncing.set()
+        assert go_on.wait(30.0)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shard.disks[0].slab, "sync", broken)
+    begun = shard.begin_put(manifest, PutOptions(durable=True))
+    assert begun is not None
+    for layer, frame in enumerate(frames):
+        begun.write(layer, memoryview(frame))
+    durable = shard.commit(begun).durable
+    assert durable is not None
+    assert syncing.wait(10.0)
+    (flushed,) = shard.flushed()
+    go_on.set()
+    for waiting in (durable, flushed):
+        with pytest.raises(Unavailable, match="Input/output error"):
+            waiting.result(10.0)
+
+
+def test_a_batch_is_written_while_the_one_before_is_committed(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab = shard.disks[0].slab
+    sync, write = slab.sync, slab.write
+    syncing, writing = threading.Event(), threading.Event()
+
+    def slow_sync() -> None:
+        syncing.set()
+        assert writing.wait(10.0), "the next batch is not written meanwhile"
+        sync()
+
+    def noted(offset: int, views: list[memoryview]) -> None:
+        if syncing.is_set():
+            writing.set()
+        write(offset, views)
+
+    monkeypatch.setattr(slab, "sync", slow_sync)
+    monkeypatch.setattr(slab, "write", noted)
+    first, second = many(2, tokens=40)
+    put(shard, *first, durable=False)
+    assert syncing.wait(10.0)
+    put(shard, *second, durable=False)
+    assert shard.drain(20.0) == 0
+    assert shard.disks[0].chunks == 2
 
 
 def test_the_death_of_a_thread_is_fatal_and_visible(
