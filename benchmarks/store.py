@@ -33,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report, spread
+from kintsugi.cli.store import SWITCH_INTERVAL_S
 from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.arena import ArenaMap
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
@@ -314,6 +315,7 @@ def durable_puts(scale: Scale, folder: Path) -> list[Figure]:
     total = sum(manifest.chunk_bytes for manifest, _ in chunks)
     rates, costs, baselines = [], [], []
     ssd = SsdSpec(folder / "ssd", 2 * total)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a shard's own process
     shard = open_shard(ShardSpec(2 * total, folder / "data", (ssd,)))
     for round_ in range(scale.rounds + 1):
         disk = disk_gb_per_s(folder, total, write=True)
