@@ -3,8 +3,9 @@
 The tokens that are always computed (question, gaps, missed chunks) pass through the first layers over the
 loaded KV as it stands, which is full KV reuse; at the layers asked for, the attention weights of the
 tokens behind the last hit are added up per loaded token. The prompt's last token is among them, though the
-blend leaves it to the engine: it is the one that answers, and so the one that looks where the answer is. The blend pass selects by that, and begins anew with
-layer 0: layers that were fetched for this pass are kept in memory for it.
+blend leaves it to the engine: it is the one that answers, and so the one that looks where the answer is.
+The blend pass selects by that, and begins anew with layer 0: layers that were fetched for this pass are
+kept in memory for it.
 
 The weights are those of the model's own softmax over the positions from the first hit on: what comes
 before may lie in the engine's prefix cache, which cannot be read back, and whether it does must not change
@@ -40,7 +41,7 @@ class QuestionPass:
         query_layers: tuple[int, ...],
         unit_tokens_max: int,
     ) -> None:
-        """`positions` are those of the tokens that pass, at least one behind the last hit. Int64, ascending."""
+        """`positions` of the tokens that pass, one of them behind the last hit; int64, ascending."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions))
         """fp32 `[hit tokens]`, over this rank's query heads."""

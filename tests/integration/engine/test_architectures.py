@@ -149,7 +149,7 @@ def test_exact_prefixes_are_found_and_never_poisoned(
     supports(shape, "prefix caching", "exact")
 
 
-QUERY_LAYERS = {4: (1, 2), 6: (2, 3)}
+QUERY_LAYERS = {4: (1, 2), 6: (1, 2, 3)}
 """The fusor's choice by the number of layers."""
 
 SELECTIONS = [
