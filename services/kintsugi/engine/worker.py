@@ -245,18 +245,35 @@ class WorkerSide:
         )
 
     def _advance_save(self, budget: float) -> float:
-        if self._save is None:
-            self._save = self._begin_save()
-        spent = self._save.work.advance(budget)
+        """Run a slice of the batch in hand. A defect costs its chunks, as in `_advance_blend`."""
+        jobs = self._save.jobs if self._save is not None else self._next_saves()
+        try:
+            if self._save is None:
+                self._save = self._begin_save(jobs)
+            spent = self._save.work.advance(budget)
+        except Exception as defect:
+            if rank_and_size()[1] > 1:
+                raise
+            logger.exception("The save of %d chunks broke; none of them is stored", len(jobs))
+            self._abandon_save(jobs, f"defect: {type(defect).__name__}: {defect}")
+            return budget
         if self._save.work.status is Status.DONE:
             batch, self._save = self._save, None
             for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
                 self._finish_save(batch, job, frames)
         return spent
 
-    def _begin_save(self) -> _SaveBatch:
+    def _abandon_save(self, jobs: list[SaveJob], reason: str) -> None:
+        cancelled = self._save.cancelled if self._save is not None else set()
+        self._save = None
+        for job in jobs:
+            if job.tokens.request_id in cancelled:
+                self._released.add(job.tokens.request_id)
+            else:
+                self._fail(job.tokens.request_id, reason)
+
+    def _next_saves(self) -> list[SaveJob]:
         """As many waiting chunks as fit in one unit of every layer, at least one."""
-        assert self._model is not None
         jobs: list[SaveJob] = []
         tokens = 0
         while self._saves_waiting:
@@ -265,6 +282,10 @@ class WorkerSide:
                 break
             jobs.append(self._saves_waiting.pop(0))
             tokens += size
+        return jobs
+
+    def _begin_save(self, jobs: list[SaveJob]) -> _SaveBatch:
+        assert self._model is not None
         items = [
             SaveItem(
                 torch.tensor(job.tokens.token_ids, dtype=torch.int64),
