@@ -36,7 +36,7 @@ def passing_report(engine: LocalEngine) -> CalibrationReport:
 
 def publish(engine: LocalEngine, store: RamStore, document: bytes) -> None:
     store.put_report(engine.binding.model, engine.binding.report_name, document)
-    engine._scheduler.gate.refresh()
+    engine.refresh_gate()
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def gated(engine_slot: EngineSlot) -> tuple[LocalEngine, RamStore, Rag]:
     engine = engine_slot.get("tiny-llama", CLOSED)
     store = ram_store("tiny-llama")
     store._reports.clear()
-    engine._scheduler.gate.refresh()
+    engine.refresh_gate()
     chunks = chunks_of(120, 140, seed=31)
     for saved in engine.save(PREFIX, chunks, NAMESPACE):
         assert saved.accounting is not None
