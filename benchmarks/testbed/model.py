@@ -188,7 +188,7 @@ def initialise(model: TinyLlama, seed: int) -> None:
     embeddings = model.model.embed_tokens.weight
     nn.init.normal_(embeddings, std=1.0)
     embeddings[:, CONSTANT_CHANNEL] = CONSTANT_VALUE
-    # What a head copies can be said at once, so that the first gradients already favour copying the right word.
+    # What a head copies can be said at once: the first gradients already favour copying the right word.
     model.lm_head.weight.copy_(HEAD_GAIN * embeddings)
     for layer in model.decoder_layers():
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):

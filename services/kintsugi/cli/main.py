@@ -42,19 +42,24 @@ def _root(
 @reported
 def demo(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Text files to use instead of the bundled passages.")
+        list[Path] | None, typer.Argument(help="Text files that are the chunks; needs --model.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder. Without it: a small model with random weights.")
+        str | None,
+        typer.Option(help="Checkpoint folder. Without it: a small trained model, and its question."),
     ] = None,
-    question: Annotated[str | None, typer.Option(help="Ask this instead.")] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="A larger model with random weights: times alone are real."),
+    ] = False,
+    question: Annotated[str | None, typer.Option(help="Ask this; needs --model.")] = None,
     repeat: Repeat = 1,
     as_json: Json = False,
 ) -> None:
-    """Answer one question over six passages four ways, and compare times to first token."""
+    """Answer one question over several chunks four ways, and compare answers and times to first token."""
     from kintsugi.cli import demo as command
 
-    command.run(Screen(as_json), model, files or [], question, repeat)
+    command.run(Screen(as_json), command.Task(model, random_weights, files or [], question, repeat))
 
 
 @app.command()

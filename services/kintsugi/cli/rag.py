@@ -13,16 +13,24 @@ CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256
 
 
-def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], question: str) -> RagPrompt:
-    """From (title, text) pairs. Chunks are tokenised one by one, as they were when they were stored."""
+def as_prose(question: str) -> str:
+    """A question as it stands behind chunks of prose. Raises `InvalidField`."""
     if not question.strip():
         raise InvalidField("question", "is empty; ask something about the chunks")
+    return f"\nQuestion: {question.strip()}\nAnswer:"
+
+
+def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], ending: str) -> RagPrompt:
+    """From (title, text) pairs, and the question as it ends the prompt.
+
+    Chunks are tokenised one by one, as they were when they were stored.
+    """
     if not 0 < len(texts) <= CHUNKS_MAX:
         raise InvalidField("chunk", f"{len(texts)} chunks; give between 1 and {CHUNKS_MAX}")
     return RagPrompt(
         prefix=prefix_of(tokenizer),
         chunks=tuple(Chunk(title, _ids(tokenizer, text)) for title, text in texts),
-        question=_ids(tokenizer, f"\nQuestion: {question.strip()}\nAnswer:"),
+        question=_ids(tokenizer, ending),
     )
 
 

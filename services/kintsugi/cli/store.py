@@ -95,6 +95,9 @@ def serve(
     ack: Annotated[str, typer.Option(help="When a put that does not say returns: ram or durable.")] = "ram",
     policy: Annotated[str, typer.Option(help=f"Eviction: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
     quota: Annotated[list[str] | None, typer.Option(help="NAMESPACE=SIZE; repeat.")] = None,
+    recompute_ms_per_token: Annotated[
+        float, typer.Option(help="Prefill cost of writers that do not say; decides where auto puts a chunk.")
+    ] = 0.0,
     scrub: Annotated[str, typer.Option(help="Bytes to verify per second in the background.")] = "0",
     metrics: Annotated[str, typer.Option(help="host:port that answers Prometheus.")] = "",
     share_arena: Annotated[bool, typer.Option(help="Let peers of this host read RAM directly.")] = True,
@@ -114,7 +117,7 @@ def serve(
             data_dir=data_dir,
             ssds=tuple(SsdSpec.parsed(text) for text in ssd or []),
             policy=policy,
-            config=ShardConfig(quota_bytes=parsed_quotas(quota or [])),
+            config=ShardConfig(parsed_quotas(quota or []), recompute_ms_per_token),
         )
         if ack == "durable" and not spec.ssds:
             raise InvalidField("ack", "durable needs an SSD tier; give --ssd")
@@ -247,8 +250,8 @@ def pin(
 ) -> None:
     """Keep chunks from being evicted."""
     with explained(), admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        lease_id, pinned = shard.pin(namespace, parsed_keys(keys), lease_s)
-    console.print(f"{pinned} of {len(keys)} chunks pinned by lease {lease_id}", highlight=False)
+        pinned = shard.store.pin(namespace, parsed_keys(keys), lease_s)
+    console.print(f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}", highlight=False)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from kintsugi.client import wire
-from kintsugi.client.status import ERROR_METADATA, error_name, status_of
+from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -57,7 +57,7 @@ def _checked_protocol(context: Any) -> None:
 
 async def _refuse(context: Any, error: KintsugiError) -> None:
     context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
-    await context.abort(status_of(error), str(error))
+    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
 
 
 def _answers(
@@ -91,6 +91,11 @@ class ChunkStoreService:
 
     @_answers
     async def lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        if len(request.keys) > wire.LOOKUP_KEYS_BATCH:  # others' lookups need not wait for so many
+            return await asyncio.to_thread(self._looked_up, request)
+        return self._looked_up(request)
+
+    def _looked_up(self, request: pb.LookupRequest) -> pb.LookupResponse:
         keys = wire.keys_from_wire(request.keys)
         return pb.LookupResponse(found=map(_found, self.shard.lookup(request.namespace, keys)))
 
@@ -259,6 +264,10 @@ class ChunkStoreService:
 
     @_answers
     async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        return await asyncio.to_thread(self._listed, request)
+
+    def _listed(self, request: pb.ListRequest) -> pb.ListResponse:
+        """A page: thousands of manifests take a tenth of a second, which lookups must not wait for."""
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
         response = pb.ListResponse()

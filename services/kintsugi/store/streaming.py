@@ -70,12 +70,14 @@ class LayerStream:
         """
         if any(chunk is not None and not chunk.in_ram for chunk in self._reading.chunks):
             raise ResourceExhausted("RAM has no room for these chunks now; read them over gRPC")
+        frames_max = len(self._reading.chunks)  # the first layer goes ahead: describing all takes a while
         async for item in self._items():
             if isinstance(item, _Ready):
                 message.frames.append(self._descriptor(item))
-            if message.frames and (isinstance(item, _Wait) or len(message.frames) >= DESCRIPTORS_MAX):
+            if message.frames and (isinstance(item, _Wait) or len(message.frames) >= frames_max):
                 await _written(context, message.SerializeToString())
                 del message.frames[:]
+                frames_max = DESCRIPTORS_MAX
         message.last = True
         await _written(context, message.SerializeToString())
 

@@ -149,8 +149,8 @@ def test_exact_prefixes_are_found_and_never_poisoned(
     supports(shape, "prefix caching", "exact")
 
 
-QUERY_LAYERS_OF_FOUR = (1, 2)
-"""The fusor's choice for the four layers of every tiny shape."""
+QUERY_LAYERS = {4: (1, 2), 6: (2, 3)}
+"""The fusor's choice by the number of layers."""
 
 SELECTIONS = [
     (SelectorName.HKVD, 0.0),
@@ -208,7 +208,7 @@ def test_the_question_attends_to_what_the_oracle_says(
     prompt = saved(float32_engine, 0)
     hits = [(span.start, span.end) for span in prompt.spans]
     hit = {p for first, end in hits for p in range(first, end)}
-    attended = oracle.attended(prompt.token_ids, PREFIX, hits, QUERY_LAYERS_OF_FOUR)
+    attended = oracle.attended(prompt.token_ids, PREFIX, hits, QUERY_LAYERS[oracle.num_layers])
     for ratio in (0.05, 0.3):
         params = prompt.params(ratio, SelectorName.QUERY, explain=True)
         accounting = ask_cold(float32_engine, prompt.token_ids, params, max_tokens=1).accounting

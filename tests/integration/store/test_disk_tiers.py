@@ -6,16 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.interface import ChunkLost
+from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.admission import ShardConfig
+from kintsugi.store.disk_tier import READ_BYTES_PER_S_ASSUMED
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.put import PutOptions
 from kintsugi.store.server import ShardServer
@@ -154,6 +159,48 @@ def test_a_chunk_put_to_ram_is_written_when_it_has_to_leave(tmp_path: Path) -> N
             put(shard, *make_chunk(range(7)))
     finally:
         shard.close()
+
+
+@pytest.mark.parametrize(
+    ("said_ms", "configured_ms", "tier"),
+    [(0.0, 0.0, 0), (1.0, 0.0, 1), (0.1, 1.0, 0), (0.0, 1.0, 1), (0.0, 0.1, 0)],
+    ids=["unknown", "writer: slow to compute", "writer first", "config: slow", "config: fast"],
+)
+def test_auto_takes_the_cheapest_tier_that_hides_behind_recompute(
+    tmp_path: Path, said_ms: float, configured_ms: float, tier: int
+) -> None:
+    manifest, frames = make_chunk(range(400))  # 0.3 MB: 0.3 ms from the fast disk, 100 ms from the slow one
+    config = ShardConfig(recompute_ms_per_token=configured_ms)
+    shard = open_shard(replace(spec(tmp_path, ssd_mib=(8, 8)), config=config))
+    shard.disks[0].read_bytes_per_s, shard.disks[1].read_bytes_per_s = 1e9, 3e6
+    with ShardServer(shard, "127.0.0.1:0") as server:
+        store = open_store(f"grpc://{server.address}?ack=durable&recompute_ms_per_token={said_ms}")
+        assert store.put(manifest, frames)
+        assert [disk.chunks for disk in shard.disks] == [tier == 0, tier == 1]
+        store.close()
+    shard.close()
+
+
+def test_a_disk_is_measured_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def slow(fd: int, views: list[memoryview], offset: int) -> int:
+        time.sleep(0.2)
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    for _ in range(2):  # new, and found again
+        shard = open_shard(spec(tmp_path))
+        assert shard.disks[0].read_bytes_per_s < (4 * MIB) / 0.2
+        shard.close()
+
+    def broken(fd: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    shard = open_shard(spec(tmp_path))
+    assert shard.disks[0].read_bytes_per_s == READ_BYTES_PER_S_ASSUMED
+    shard.close()
 
 
 def test_a_flipped_bit_on_disk_is_lost_and_quarantined(tmp_path: Path) -> None:

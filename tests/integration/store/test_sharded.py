@@ -12,8 +12,9 @@ from kintsugi.client.directory import FixedDirectory, GrpcDirectory, ShardAddres
 from kintsugi.client.interface import ChunkLost, LayerFrame
 from kintsugi.client.registry import open_store
 from kintsugi.client.sharded import ShardedStore
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.directory_service import DirectoryService
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ServerOptions, ShardServer
@@ -49,10 +50,12 @@ def store(request: pytest.FixtureRequest, servers: list[ShardServer]) -> Iterato
 
 
 class TestShardedStore(StoreContract):
-    def test_stats_count_what_is_held(self, store: ShardedStore) -> None:  # type: ignore[override]
+    def test_stats_count_what_is_held(  # type: ignore[override]
+        self, store: ShardedStore, request: pytest.FixtureRequest
+    ) -> None:
         manifest, frames = make_chunk(range(40))
         store.put(manifest, frames)
-        replicas = store._map().replicas
+        replicas = request.node.callspec.params["store"]
         assert store.stats().chunks == replicas
         assert store.stats().bytes_used >= replicas * manifest.chunk_bytes
 
@@ -73,7 +76,7 @@ def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> N
         chunks = fill(store)
         keys = [manifest.key for manifest, _ in chunks]
         assert all(store.lookup("acme", keys))
-        mine = [key for key in keys if store._map().owners(key)[0].shard_id == "shard-0"]
+        mine = [key for key in keys if shard_map(servers).owners(key)[0].shard_id == "shard-0"]
         assert mine
     found = store.lookup("acme", keys)
     assert [key for key, manifest in zip(keys, found, strict=True) if manifest is None] == mine
@@ -132,3 +135,27 @@ def test_a_directory_over_grpc_is_followed(stack: ExitStack, servers: list[Shard
     assert store.put(manifest, frames)
     assert store.lookup("acme", [manifest.key]) == [manifest]
     store.close()
+
+
+def test_prefetch_and_pins_reach_the_shards_that_own_a_chunk(
+    servers: list[ShardServer], store: ShardedStore
+) -> None:
+    chunks = fill(store)
+    keys = [manifest.key for manifest, _ in chunks]
+    assert store.prefetch("acme", [*keys, ChunkKey(bytes(32))]) == len(keys)
+    pinned = store.pin("acme", [*keys[:5], ChunkKey(bytes(32))], lease_s=30.0)
+    assert pinned.chunks == 5
+    held = [entry.manifest.key for server in servers for entry in server.shard._index if entry.pins]
+    assert set(held) == set(keys[:5])
+    assert store.unpin(pinned.lease_id) == len(held)
+    assert not any(entry.pins for server in servers for entry in server.shard._index)
+    assert store.unpin(pinned.lease_id) == 0
+    with pytest.raises(InvalidField, match="what pin returned"):
+        store.unpin("no such lease")
+
+
+def test_a_closed_client_says_so(servers: list[ShardServer]) -> None:
+    store = ShardedStore(FixedDirectory(shard_map(servers)))
+    store.close()
+    with pytest.raises(Unavailable, match="closed"):
+        store.stats()
