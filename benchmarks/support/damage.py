@@ -64,6 +64,7 @@ def _gated(setup: Setup, model: Path, url: str) -> Iterator[LocalEngine]:
 
 
 def _cases(running: LocalEngine) -> list[Case]:
+    """Tasks take turns."""
     count = SHADOWED_MAX // len(testbed.TASKS) + 1
     asked = testbed.questions(testbed.TASKS, testbed.WATCHED_FROM, count)
     return testbed.cases(running, asked)[:SHADOWED_MAX]

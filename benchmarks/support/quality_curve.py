@@ -105,8 +105,14 @@ def _with_ratio(family: Selection, ratio: float) -> Selection:
     return Selection(ratio, family.selector, family.check_layer, family.query_layers)
 
 
-def families(num_layers: int) -> list[Selection]:
+def families(num_layers: int, quick: bool) -> list[Selection]:
     """Every selector at every check layer of the first two thirds; `query` at pairs of middle layers too."""
+    if quick:
+        return [
+            Selection(0.5, SelectorName.HKVD),
+            Selection(0.5, SelectorName.QUERY),
+            Selection(0.5, SelectorName.HYBRID, 3),
+        ]
     deep = range(1, max(2, 2 * num_layers // 3))
     names = [name for name in SelectorName if name is not SelectorName.RANDOM]
     found = grid.selections(names, [0.5], num_layers, list(deep))
@@ -119,7 +125,7 @@ def choose(setup: Setup, bench: Bench, num_layers: int, budget: float) -> tuple[
     """(best of all, best `hkvd` variant) at the budget; on the choosing questions."""
     work = grid.workload_of(bench.cases, num_layers)
     curve = []
-    for family in families(num_layers):
+    for family in families(num_layers, setup.quick):
         selection = fitted(bench, family, work, budget)
         if selection is None:
             continue

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.testbed.generator import CONTROL_TASK, CROSS_CHUNK_TASKS, EVAL_SHAPE, Shape, eval_example
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 from kintsugi.core.errors import NotFound
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality.measure import Case, tokenised
@@ -20,12 +21,10 @@ CHOSEN_FROM = 100_000
 CALIBRATED_FROM = 200_000
 WATCHED_FROM = 300_000
 
-BUNDLED = Path(__file__).parents[2] / "services/kintsugi/checkpoints/bundled"
-
 
 def checkpoint(model: str | None) -> Path:
     """The trained model: the one named, or the bundled one."""
-    folder = BUNDLED if model is None else Path(model)
+    folder = BUNDLED_CHECKPOINT if model is None else Path(model)
     if not (folder / "model.safetensors").is_file():
         raise NotFound(f"{folder} holds no trained model; train one (benchmarks/testbed), or give --model")
     return folder

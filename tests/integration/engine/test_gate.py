@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from kintsugi.client.ram import RamStore
+from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Entry, Noise, Thresholds
 from kintsugi.core.request import SelectorName
@@ -92,6 +94,18 @@ def test_a_drift_trips_blending_off(gated: tuple[LocalEngine, RamStore, Rag]) ->
     assert asked(engine, prompt)["reason"].startswith("drift: KL rose")
     publish(engine, store, report.to_bytes())
     assert asked(engine, prompt)["outcome"] == "blended", "calibrated again"
+
+
+def test_chunks_in_another_codec_are_missed_where_a_calibration_counts(
+    gated: tuple[LocalEngine, RamStore, Rag],
+) -> None:
+    engine, store, prompt = gated
+    publish(engine, store, passing_report(engine).to_bytes())
+    for address, chunk in list(store._chunks.items()):
+        lossy = dataclasses.replace(chunk.manifest, codec=Codec.INT8)
+        store._chunks[address] = dataclasses.replace(chunk, manifest=lossy)
+    assert asked(engine, prompt)["reason"].startswith("no_chunk_cached")
+    store._chunks.clear()
 
 
 def test_an_edited_report_and_another_models_are_refused(
