@@ -15,7 +15,7 @@ from rich.text import Text
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT, showcase
 from kintsugi.checkpoints.passages import BUNDLED_QUESTIONS, bundled_passages
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
-from kintsugi.cli.rag import as_prose, read_chunk
+from kintsugi.cli.rag import read_chunk
 from kintsugi.cli.render import print_accounting, print_comparison
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
@@ -29,6 +29,7 @@ from kintsugi.cli.session import (
 )
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.prompt import RagPrompt
+from kintsugi.quality.questions import asked
 
 NAMESPACE = "demo"
 PASSAGES = 6
@@ -100,7 +101,7 @@ def _chosen(screen: Screen, task: Task) -> Show:
     random.Random(_ORDER_SEED).shuffle(texts)
     question = task.question or BUNDLED_QUESTIONS[0]
     model = random_model(screen) if task.model is None else named_model(task.model)
-    return Show(model, texts, question, as_prose(question), REGARDLESS, random_weights=task.random_weights)
+    return Show(model, texts, question, asked(question), REGARDLESS, random_weights=task.random_weights)
 
 
 def _bundled() -> Show:

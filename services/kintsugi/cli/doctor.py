@@ -19,10 +19,10 @@ from kintsugi.checkpoints.passages import BUNDLED_QUESTIONS
 from kintsugi.cli.demo import bundled_texts
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, blend_once
-from kintsugi.cli.rag import as_prose
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import REGARDLESS, named_model, opened
 from kintsugi.core.errors import KintsugiError
+from kintsugi.quality.questions import asked
 
 PYTHONS = ((3, 11), (3, 12))
 VLLM_TESTED = "0.32."
@@ -162,9 +162,7 @@ def _model_check(screen: Screen, model: str) -> Check:
     texts = [(title, text[:600]) for title, text in bundled_texts()[:2]]
     try:
         chosen = named_model(model)
-        with opened(
-            screen, chosen, texts, as_prose(BUNDLED_QUESTIONS[0]), "doctor", 1, REGARDLESS
-        ) as session:
+        with opened(screen, chosen, texts, asked(BUNDLED_QUESTIONS[0]), "doctor", 1, REGARDLESS) as session:
             reason = session.not_saved_because
             if reason is None:
                 with screen.step("Blending two chunks"):

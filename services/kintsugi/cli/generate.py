@@ -13,7 +13,7 @@ from rich.text import Text
 from kintsugi.cli import html
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
-from kintsugi.cli.rag import as_prose, read_chunk
+from kintsugi.cli.rag import read_chunk
 from kintsugi.cli.render import (
     HEADINGS,
     comparison_rows,
@@ -26,6 +26,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import UNCALIBRATED_NOTE, Model, Session, Trust, named_model, opened
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import RagPrompt
+from kintsugi.quality.questions import asked
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def run(screen: Screen, task: Task) -> ExitCode:
     if task.html is not None and not task.html.parent.is_dir():
         raise InvalidField("html", f"{task.html.parent} is not a folder; make it first")
     texts = [read_chunk(path) for path in task.chunks]
-    ending = as_prose(task.question)
+    ending = asked(task.question)
     model = named_model(task.model)
     opening = opened(screen, model, texts, ending, task.choice.namespace, task.max_tokens, task.trust)
     with opening as session:

@@ -13,13 +13,6 @@ CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256
 
 
-def as_prose(question: str) -> str:
-    """A question as it stands behind chunks of prose. Raises `InvalidField`."""
-    if not question.strip():
-        raise InvalidField("question", "is empty; ask something about the chunks")
-    return f"\nQuestion: {question.strip()}\nAnswer:"
-
-
 def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], ending: str) -> RagPrompt:
     """From (title, text) pairs, and the question as it ends the prompt.
 
