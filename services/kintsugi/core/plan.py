@@ -13,7 +13,7 @@ import blake3
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SelectorName
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,15 @@ def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequen
     return len(prompt_token_ids)
 
 
-def plan_digest(space: ChunkSpace, spans: Sequence[Span], selection: Selection) -> bytes:
+def plan_digest(
+    space: ChunkSpace, spans: Sequence[Span], selection: Selection, asking: Sequence[int] = ()
+) -> bytes:
     """32 bytes that name the KV of a prompt blended this way.
 
     It depends on the request alone, not on what the store held at that moment: a chunk that was missed
     was computed instead, which is never worse, and a later turn over the same spans must find the KV.
+    Where the selection depends on what is asked, `asking` is the prompt's token ids: KV that was chosen for
+    one question is not that of another.
     """
     hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
     # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.
@@ -102,4 +106,5 @@ def plan_digest(space: ChunkSpace, spans: Sequence[Span], selection: Selection) 
     hasher.update(f"{selection.selector.value}\0{layers}\0{ratios}\0".encode())
     for span in spans:
         hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
+    hasher.update(b"\0" + token_bytes(asking))
     return hasher.digest()

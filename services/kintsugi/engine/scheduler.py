@@ -30,6 +30,7 @@ from kintsugi.engine.matching import Match, in_codecs, match_content, match_span
 from kintsugi.engine.metrics import BlendStats
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
 from kintsugi.fusor.planner import Planner, PlanRequest, hits_beyond
+from kintsugi.fusor.selectors import asks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -180,7 +181,7 @@ class SchedulerSide:
         prompt = request.prompt_token_ids
         params = state.params
         selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
-        digest = plan_digest(state.space, spans, selection)
+        digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
         hashing.fork(request, self._fork_at(exact_end(spans, state.space, prompt)), digest)
 
     def _fork_at(self, num_exact: int) -> int:

@@ -271,6 +271,11 @@ _REGISTRY: dict[SelectorName, type[Selector]] = {
 }
 
 
+def asks(selection: Selection) -> bool:
+    """Whether the choice depends on the question."""
+    return bool(make_selector(selection, num_layers=1).query_layers)
+
+
 def make_selector(selection: Selection, num_layers: int) -> Selector:
     """A selector for one request on a model of `num_layers`."""
     return _REGISTRY[selection.selector](selection, num_layers)

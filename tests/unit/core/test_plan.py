@@ -63,6 +63,8 @@ def test_every_argument_decides_the_digest() -> None:
         plan_digest(SPACE, spans, Selection(0.15, adaptive_mass=0.9)),
         plan_digest(SPACE, spans, Selection(0.15, adaptive_mass=0.9, ratio_min=0.05)),
         plan_digest(SPACE, [], Selection(0.15)),
+        plan_digest(SPACE, spans, Selection(0.15), PROMPT),
+        plan_digest(SPACE, spans, Selection(0.15), PROMPT[:-1]),
     ]
     assert len(set(digests)) == len(digests)
     assert {len(digest) for digest in digests} == {32}

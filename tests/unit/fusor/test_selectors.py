@@ -18,6 +18,7 @@ from kintsugi.fusor.selectors import (
     Candidates,
     Selector,
     Signal,
+    asks,
     holding,
     make_selector,
     mixed,
@@ -307,6 +308,11 @@ def test_holding_is_the_smallest_such_set(mass: float, scores: list[float]) -> N
         assert count >= 1
         assert sum(ordered[:count]) >= mass * sum(ordered) * (1 - 1e-9)
         assert count == 1 or sum(ordered[: count - 1]) <= mass * sum(ordered) * (1 + 1e-9)
+
+
+def test_which_selectors_depend_on_the_question() -> None:
+    dependent = {name for name in SelectorName if asks(Selection(0.1, name))}
+    assert dependent == {SelectorName.QUERY, SelectorName.HYBRID}
 
 
 def test_every_name_has_a_selector() -> None:
