@@ -170,6 +170,62 @@ def calibrate(
         raise typer.Exit(code)
 
 
+@app.command(name="eval")
+@reported
+def evaluate(
+    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
+    questions: Annotated[
+        Path, typer.Option(help="JSON lines of {chunks, question, answers}, ctxs, LongBench's, or a list.")
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
+    selectors: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "hkvd,hkvd_gradual,chunk_head,query,hybrid",
+    ratios: Annotated[
+        str, typer.Option(help="Comma-separated shares of tokens to recompute.")
+    ] = "0.05,0.15,0.3",
+    check_layers: Annotated[str, typer.Option(help="Comma-separated. Default: a few by depth.")] = "",
+    codecs: Annotated[str, typer.Option(help="Comma-separated: raw, int8, fp8, …")] = "raw",
+    chunk_tokens: Annotated[str, typer.Option(help="Cut chunks anew, comma-separated sizes.")] = "",
+    chunks: Annotated[str, typer.Option(help="Keep the first so many chunks, comma-separated.")] = "",
+    batches: Annotated[str, typer.Option(help="Prompts submitted together, comma-separated.")] = "32",
+    tiers: Annotated[str, typer.Option(help="Bytes per second of a slower tier, comma-separated.")] = "",
+    rates: Annotated[str, typer.Option(help="Requests per second for TTFT, comma-separated.")] = "",
+    plots: Annotated[Path | None, typer.Option(help="Folder for the plots, SVG and PNG.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    dtype: Annotated[str, typer.Option(help="vLLM's.")] = "auto",
+    chunk_store: Annotated[
+        str | None, typer.Option(help="Store for the chunks. Without: this process's memory.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare blended answers with full prefill's: quality, cost, time."""
+    from kintsugi.cli import evaluate as command
+    from kintsugi.cli.lists import floats, integers, selector_names
+    from kintsugi.quality.session import EngineSpec
+
+    axes = {
+        "codecs": [codec.strip() for codec in codecs.split(",")],
+        "chunk_tokens": integers("chunk_tokens", chunk_tokens),
+        "chunk_counts": integers("chunks", chunks),
+        "batches": integers("batches", batches),
+        "tier_bytes_per_s": floats("tiers", tiers),
+        "rates_per_s": floats("rates", rates),
+    }
+    task = command.Task(
+        EngineSpec(model, store=chunk_store, vllm_args={"dtype": dtype}),
+        questions,
+        limit,
+        selector_names(selectors),
+        floats("ratios", ratios),
+        integers("check_layers", check_layers) or None,
+        {name: values for name, values in axes.items() if values},
+        plots,
+        max_tokens,
+    )
+    command.run(Screen(as_json), task)
+
+
 if find_spec("lmdb") is not None:  # the extra `store` is installed
     from kintsugi.cli.store import app as store_app
 

@@ -143,11 +143,8 @@ def opened_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Ga
 def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
     """What a report about this engine has to speak about."""
     return Binding.of(
-        fingerprint_of(vllm_config), prefix_of(config, vllm_config), CODEC, vllm_version, __version__
+        fingerprint_of(vllm_config), prefix_of(config, vllm_config), config.codec, vllm_version, __version__
     )
-
-
-CODEC = "raw"
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:

@@ -217,6 +217,10 @@ class LocalEngine:
         """What a calibration of this engine speaks about."""
         return self._scheduler.gate.binding
 
+    def refresh_gate(self) -> None:
+        """Read the calibration report now, instead of at the next poll."""
+        self._scheduler.gate.refresh()
+
     @property
     def prefix_token_ids(self) -> tuple[int, ...]:
         """What chunks are prefilled behind."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,14 @@ from vllm.logger import init_logger
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, KintsugiError, NotBlendable
+from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import ChunkHit, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.engine import hashing
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.gate import Gate
-from kintsugi.engine.matching import Match, match_content, match_spans
+from kintsugi.engine.matching import Match, in_codecs, match_content, match_spans
 from kintsugi.engine.metrics import BlendStats
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
 from kintsugi.fusor.planner import Planner, PlanRequest, hits_beyond
@@ -144,10 +146,16 @@ class SchedulerSide:
             hashing.fork(request, self._fork_at(len(self.prefix_token_ids)), os.urandom(16))
         elif state.params.spans is not None:
             self._fork(request, state, state.params.spans)
-            state.match = self._threads.submit(match_spans, self.store, space, state.params.spans)
+            state.match = self._threads.submit(self._find, match_spans, space, state.params.spans)
         else:
-            state.match = self._threads.submit(match_content, self.store, space, prompt)
+            state.match = self._threads.submit(self._find, match_content, space, prompt)
         state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+
+    def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
+        """Look up, on a thread of its own. Where a calibration counts, what another codec lost is a miss."""
+        calibrated = self.gate.state.limits is not None
+        codecs = frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
+        return in_codecs(match(self.store, space, where), codecs)
 
     def _allowed_planner(self, params: KintsugiParams) -> Planner:
         """The planner with what the calibration report says of this request. Raises where it forbids it."""

@@ -192,7 +192,7 @@ class Bench:
         done: list[tuple[int, Generation]] = []
         for start in range(0, len(indices), self.batch):
             some = indices[start : start + self.batch]
-            prompts = [self._prompt(index, selection, forced.get(index)) for index in some]
+            prompts = [self.prompt(index, selection, forced.get(index)) for index in some]
             self.engine.reset_prefix_cache()
             generations = self.engine.generate(prompts)
             if selection is not None:
@@ -202,7 +202,10 @@ class Bench:
             say(len(done), len(indices))
         return done
 
-    def _prompt(self, index: int, selection: Selection | None, forced: tuple[int, ...] | None) -> Prompt:
+    def prompt(
+        self, index: int, selection: Selection | None, forced: tuple[int, ...] | None = None
+    ) -> Prompt:
+        """The request for one case; None: full prefill."""
         prompt = self.cases[index].prompt
         params = None if selection is None else KintsugiParams(NAMESPACE, spans=prompt.spans)
         length = self.max_tokens if forced is None else len(forced)

@@ -44,12 +44,11 @@ def measuring_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
     extra: dict[str, object] = {
         "store": spec.store or f"ram://quality-{uuid.uuid4().hex[:8]}",
         "allow_uncalibrated": True,
+        "codec": spec.codec,
         "lookup_deadline_ms": PATIENCE_MS,
         "layer_deadline_ms": PATIENCE_MS,
         **spec.extra_config,
     }
-    if spec.codec != "raw":
-        extra["codec"] = spec.codec
     if spec.prefix_token_ids is not None:
         extra["prefix_token_ids"] = list(spec.prefix_token_ids)
     arguments: dict[str, Any] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from kintsugi.client.ram import RamStore
+from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Entry, Noise, Thresholds
 from kintsugi.core.request import SelectorName
@@ -36,7 +38,7 @@ def passing_report(engine: LocalEngine) -> CalibrationReport:
 
 def publish(engine: LocalEngine, store: RamStore, document: bytes) -> None:
     store.put_report(engine.binding.model, engine.binding.report_name, document)
-    engine._scheduler.gate.refresh()
+    engine.refresh_gate()
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def gated(engine_slot: EngineSlot) -> tuple[LocalEngine, RamStore, Rag]:
     engine = engine_slot.get("tiny-llama", CLOSED)
     store = ram_store("tiny-llama")
     store._reports.clear()
-    engine._scheduler.gate.refresh()
+    engine.refresh_gate()
     chunks = chunks_of(120, 140, seed=31)
     for saved in engine.save(PREFIX, chunks, NAMESPACE):
         assert saved.accounting is not None
@@ -92,6 +94,18 @@ def test_a_drift_trips_blending_off(gated: tuple[LocalEngine, RamStore, Rag]) ->
     assert asked(engine, prompt)["reason"].startswith("drift: KL rose")
     publish(engine, store, report.to_bytes())
     assert asked(engine, prompt)["outcome"] == "blended", "calibrated again"
+
+
+def test_chunks_in_another_codec_are_missed_where_a_calibration_counts(
+    gated: tuple[LocalEngine, RamStore, Rag],
+) -> None:
+    engine, store, prompt = gated
+    publish(engine, store, passing_report(engine).to_bytes())
+    for address, chunk in list(store._chunks.items()):
+        lossy = dataclasses.replace(chunk.manifest, codec=Codec.INT8)
+        store._chunks[address] = dataclasses.replace(chunk, manifest=lossy)
+    assert asked(engine, prompt)["reason"].startswith("no_chunk_cached")
+    store._chunks.clear()
 
 
 def test_an_edited_report_and_another_models_are_refused(
