@@ -111,11 +111,11 @@ class Oracle:
         hits: Sequence[tuple[int, int]],
         layers: Collection[int],
     ) -> Tensor:
-        """fp32 `[prompt tokens]`, zero outside hits: the attention weights that the tokens between the last
-        hit and the last token give each hit token at `layers`, summed over tokens and heads, while every
-        hit keeps its cached KV. Weights are relative to all positions from the first hit on."""
+        """fp32 `[prompt tokens]`, zero outside hits: the attention weights that the tokens behind the last
+        hit give each hit token at `layers`, summed over tokens and heads, while every hit keeps its cached
+        KV. Weights are relative to all positions from the first hit on."""
         hit = sorted({p for first, end in hits for p in range(first, end)})
-        asking = range(hit[-1] + 1, len(prompt) - 1)
+        asking = range(hit[-1] + 1, len(prompt))
         watched = {layer: _Watch(hit[0], asking) for layer in layers}
         self._run(prompt, prefix, hits, dict.fromkeys(range(self.num_layers), hit), (), watched)
         total = torch.zeros(len(prompt))

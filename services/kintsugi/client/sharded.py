@@ -33,7 +33,13 @@ from kintsugi.client.interface import (
     StoreStats,
 )
 from kintsugi.client.merge import Part, merged
-from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable, VersionMismatch
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    ResourceExhausted,
+    Unavailable,
+    VersionMismatch,
+)
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 
@@ -45,6 +51,8 @@ RETRY_WAIT_S = 0.02
 
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
 """What makes a shard's chunks misses; anything else is the caller's mistake and is raised."""
+READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted)
+"""Of a stream: a shard that has too many just now is well, but another may have the chunks, too."""
 
 Answer = TypeVar("Answer")
 Connect = Callable[[str], AsyncChunkStore]
@@ -263,7 +271,7 @@ class AsyncShardedStore(AsyncChunkStore):
             )
             return Part(chunks, items)
 
-        async with aclosing(merged(owners, layers, open_part, SHARD_FAILURES, self._prime)) as items:
+        async with aclosing(merged(owners, layers, open_part, READ_FAILURES, self._prime)) as items:
             async for item in items:
                 yield item
 

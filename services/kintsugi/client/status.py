@@ -29,6 +29,7 @@ _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Corrupted, grpc.StatusCode.DATA_LOSS),
+    (errors.VersionMismatch, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.VersionMismatch, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.VersionMismatch, grpc.StatusCode.UNIMPLEMENTED),
     (errors.NotBlendable, grpc.StatusCode.FAILED_PRECONDITION),

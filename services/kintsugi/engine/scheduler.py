@@ -279,6 +279,7 @@ class SchedulerSide:
             {hit.key: match.manifests[hit.key] for hit in hits},
             state.space.namespace,
             state.params.explain,
+            request.all_token_ids[last],
         )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:

@@ -114,7 +114,7 @@ def _blended(fixture: _Fixture, ratio: float) -> Tensor:
     last = len(fixture.token_ids) - 1
     hit = ChunkHit(PREFIX, PREFIX + CHUNK, fixture.manifest.key)
     work = BlendPass(
-        Region(fixture.token_ids[:last], 0),
+        Region(fixture.token_ids[:last], 0, int(fixture.token_ids[last])),
         BlendPlan((hit,), Selection(ratio)),
         VllmStack(fixture.model, [fixture.blocks], [last]),
         lambda plan: _open_loader(fixture, plan, last),

@@ -64,7 +64,8 @@ class _GroupTables:
 
     A sliding-window group has null blocks where the window has moved on. Tokens before the window's last
     position still need those layers' KV while they are computed, so such a group works in a scratch
-    cache of one layer and copies the live blocks in and out.
+    cache of one layer and copies the live blocks in and out. So does any group where a sequence's last
+    position has no block yet: what is written there is dropped.
     """
 
     def __init__(self, group: CacheGroup, block_ids: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
@@ -72,7 +73,9 @@ class _GroupTables:
         per_block = group.block_size // group.kernel_block_size
         tables = []
         for ids, end in zip(block_ids, ends, strict=True):
-            used = torch.tensor(ids[: -(-end // group.block_size)], dtype=torch.int64)
+            count = -(-end // group.block_size)
+            assert len(ids) >= count - 1
+            used = torch.tensor([*ids[:count], *[NULL_BLOCK] * (count - len(ids))], dtype=torch.int64)
             kernel_ids = used[:, None] * per_block + torch.arange(per_block)
             tables.append(torch.where(used[:, None] == NULL_BLOCK, NULL_BLOCK, kernel_ids).flatten())
         real = torch.cat(tables)

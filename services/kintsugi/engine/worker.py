@@ -26,6 +26,7 @@ from kintsugi.engine.support import unsupported
 from kintsugi.fusor.blend import BlendPass, Region
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
+from kintsugi.fusor.selectors import make_selector
 from kintsugi.fusor.sliced import Status
 
 logger = init_logger(__name__)
@@ -124,10 +125,13 @@ class WorkerSide:
     def _begin_blend(self, job: BlendJob) -> None:
         assert self._model is not None
         end = job.tokens.start + len(job.tokens.token_ids)
+        selector = make_selector(job.plan.selection, len(self._model.layers))
+        token_ids = torch.tensor(job.tokens.token_ids, dtype=torch.int64)
         work = BlendPass(
-            region=Region(torch.tensor(job.tokens.token_ids, dtype=torch.int64), job.tokens.start),
+            region=Region(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
-            stack=VllmStack(self._model, [job.tokens.block_ids], [end]),
+            # The last token, which is not ours, passes where the question is asked.
+            stack=VllmStack(self._model, [job.tokens.block_ids], [end + bool(selector.query_layers)]),
             open_loader=lambda plan: self._open_loader(job, plan, end),
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,

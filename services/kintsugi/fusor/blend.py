@@ -45,6 +45,8 @@ class Region:
     token_ids: Tensor
     """int64 `[end - start]`."""
     start: int
+    next_token_id: int
+    """The token behind the region: the engine computes it, and here it only asks (`fusor.question`)."""
 
     @property
     def end(self) -> int:
@@ -171,7 +173,7 @@ class BlendPass(SlicedWork):
         self._attention = None
         if filters and selector.query_layers:
             self._attention = yield from self._ask(selector.query_layers)
-        hidden = self._embed(self._active)
+        hidden = self._embed()
         began = self.tally.started_s
         for layer in range(num_layers):
             loaded = yield from self.fetch_kv(layer)
@@ -196,17 +198,17 @@ class BlendPass(SlicedWork):
         self.tally.tokens_recomputed = int(self._is_hit[self._active - self.region.start].sum())
         yield from self.synchronize()
 
-    def _embed(self, positions: Tensor) -> Hidden:
-        if not len(positions):
+    def _embed(self) -> Hidden:
+        if not len(self._active):
             return Hidden(torch.empty(0), None)
-        return self._stack.embed(self.region.token_ids[positions - self.region.start])
+        return self._stack.embed(self.region.token_ids[self._active - self.region.start])
 
     def _ask(self, query_layers: tuple[int, ...]) -> Units[Tensor]:
         """What the question attends to: fp32 `[hit tokens]`, the same on every rank."""
-        question = QuestionPass(
-            self._stack, self._hit_positions, self._must_positions, query_layers, self._unit_tokens_max
-        )
-        question.begin(self._embed(question.positions))
+        tokens = torch.cat((self._must_positions, torch.tensor([self.region.end])))
+        question = QuestionPass(self._stack, self._hit_positions, tokens, query_layers, self._unit_tokens_max)
+        every_id = torch.cat((self.region.token_ids, torch.tensor([self.region.next_token_id])))
+        question.begin(self._stack.embed(every_id[tokens - self.region.start]))
         for layer in range(question.num_layers):
             loaded = yield from self.fetch_kv(layer)
             yield from self._timed(question.pass_layer(layer, loaded))

@@ -23,8 +23,6 @@ class Workload:
     num_layers: int
     projection_share: float
     """See `fusor.stack.DecoderStack.projection_share`."""
-    ends_in_a_hit: bool = False
-    """Whether nothing follows the last hit, so that its last token has to ask."""
 
 
 def token_layers(selection: Selection, work: Workload) -> float:
@@ -42,8 +40,8 @@ def token_layers(selection: Selection, work: Workload) -> float:
             before = min(before, quota(selector.ratio_at(layer), hit))
         total += other + before
     if selector.query_layers:
-        asking = other + (1 if work.ends_in_a_hit else 0)
-        total += asking * (selector.query_layers[-1] + work.projection_share)
+        # With the prompt's last token, which is not among those that a pass computes.
+        total += (other + 1) * (selector.query_layers[-1] + work.projection_share)
     return total
 
 

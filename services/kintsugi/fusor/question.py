@@ -2,8 +2,10 @@
 
 The tokens that are always computed (question, gaps, missed chunks) pass through the first layers over the
 loaded KV as it stands, which is full KV reuse; at the layers asked for, the attention weights of the
-question's tokens are added up per loaded token. The blend pass selects by that, and begins anew with
-layer 0: layers that were fetched for this pass are kept in memory for it.
+tokens behind the last hit are added up per loaded token. The prompt's last token is among them, though the
+blend leaves it to the engine: it is the one that answers, and so the one that looks where the answer is.
+The blend pass selects by that, and begins anew with layer 0: layers that were fetched for this pass are
+kept in memory for it.
 
 The weights are those of the model's own softmax over the positions from the first hit on: what comes
 before may lie in the engine's prefix cache, which cannot be read back, and whether it does must not change
@@ -35,32 +37,26 @@ class QuestionPass:
         self,
         stack: DecoderStack,
         hit_positions: Tensor,
-        must_positions: Tensor,
+        positions: Tensor,
         query_layers: tuple[int, ...],
         unit_tokens_max: int,
     ) -> None:
-        """Positions are int64 and ascend; there is at least one hit."""
-        asking = must_positions[must_positions > hit_positions[-1]]
-        self.positions = must_positions
-        """int64 `[tokens]` of this pass, ascending."""
-        if not len(asking):
-            # Nothing follows the last hit: its last token asks.
-            asking = hit_positions[-1:]
-            self.positions = torch.cat((must_positions, asking))
+        """`positions` of the tokens that pass, one of them behind the last hit; int64, ascending."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions))
         """fp32 `[hit tokens]`, over this rank's query heads."""
         self._stack = stack
         self._query_layers = query_layers
         self._hit_positions = hit_positions
-        self._asks = self.positions >= asking[0]
-        # Beside the loaded keys; an asking token of a hit sees its own as it was loaded.
-        self._keyed = (self.positions >= hit_positions[0]) & ~torch.isin(self.positions, hit_positions)
-        self._cut = Cut.of(stack, self.positions, unit_tokens_max)
+        self._positions = positions
+        self._asks = positions > hit_positions[-1]
+        assert bool(self._asks.any())
+        self._keyed = positions > hit_positions[0]
+        self._cut = Cut.of(stack, positions, unit_tokens_max)
         self._hidden: Hidden | None = None
 
     def begin(self, hidden: Hidden) -> None:
-        """`hidden` is the embedding of the tokens at `positions`."""
+        """`hidden` is the embedding of the tokens."""
         self._hidden = hidden
 
     def pass_layer(self, layer: int, loaded: LoadedLayer) -> Units[None]:
@@ -89,9 +85,9 @@ class QuestionPass:
         key = torch.cat([loaded.key, torch.cat([part.key for part in fresh])[self._keyed]])
         weights = attention_mass(
             query,
-            self.positions[self._asks],
+            self._positions[self._asks],
             key,
-            torch.cat((self._hit_positions, self.positions[self._keyed])),
+            torch.cat((self._hit_positions, self._positions[self._keyed])),
             self._stack.attention_rule(layer),
         )
         self.attention += weights[: len(self._hit_positions)].cpu()

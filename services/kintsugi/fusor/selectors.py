@@ -29,11 +29,11 @@ GRADUAL_SPREAD = 0.5
 """Gradual filtering keeps (1 + spread)·r at the check layer and falls linearly to (1 - spread)·r at the
 last, so that its mean cost is that of the flat selector at the same ratio."""
 
-HYBRID_WIDTH = 2.0
+HYBRID_WIDTH = 1.5
 """Below its check layer, `hybrid` computes this many times the tokens that it will keep: those that the
 question attends to most. Their deviation decides then, so no layer is computed at full width."""
 
-HYBRID_HEAD_SHARE = 0.1
+HYBRID_HEAD_SHARE = 0.05
 """Share of its quota that `hybrid` spends on chunk heads, whatever the signals say."""
 
 
@@ -234,10 +234,9 @@ class HybridSelector(QuerySelector):
 
 
 def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
-    """The selection's, within the model; without any, the two in its middle: deeper ones rank no better
-    and hold up the pass until their KV has been loaded."""
-    middle = (num_layers - 1) // 2
-    wanted = selection.query_layers or (middle, middle + 1)
+    """The selection's, within the model; without any, those of its second quarter: the first ones look at
+    neighbours, and deeper ones rank no better and hold up the pass until their KV has been loaded."""
+    wanted = selection.query_layers or range(num_layers // 4, num_layers // 2 + 1)
     return tuple(sorted({min(layer, num_layers - 1) for layer in wanted}))
 
 

@@ -135,6 +135,9 @@ class DiskTier:
 
         Raises `lmdb.Error`; then nothing changed.
         """
+        with lock:
+            if not self._unlinked and not self._graveyard:
+                return 0  # and wait for no commit
         with self._catalog_lock:
             with lock:
                 unlinked, self._unlinked = self._unlinked, []

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -22,6 +23,7 @@ from kintsugi.core.errors import (
     InvalidField,
     KintsugiError,
     NotFound,
+    ResourceExhausted,
     VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -43,6 +45,8 @@ PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
 WAITING_PUTS_MAX = 16
 DRAIN_S_MAX = 3600.0
+STREAM_BYTES_MAX = 2 << 30
+"""Of messages that streams may hold for slow readers, two each: 512 streams of 2 MiB frames."""
 
 
 def _checked_protocol(context: Any) -> None:
@@ -86,6 +90,7 @@ class ChunkStoreService:
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
         self.metrics = ShardMetrics(shard, self.bytes_read)
         self._door = door
+        self._stream_bytes = 0
         self.durable_by_default = durable_by_default
         self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
 
@@ -183,10 +188,26 @@ class ChunkStoreService:
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
             stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
-            await stream.write_frames(context)
+            with self._room_for_messages(stream.message_bytes_max):
+                await stream.write_frames(context)
         finally:
             self.shard.close_reading(reading)
         self.bytes_read["grpc"] += stream.bytes_sent
+
+    @contextmanager
+    def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:
+        """Bound what slow readers cost. Raises `ResourceExhausted`."""
+        size = 2 * message_bytes_max  # gRPC has one while the next is joined
+        if self._stream_bytes + size > STREAM_BYTES_MAX:
+            raise ResourceExhausted(
+                f"streams under way may hold {self._stream_bytes} bytes of messages, at most "
+                f"{STREAM_BYTES_MAX}; try again when some have ended"
+            )
+        self._stream_bytes += size
+        try:
+            yield
+        finally:
+            self._stream_bytes -= size
 
     @_answers
     async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:

@@ -376,9 +376,10 @@ class Shard:
                     chunk.residence.release()
 
     def verify(self, namespace: str, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
-        """Read chunks from every tier that holds them; those whose digests are wrong are quarantined.
+        """Read chunks from every tier that holds them; copies whose digests are wrong are quarantined.
 
-        Key -> whether intact; absent ones are left out. Blocks; one xxh3 pass over the bytes.
+        Key -> whether all its copies are intact; absent ones are left out. Blocks; one xxh3 pass over the
+        bytes.
         """
         checked_namespace(namespace)
         intact: dict[ChunkKey, bool] = {}
@@ -392,11 +393,29 @@ class Shard:
                 reading = Reading([HeldChunk(entry.manifest, residence, heads) for residence in whole])
                 for residence in whole:
                     residence.acquire()
-            intact[key] = all(chunk is None or chunk.is_intact() for chunk in reading.chunks)
+            damaged = [chunk.residence for chunk in reading.chunks if chunk and not chunk.is_intact()]
             self.close_reading(reading)
-            if not intact[key]:
-                self._quarantine(entry)
+            intact[key] = not damaged
+            if damaged:
+                self._quarantine_copies(entry, damaged)
         return intact
+
+    def _quarantine_copies(self, entry: Entry, damaged: Sequence[Residence]) -> None:
+        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it. What
+        only RAM is left to hold goes to disk again."""
+        with self.lock:
+            copies = [residence for residence in (entry.ram, entry.disk) if residence is not None]
+            at_rest = entry.writing is None and not any(residence.unloaded for residence in copies)
+            if entry.gone or not at_rest or all(residence in damaged for residence in copies):
+                self._quarantine(entry)
+                return
+            self.counters.quarantined += 1
+            log.error("quarantined a copy of chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
+            if entry.ram in damaged:
+                self.ram.drop(entry)
+            elif entry.disk is not None:
+                disk_of(entry.disk).drop(entry)
+                self.writers[0].submit(entry)
 
     def _quarantine(self, entry: Entry) -> None:
         with self.lock:

@@ -51,6 +51,15 @@ class LayerStream:
         self._layers = layers
         self._deadline_s = deadline_s
 
+    @property
+    def message_bytes_max(self) -> int:
+        """What the largest message of `write_frames` holds: frames are joined until they reach the target."""
+        held = [chunk for chunk in self._reading.chunks if chunk is not None]
+        largest = max((stop - start for start, stop in map(_head_range, held)), default=0)
+        if largest >= wire.MESSAGE_BYTES_TARGET:
+            return largest
+        return min(wire.MESSAGE_BYTES_TARGET + largest, len(held) * len(self._layers) * largest)
+
     async def write_frames(self, context: Any) -> None:
         """As `StreamLayersResponse` messages. Raises `DeadlineExceeded`."""
         batch = _Batch()
@@ -136,6 +145,10 @@ class LayerStream:
                 progress.clear()
                 chunk.when_progressed(partial(_set, loop, progress))
             await progress.wait()
+
+
+def _head_range(chunk: HeldChunk) -> tuple[int, int]:
+    return chunk.manifest.head_range_bytes(chunk.heads)
 
 
 def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:

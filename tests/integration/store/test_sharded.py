@@ -8,13 +8,16 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from kintsugi.client.breaker import FAILURES_MAX
 from kintsugi.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
+from kintsugi.client.grpc_store import GrpcOptions
 from kintsugi.client.interface import ChunkLost, LayerFrame
 from kintsugi.client.registry import open_store
 from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store import service as service_module
 from kintsugi.store.directory_service import DirectoryService
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ServerOptions, ShardServer
@@ -100,6 +103,42 @@ def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> N
         except Unavailable:
             time.sleep(0.1)
     assert store.lookup("acme", [mine[0]]) == [returned[0]]
+
+
+def test_a_shard_that_leaves_the_map_and_returns_is_used_again(servers: list[ShardServer]) -> None:
+    directory = FixedDirectory(shard_map(servers))
+    store = ShardedStore(directory)
+    chunks = fill(store)
+    keys = [manifest.key for manifest, _ in chunks]
+    gone = servers[0].shard.shard_id
+    mine = [key for key in keys if directory.shards.owners(key)[0].shard_id == gone]
+    assert 0 < len(mine) < len(keys)
+    directory.shards = shard_map(servers[1:])
+    began_s = time.monotonic()
+    found = store.lookup("acme", keys)
+    items = list(store.stream("acme", keys, range(3), HeadRange(0, 4), deadline_s=5.0))
+    assert time.monotonic() - began_s < 2.0, "nobody waits for a shard that is not in the map"
+    assert [key for key, manifest in zip(keys, found, strict=True) if manifest is None] == mine
+    assert {keys[item.chunk] for item in items if isinstance(item, ChunkLost)} == set(mine)
+    moved = next(chunk for chunk in chunks if chunk[0].key == mine[0])
+    assert store.put(*moved), "its new owner takes it"
+    directory.shards = shard_map(servers)
+    assert all(store.lookup("acme", keys))
+    assert read_all(store, mine)[0] == (0, 0, moved[1][0])
+    store.close()
+
+
+def test_a_crowded_shard_is_read_around(servers: list[ShardServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ShardedStore(FixedDirectory(shard_map(servers)), GrpcOptions(same_host=False))
+    (chunk,) = fill(store, count=1)
+    key = chunk[0].key
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "STREAM_BYTES_MAX", 0)
+        for _ in range(FAILURES_MAX + 1):
+            (item,) = store.stream("acme", [key], range(3), HeadRange(0, 4), deadline_s=5.0)
+            assert isinstance(item, ChunkLost)
+    assert read_all(store, [key])[0] == (0, 0, chunk[1][0]), "its breaker is closed"
+    store.close()
 
 
 def test_replicas_serve_what_a_lost_shard_held(stack: ExitStack) -> None:

@@ -24,6 +24,8 @@ from tests.fakes.toy_stack import HEAD_DIM, VOCAB, ToyModel, ToyStack
 LENGTH = 60
 SPANS = ((5, 20), (20, 33), (38, 52))
 """Two that touch, a gap, and a question of eight tokens."""
+NEXT = 7
+"""The token behind the prompt."""
 LAYERS = 4
 EVERY_SELECTOR = list(SelectorName)
 WITHOUT_DEVIATION = (SelectorName.RANDOM, SelectorName.CHUNK_HEAD, SelectorName.QUERY)
@@ -53,7 +55,7 @@ def begin(
 ) -> tuple[BlendPass, ToyStack]:
     stack = stack or ToyStack(model())
     work = BlendPass(
-        Region(scene.token_ids[start:end], start),
+        Region(scene.token_ids[start:end], start, int(scene.token_ids[end]) if end < LENGTH else NEXT),
         plan,
         stack,
         lambda plan: scene.open_loader(plan, start, end),
@@ -258,8 +260,8 @@ def test_the_tally_is_the_cost_formula(
         if measures_at(selector, layer, check_layer, ratio)
     ]
     asks = selector in (SelectorName.QUERY, SelectorName.HYBRID) and 0 < ratio < 1
-    ran = sum(active) + (2 * must if asks else 0)
-    projected = sum(measured) + (must if asks else 0)
+    ran = sum(active) + (2 * (must + 1) if asks else 0)
+    projected = sum(measured) + (must + 1 if asks else 0)
     assert sum(count for what, _, count in stack.calls if what == "run") == ran
     assert sum(count for what, _, count in stack.calls if what == "project") == projected
     expected = ran + stack.projection_share * projected

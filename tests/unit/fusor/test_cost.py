@@ -30,16 +30,10 @@ def test_by_hand() -> None:
     hkvd = Selection(0.1, SelectorName.HKVD, check_layer=2)
     assert token_layers(hkvd, EIGHT) == 2 * 2100 + 0.25 * 2100 + 6 * 300
     query = Selection(0.1, SelectorName.QUERY, query_layers=(1, 3))
-    assert token_layers(query, EIGHT) == 8 * 300 + 100 * (3 + 0.25)
+    assert token_layers(query, EIGHT) == 8 * 300 + 101 * (3 + 0.25)
     hybrid = Selection(0.1, SelectorName.HYBRID, check_layer=2, query_layers=(3,))
     wide = 100 + HYBRID_WIDTH * 200
-    assert token_layers(hybrid, EIGHT) == 2 * wide + 0.25 * wide + 6 * 300 + 100 * 3.25
-
-
-def test_a_prompt_that_ends_in_a_hit_has_one_token_that_asks() -> None:
-    ends = Workload(2000, 100, 8, 0.25, ends_in_a_hit=True)
-    query = Selection(0.1, SelectorName.QUERY, query_layers=(3,))
-    assert token_layers(query, ends) == token_layers(query, EIGHT) + 3.25
+    assert token_layers(hybrid, EIGHT) == 2 * wide + 0.25 * wide + 6 * 300 + 101 * 3.25
 
 
 def test_a_prompt_without_hits_is_a_full_prefill() -> None:

@@ -19,6 +19,7 @@ from tests.fakes.toy_stack import HEAD_DIM, HEADS, VOCAB, ToyStack
 from tests.unit.fusor.test_blend import (
     LAYERS,
     LENGTH,
+    NEXT,
     SPANS,
     assert_cache,
     begin,
@@ -27,6 +28,7 @@ from tests.unit.fusor.test_blend import (
     finish,
     model,
     prompt,
+    tokens,
 )
 
 HITS = [p for start, end in SPANS for p in range(start, end)]
@@ -86,17 +88,24 @@ def test_long_contexts_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert WEIGHTS_MAX > 11 * 2 * 2
 
 
-def expected_mass(scene: ToyPrompt, layers: tuple[int, ...], asking: list[int]) -> Tensor:
+def _longer(loaded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Room for one token more."""
+    key, value = (torch.cat((kv, kv.new_zeros(1, *kv.shape[1:]))) for kv in loaded)
+    return key, value
+
+
+def expected_mass(scene: ToyPrompt, layers: tuple[int, ...]) -> Tensor:
     """Of the hit tokens, from a dense run in which the tokens of hits keep their loaded KV."""
     hits = [p for start, end in scene.spans for p in range(start, end)]
-    must = [p for p in range(LENGTH) if p not in hits]
-    fresh = dict.fromkeys(range(LAYERS), sorted({*must, *asking}))
-    run = model().dense(scene.token_ids, fresh=fresh, loaded=scene.loaded)
-    positions = torch.arange(hits[0], LENGTH)
-    total = torch.zeros(LENGTH, dtype=torch.float64)
+    must = [p for p in range(LENGTH + 1) if p not in hits]
+    asking = [p for p in must if p > hits[-1]]
+    fresh = dict.fromkeys(range(LAYERS), must)
+    prompt_and_next = torch.cat((scene.token_ids, torch.tensor([NEXT])))
+    run = model().dense(prompt_and_next, fresh=fresh, loaded=lambda layer: _longer(scene.loaded(layer)))
+    positions = torch.arange(hits[0], LENGTH + 1)
+    total = torch.zeros(LENGTH + 1, dtype=torch.float64)
     for layer in layers:
-        keys = run.keys[layer].clone()
-        keys[hits] = scene.loaded(layer)[0][hits]
+        keys = run.keys[layer]
         total[hits[0] :] += naive_mass(
             run.queries[layer, asking],
             torch.tensor(asking),
@@ -111,10 +120,10 @@ def passed(
     scene: ToyPrompt, layers: tuple[int, ...], unit: int = 1000, stack: ToyStack | None = None
 ) -> QuestionPass:
     hits = torch.tensor([p for start, end in scene.spans for p in range(start, end)])
-    must = torch.tensor([p for p in range(LENGTH) if p not in hits.tolist()], dtype=torch.int64)
+    others = torch.tensor([p for p in range(LENGTH + 1) if p not in hits.tolist()])
     stack = stack or ToyStack(model())
-    question = QuestionPass(stack, hits, must, layers, unit)
-    question.begin(stack.embed(scene.token_ids[question.positions]))
+    question = QuestionPass(stack, hits, others, layers, unit)
+    question.begin(stack.embed(torch.cat((scene.token_ids, torch.tensor([NEXT])))[others]))
     for layer in range(question.num_layers):
         key, value = (kv[hits] for kv in scene.loaded(layer))
         for _ in question.pass_layer(layer, LoadedLayer(layer, key, value, 0, 0.0, 0.0, None)):
@@ -127,21 +136,28 @@ def passed(
 def test_it_is_what_the_question_attends_to(layers: tuple[int, ...], unit: int) -> None:
     scene, stack = prompt(), ToyStack(model())
     question = passed(scene, layers, unit, stack)
-    expected = expected_mass(scene, layers, list(range(52, LENGTH)))
+    expected = expected_mass(scene, layers)
     assert torch.allclose(question.attention.double(), expected, atol=1e-4)
     assert float(expected.max()) > 2 * float(expected.min())
-    tokens = LENGTH - len(HITS)
+    tokens = LENGTH + 1 - len(HITS)
     ran = [(what, layer) for what, layer, _ in stack.calls]
     assert set(ran) == {("run", layer) for layer in range(layers[-1])} | {("project", layers[-1])}
     assert sum(count for _, _, count in stack.calls) == tokens * (layers[-1] + 1)
 
 
-def test_where_nothing_follows_the_last_hit_its_last_token_asks() -> None:
+def test_where_no_question_follows_the_last_token_asks_alone() -> None:
     scene = prompt(((5, 20), (30, LENGTH)))
-    question = passed(scene, (0, 2))
-    expected = expected_mass(scene, (0, 2), [LENGTH - 1])
-    assert torch.allclose(question.attention.double(), expected, atol=1e-4)
-    assert question.positions.tolist() == [*range(5), *range(20, 30), LENGTH - 1]
+    expected = expected_mass(scene, (0, 2))
+    assert torch.allclose(passed(scene, (0, 2)).attention.double(), expected, atol=1e-4)
+    assert float(expected.sum()) < 2 * HEADS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_last_token_is_not_computed_for_the_blend(seed: int) -> None:
+    scene = ToyPrompt(model(), tokens(seed), SPANS)
+    work, stack = blended(scene, scene.plan(0.25, SelectorName.QUERY, query_layers=(2,)))
+    assert all(max(positions) < LENGTH for positions in work.tally.active_positions.values())
+    assert stack.written[:, 0, LENGTH].tolist() == [True, True, False, False], "its own, for the question"
 
 
 def test_what_lies_between_chunks_is_seen() -> None:
@@ -149,14 +165,14 @@ def test_what_lies_between_chunks_is_seen() -> None:
     other.token_ids[35] = (other.token_ids[35] + 1) % VOCAB
     assert not torch.equal(passed(one, (2,)).attention, passed(other, (2,)).attention)
     # The rest of the question's weights lies on the gap and on the question itself.
-    assert 0 < float(passed(one, (2,)).attention.sum()) < HEADS * (LENGTH - 52)
+    assert 0 < float(passed(one, (2,)).attention.sum()) < HEADS * (LENGTH + 1 - 52)
 
 
 @pytest.mark.parametrize("layers", [(0,), (1, 2), (3,)])
 def test_the_query_selector_keeps_what_is_attended_to_most(layers: tuple[int, ...]) -> None:
     scene = prompt()
     work, _ = blended(scene, scene.plan(0.25, SelectorName.QUERY, query_layers=layers))
-    mass = expected_mass(scene, layers, list(range(52, LENGTH)))
+    mass = expected_mass(scene, layers)
     best = {HITS[i] for i in mass.topk(quota(0.25, len(HITS))).indices.tolist()}
     must = set(range(LENGTH)) - set(HITS)
     assert set(work.tally.active_positions[0]) == best | must
@@ -175,7 +191,7 @@ def test_an_adaptive_ratio_is_what_the_tally_reports() -> None:
     scene = prompt()
     plan = scene.plan(0.9, SelectorName.QUERY, query_layers=(1,), adaptive_mass=0.3)
     work, _ = blended(scene, plan)
-    mass = expected_mass(scene, (1,), list(range(52, LENGTH))).sort(descending=True).values
+    mass = expected_mass(scene, (1,)).sort(descending=True).values
     fewest = next(n for n in range(len(mass)) if float(mass[:n].sum()) >= 0.3 * float(mass.sum()))
     assert work.tally.tokens_recomputed == fewest < quota(0.9, len(HITS))
     assert len(work.tally.active_positions[0]) == LENGTH - len(HITS) + fewest

@@ -73,10 +73,10 @@ def test_what_is_attended_to(folder: Path, oracle: Oracle) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         attentions = plain(torch.tensor([PROMPT]), use_cache=False, output_attentions=True).attentions
-    hit, end = range(PREFIX, PREFIX + CHUNK), len(PROMPT) - 1
+    hit = range(PREFIX, PREFIX + CHUNK)
     expected = torch.zeros(len(PROMPT))
     for layer in (0, 2):
-        weights = attentions[layer][0, :, hit.stop : end].clone()
+        weights = attentions[layer][0, :, hit.stop :].clone()
         weights[..., : hit.start] = 0
         expected += (weights / weights.sum(-1, keepdim=True)).sum((0, 1))
     got = oracle.attended(PROMPT, PROMPT[:PREFIX], [(hit.start, hit.stop)], [0, 2])
