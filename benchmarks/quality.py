@@ -36,10 +36,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of the trained model; default: the bundled one")
     parser.add_argument("--quick", action="store_true", help="few prompts: 2 minutes, and wide intervals")
+    parser.add_argument("--prompts", type=int, help="judged prompts per task, instead of 300")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--only", help=f"comma-separated sections of {', '.join(SECTIONS)}")
     arguments = parser.parse_args()
-    setup = Setup(checkpoint(arguments.model), arguments.quick)
+    setup = Setup(checkpoint(arguments.model), arguments.quick, prompts_asked=arguments.prompts)
     chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
     figures: list[Figure] = []
     for name in chosen:

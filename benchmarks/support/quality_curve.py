@@ -40,10 +40,12 @@ class Setup:
     report: Path | None = None
     """Of calibration, once it has run."""
 
+    prompts_asked: int | None = None
+
     @property
     def prompts(self) -> int:
         """Judged prompts per task."""
-        return 12 if self.quick else 300
+        return self.prompts_asked or (12 if self.quick else 300)
 
     @property
     def chosen_on(self) -> int:
