@@ -95,6 +95,7 @@ def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> str 
         shadow.take(f"{number}", prompt, answer)
         shadow.run_pending()
         running.refresh_gate()
+    say(f"nothing rang: mean KL {shadow.counts.kl_sum / len(cases):.4f}, {shadow.counts.disagreed} differ")
     return None
 
 
