@@ -33,7 +33,7 @@ from kintsugi.quality.measure import NAMESPACE, Case
 from kintsugi.quality.session import EngineSpec, measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
 
-SHADOWED_MAX = 150
+SHADOWED_MAX = 400
 Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 

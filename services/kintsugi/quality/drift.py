@@ -1,8 +1,8 @@
 """Whether what shadowing sees is still within what calibration allowed: a sequential test. Pure.
 
 Calibration bounds two means: KL and the share of different first choices. It also saw a KL that one position
-in a hundred exceeded: where ten times as many requests do, what is served is not what was calibrated, even if
-answers do not suffer yet. Each is watched by bets against
+in a hundred exceeded: where five times as many requests do, what is served is not what was calibrated, even
+if answers do not suffer yet. Each is watched by bets against
 "the mean is within its bound": a wealth is multiplied by ``1 + λ(x - bound)`` at every observation x in
 [0, 1] and starts again from 1 whenever it falls below. While the bound holds, a wealth reaches 1/α only
 once in 1/α observations on average, whatever the distribution; when it does not hold, wealth grows
@@ -24,7 +24,7 @@ BETS = (0.1, 0.3, 0.5)
 KL_CAP = 10.0
 """Nats that count as 1: a bounded variable is what the test needs."""
 
-UNUSUAL_MAX = 0.1
+UNUSUAL_MAX = 0.05
 """Share of requests that may exceed the KL which 1 % exceeded in calibration."""
 USUAL_KL_MIN = 0.005
 """Nats: below it a KL is nobody's concern, however rare it was."""
