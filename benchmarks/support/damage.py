@@ -33,7 +33,7 @@ from kintsugi.quality.measure import NAMESPACE, Case
 from kintsugi.quality.session import EngineSpec, measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
 
-SHADOWED_MAX = 150
+SHADOWED_MAX = 400
 Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -95,6 +95,7 @@ def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> str 
         shadow.take(f"{number}", prompt, answer)
         shadow.run_pending()
         running.refresh_gate()
+    say(f"nothing rang: mean KL {shadow.counts.kl_sum / len(cases):.4f}, {shadow.counts.disagreed} differ")
     return None
 
 

@@ -155,7 +155,8 @@ class Shadow:
             return
         if self._detector is None or current != self._report:
             self._report = current
-            self._detector = DriftDetector(current.thresholds, current.noise)
+            chosen = [e.kl_p99 for e in current.entries if e.selection == current.choice.selection]
+            self._detector = DriftDetector(current.thresholds, current.noise, max(chosen, default=None))
 
     def _observe(self, observation: Observation) -> None:
         self.counts.compared += 1

@@ -178,6 +178,16 @@ def test_no_alarm_at_the_bounds() -> None:
     assert alarms <= 4
 
 
+def test_what_calibration_never_saw_is_a_drift_before_answers_suffer() -> None:
+    """A KL of 0.02 is far within the bounds, but calibration saw 0.008 once in a hundred."""
+    calm, odd = (DriftDetector(Thresholds(), QUIET, 0.008) for _ in range(2))
+    assert not any(calm.observe(Observation(0.02 if n % 40 == 0 else 0.001, 0.0)) for n in range(400))
+    reasons = [odd.observe(Observation(0.02 if n % 2 == 0 else 0.001, 0.0)) for n in range(60)]
+    assert any(reason is not None and "calibration's p99" in reason for reason in reasons)
+    unknown = DriftDetector(Thresholds(), QUIET)
+    assert not any(unknown.observe(Observation(0.02, 0.0)) for _ in range(400))
+
+
 def test_a_noisy_model_is_held_to_its_own_noise() -> None:
     loud = DriftDetector(Thresholds(), Noise(0.5, 2.0, 0.8))
     assert not any(loud.observe(Observation(0.9, float(number % 6 == 0))) for number in range(300))
