@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import grpc
@@ -138,14 +138,16 @@ class ChunkStoreService:
             self.shard.abort(put)
             raise
         committed = self.shard.commit(put)
+        if not committed.inserted:
+            return await self._present(manifest, durable)
         if durable and committed.durable is not None:
             await asyncio.wrap_future(committed.durable)
-        return pb.PutChunkKVResponse(inserted=committed.inserted)
+        return pb.PutChunkKVResponse(inserted=True)
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
         """The answer for a key that is there already: durable only once it is."""
-        writing = self.shard.writing(manifest.namespace, manifest.key)
-        if durable and writing is not None:
+        writing = self.shard.made_durable(manifest.namespace, manifest.key) if durable else None
+        if writing is not None:
             await asyncio.wrap_future(writing)
         return pb.PutChunkKVResponse(inserted=False)
 
@@ -154,8 +156,19 @@ class ChunkStoreService:
         try:
             return self.shard.begin_put(manifest, options)
         except NoRoomYet:
-            waiting = partial(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
-            return await asyncio.get_running_loop().run_in_executor(self._waiting_puts, waiting)
+            begun = self._waiting_puts.submit(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
+            try:
+                return await asyncio.wrap_future(begun)
+            except asyncio.CancelledError:  # the client is gone; its room may still come
+                begun.add_done_callback(self._give_up)
+                raise
+
+    def _give_up(self, begun: Future[ChunkPut | None]) -> None:
+        if begun.cancelled() or begun.exception() is not None:
+            return
+        put = begun.result()
+        if put is not None:
+            self.shard.abort(put)
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
         first, payload = wire.parse_put(message)

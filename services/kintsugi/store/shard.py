@@ -25,7 +25,7 @@ from kintsugi.store.entry import Address, Entry, Residence
 from kintsugi.store.home import Home
 from kintsugi.store.index import Index
 from kintsugi.store.pins import Pins
-from kintsugi.store.placement import TierSpeed, chosen_tier
+from kintsugi.store.placement import NO_SSD_TIER, TierSpeed, chosen_tier
 from kintsugi.store.promotion import Load, Promoter
 from kintsugi.store.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.ram_tier import RamTier
@@ -242,7 +242,7 @@ class Shard:
             present = self._living(entry.address)
             if present is not None:
                 self.abort(put)
-                return Committed(False, present.writing)
+                return Committed(False, None)
             self._index.add(entry)
             self.ram.adopt(entry, put.residence)
             writer = self._admission.writer(put.tier)
@@ -256,11 +256,16 @@ class Shard:
             put.residence.condemn()
             put.residence.release()
 
-    def writing(self, namespace: str, key: ChunkKey) -> Future[None] | None:
-        """Done once a chunk that is on its way to disk is there; None where it is not on its way."""
+    def made_durable(self, namespace: str, key: ChunkKey) -> Future[None] | None:
+        """Done once a chunk that is here is on disk, which starts now where RAM alone has it; None where it
+        is there, or gone. Raises `InvalidField` without an SSD tier."""
         with self.lock:
             entry = self._index.get((namespace, key))
-            return None if entry is None else entry.writing
+            if not self.writers:
+                raise InvalidField("ack", NO_SSD_TIER)
+            if entry is None or entry.writing is not None or entry.disk is not None:
+                return None if entry is None else entry.writing
+            return self.writers[0].submit(entry)
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that was there. Durable once `flushed` is done."""
