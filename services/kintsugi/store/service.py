@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from kintsugi.client import wire
+from kintsugi.client.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.core.errors import (
     DeadlineExceeded,
@@ -101,8 +102,14 @@ class ChunkStoreService:
         return self._looked_up(request)
 
     def _looked_up(self, request: pb.LookupRequest) -> pb.LookupResponse:
-        keys = wire.keys_from_wire(request.keys)
-        return pb.LookupResponse(found=map(_found, self.shard.lookup(request.namespace, keys)))
+        entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
+        size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
+        if size > wire.RESPONSE_BYTES_MAX:
+            raise ResourceExhausted(
+                f"manifests of {size} bytes; at most {wire.RESPONSE_BYTES_MAX} are answered per call, so "
+                "ask for fewer keys"
+            )
+        return pb.LookupResponse(found=map(_found, entries))
 
     @_answers
     async def lookup_anchors(
@@ -112,6 +119,11 @@ class ChunkStoreService:
             raise InvalidField(
                 "anchors", f"{len(request.anchors)} anchors; at most {wire.KEYS_MAX} are answered per call"
             )
+        if len(request.anchors) * ANCHOR_CANDIDATES_MAX > wire.LOOKUP_KEYS_BATCH:
+            return await asyncio.to_thread(self._anchors_looked_up, request)
+        return self._anchors_looked_up(request)
+
+    def _anchors_looked_up(self, request: pb.LookupAnchorsRequest) -> pb.LookupAnchorsResponse:
         found = self.shard.lookup_anchors(request.namespace, request.space_digest, request.anchors)
         response = pb.LookupAnchorsResponse()
         size = 0

@@ -402,15 +402,17 @@ class Shard:
             self.close_reading(reading)
             intact[key] = not damaged
             if damaged:
-                self._quarantine_copies(entry, damaged)
+                self._quarantine_copies(entry, whole, damaged)
         return intact
 
-    def _quarantine_copies(self, entry: Entry, damaged: Sequence[Residence]) -> None:
-        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it. What
-        only RAM is left to hold goes to disk again."""
+    def _quarantine_copies(
+        self, entry: Entry, verified: Sequence[Residence], damaged: Sequence[Residence]
+    ) -> None:
+        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it, or made
+        a copy of it meanwhile. What only RAM is left to hold goes to disk again."""
         with self.lock:
             copies = [residence for residence in (entry.ram, entry.disk) if residence is not None]
-            at_rest = entry.writing is None and not any(residence.unloaded for residence in copies)
+            at_rest = entry.writing is None and all(residence in verified for residence in copies)
             if entry.gone or not at_rest or all(residence in damaged for residence in copies):
                 self._quarantine(entry)
                 return
@@ -418,7 +420,7 @@ class Shard:
             log.error("quarantined a copy of chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
             if entry.ram in damaged:
                 self.ram.drop(entry)
-            elif entry.disk is not None:
+            elif entry.disk is not None and entry.disk in damaged:
                 disk_of(entry.disk).drop(entry)
                 self.writers[0].submit(entry)
 
@@ -473,7 +475,11 @@ class Shard:
             return 0 if entry is None else entry.manifest.chunk_bytes
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write back what only RAM holds; the bytes that were not written in time."""
+        """Refuse puts and write back what only RAM holds; the bytes that were not written in time.
+
+        Raises `InvalidField` for a time that is none."""
+        if not timeout_s >= 0:
+            raise InvalidField("timeout_s", f"{timeout_s} is not a duration")
         with self.lock:
             self.draining = True
             if self.writers:
