@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import grpc
@@ -45,6 +45,8 @@ LEASE_S_MAX = 60.0
 PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
 WAITING_PUTS_MAX = 16
+VERIFIERS = 2
+"""Verifications at a time: each may take minutes, and readers of what only a disk has need threads, too."""
 DRAIN_S_MAX = 3600.0
 STREAM_BYTES_MAX = 2 << 30
 """Of messages that streams may hold for slow readers, two each: 512 streams of 2 MiB frames."""
@@ -93,6 +95,7 @@ class ChunkStoreService:
         self._door = door
         self._stream_bytes = 0
         self.durable_by_default = durable_by_default
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, "kintsugi-verify")
         self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
 
     @_answers
@@ -347,7 +350,8 @@ class ChunkStoreService:
     @_answers
     async def verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         keys = wire.keys_from_wire(request.keys)
-        intact = await asyncio.to_thread(self.shard.verify, request.namespace, keys)
+        verifying = partial(self.shard.verify, request.namespace, keys)
+        intact = await asyncio.get_running_loop().run_in_executor(self._verifiers, verifying)
         return pb.VerifyResponse(
             intact=sum(intact.values()),
             absent=len(set(keys)) - len(intact),

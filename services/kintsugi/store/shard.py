@@ -233,7 +233,8 @@ class Shard:
         return tier
 
     def commit(self, put: ChunkPut) -> Committed:
-        """Make the chunk visible. Raises `InvalidField` where frames are missing."""
+        """Make the chunk visible. Raises `InvalidField` where frames are missing, `NoRoomYet` where puts that
+        began together exceed a quota."""
         if not put.complete:
             self.abort(put)
             raise InvalidField("frames", "the put was committed before its last layer")
@@ -243,6 +244,9 @@ class Shard:
             if present is not None:
                 self.abort(put)
                 return Committed(False, None)
+            if not self._admission.within_quota(entry.manifest):
+                self.abort(put)
+                raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
             self._index.add(entry)
             self.ram.adopt(entry, put.residence)
             writer = self._admission.writer(put.tier)
