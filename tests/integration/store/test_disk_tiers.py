@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.admission import ShardConfig
 from kintsugi.store.disk_tier import READ_BYTES_PER_S_ASSUMED
+from kintsugi.store.entry import Residence
 from kintsugi.store.keeper import Keeper
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.put import PutOptions
@@ -132,6 +133,38 @@ def test_a_full_disk_demotes_to_the_next_before_it_drops(tmp_path: Path) -> None
         assert shard.verify("acme", keys) == dict.fromkeys(keys, True)
     finally:
         shard.close()
+
+
+def test_a_chunk_that_is_on_its_way_into_ram_keeps_its_source(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, frames = make_chunk(range(400))
+    put(shard, manifest, frames)
+    (entry,) = shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    (disk,), go_on, read = shard.disks, threading.Event(), shard.disks[0].read
+
+    def held_up(residence: Residence, first_layer: int, views: Sequence[memoryview]) -> None:
+        assert go_on.wait(10)
+        read(residence, first_layer, views)
+
+    monkeypatch.setattr(disk, "read", held_up)
+    with shard.lock:
+        shard.ram.drop(entry)
+        assert disk.policy.evict(lambda _: True) is entry
+        assert shard.prefetch("acme", [manifest.key]) == 1
+    shard.writers[0]._demote([entry], disk)
+    assert entry.disk is not None
+    go_on.set()
+    monkeypatch.undo()
+    assert shard.drain(10.0) == 0
+    assert entry.ram is not None
+    deadline_s = time.monotonic() + 10
+    while entry.ram.unloaded:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
+    assert disk.policy.evict(lambda _: True) is entry  # and may leave later
 
 
 def test_the_last_disk_drops_what_it_cannot_hold(tmp_path: Path) -> None:
