@@ -145,7 +145,7 @@ class Chunker:
 
 
 def _sections(text: str) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `SECTION_CHARS` that cover the text; each ends at the best boundary in its last half."""
+    """Ranges of at most `SECTION_CHARS` that cover the text, each up to the best boundary in reach."""
     begin = 0
     while len(text) - begin > SECTION_CHARS:
         limit, half = begin + SECTION_CHARS, begin + SECTION_CHARS // 2

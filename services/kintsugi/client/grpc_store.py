@@ -84,6 +84,17 @@ class GrpcStore(ChunkStore):
             raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
         return found
 
+    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        tiers: list[str | None] = []
+        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
+            part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
+            request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
+            response = self.call("Lookup", request, pb.LookupResponse)
+            tiers += [entry.tier if self._readable(entry) else None for entry in response.found]
+        if len(tiers) != len(keys):
+            raise Unavailable(f"{self.address}: answered {len(tiers)} of {len(keys)} keys")
+        return tiers
+
     def _readable(self, found: pb.Found) -> ChunkManifest | None:
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
         if manifest is not None:

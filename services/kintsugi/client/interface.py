@@ -47,6 +47,13 @@ class ChunkStore(ABC):
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """The manifest of each key, None for a miss; a hit counts as a use."""
 
+    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """The fastest tier that holds each key, None where no one does.
+
+        For those who act on what is missing: unlike `lookup` it raises `Unavailable` where a key was not
+        found and one who should hold it did not answer."""
+        return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
+
     @abstractmethod
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]

@@ -123,6 +123,34 @@ class ShardedStore(ChunkStore):
                     found[index] = manifest
         return found
 
+    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        shards = self._map()
+        if not shards.shards and keys:
+            raise Unavailable("the shard map is empty; start a shard")
+        asked: dict[ShardAddress, list[int]] = {}
+        for index, key in enumerate(keys):
+            for owner in shards.owners(key):
+                asked.setdefault(owner, []).append(index)
+        answers = self._ask_all(
+            (address, _tiers_call(namespace, [keys[index] for index in indices]))
+            for address, indices in asked.items()
+        )
+        found: list[str | None] = [None] * len(keys)
+        silent: dict[int, ShardAddress] = {}
+        for (address, indices), answer in zip(asked.items(), answers, strict=True):
+            for index, tier in zip(indices, answer or [None] * len(indices), strict=True):
+                found[index] = found[index] or tier
+            if answer is None:
+                silent.update(dict.fromkeys(indices, address))
+        for index, address in silent.items():
+            if found[index] is None:
+                raise Unavailable(f"{address.address} owns chunk {keys[index]} and does not answer")
+        return found
+
+    def members(self) -> list[ChunkStore]:
+        """Clients of the shards on the map now. They are this store's to close."""
+        return [self._shard(address).store for address in self._map().shards]
+
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
@@ -253,3 +281,7 @@ def _lookup_call(
     namespace: str, keys: Sequence[ChunkKey]
 ) -> Callable[[ChunkStore], Sequence[ChunkManifest | None]]:
     return lambda store: store.lookup(namespace, keys)
+
+
+def _tiers_call(namespace: str, keys: Sequence[ChunkKey]) -> Callable[[ChunkStore], list[str | None]]:
+    return lambda store: store.tiers(namespace, keys)

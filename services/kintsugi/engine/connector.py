@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kintsugi.client.checkpoint import model_fingerprint
+from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
@@ -191,10 +191,10 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _fingerprint(vllm_config: VllmConfig) -> ModelFingerprint:
-    """Of the checkpoint as this engine runs it: a quantised cache rounds what is computed from it."""
+    """Of the checkpoint as this engine runs it."""
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
-    kv_dtype = f"{model.dtype}/{vllm_config.cache_config.cache_dtype}/{model.quantization}"
+    kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
     return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
 
 

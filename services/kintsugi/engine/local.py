@@ -17,7 +17,7 @@ from typing import Any
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import Span
+from kintsugi.core.spaces import ChunkKey, Span
 
 CONNECTOR = "KintsugiConnector"
 KV_CACHE_BYTES = 2 << 30
@@ -39,6 +39,8 @@ class Prompt:
     top_logprobs: int = 0
     """Logprobs of so many best tokens at each step, besides the chosen one's."""
     ignore_eos: bool = False
+    priority: int = 0
+    """vLLM's: lower goes first. Counts only where the engine schedules by priority."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class LocalEngine:
         tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         if prompt.cache_salt is not None:
             tokens["cache_salt"] = prompt.cache_salt
-        self.llm.llm_engine.add_request(request_id, tokens, sampling)
+        self.llm.llm_engine.add_request(request_id, tokens, sampling, priority=prompt.priority)
 
 
 def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
@@ -248,8 +250,14 @@ def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def save_prompt(prefix_token_ids: Sequence[int], chunk: Sequence[int], namespace: str) -> Prompt:
-    """The request that stores one chunk.
+def save_prompt(
+    prefix_token_ids: Sequence[int],
+    chunk: Sequence[int],
+    namespace: str,
+    key: ChunkKey | None = None,
+    priority: int = 0,
+) -> Prompt:
+    """The request that stores one chunk. With a ``key``, an engine of another chunk space declines it.
 
     One token follows the chunk: the connector claims what it computes itself as external, and vLLM has
     to be left at least one token to forward.
@@ -257,5 +265,5 @@ def save_prompt(prefix_token_ids: Sequence[int], chunk: Sequence[int], namespace
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
     start, end = len(prefix_token_ids), len(prefix_token_ids) + len(chunk)
-    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end),))
-    return Prompt([*prefix_token_ids, *chunk, chunk[-1]], params, max_tokens=1)
+    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end, key),))
+    return Prompt([*prefix_token_ids, *chunk, chunk[-1]], params, max_tokens=1, priority=priority)
