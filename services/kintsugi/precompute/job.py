@@ -404,7 +404,9 @@ class Job:
         now_s = time.monotonic()
         self.progress.elapsed_s = now_s - self._started_s
         if self._fill_started_s is not None:
-            self.progress.fill_s = now_s - self._fill_started_s
+            start_s = self._pool.engine_start_s if self._pool is not None else 0.0
+            self.progress.engine_start_s = start_s
+            self.progress.fill_s = now_s - self._fill_started_s - start_s
         self._on_progress(replace(self.progress, failures=list(self.progress.failures)))
 
 

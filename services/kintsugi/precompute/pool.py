@@ -54,6 +54,8 @@ class Pool:
         self._factory = factory
         self._workers: list[Any] = []
         self._running: dict[Any, tuple[Any, Batch]] = {}
+        self.engine_start_s = 0.0
+        """Of the slowest worker that has answered."""
 
     @property
     def in_flight(self) -> int:
@@ -100,7 +102,9 @@ class Pool:
 
         worker, batch = self._running.pop(reference)
         try:
-            outcomes: list[str] = ray.get(reference)
+            outcomes: list[str]
+            outcomes, start_s = ray.get(reference)
+            self.engine_start_s = max(self.engine_start_s, start_s)
             return batch, outcomes
         except RayTaskError as error:
             cause = error.cause

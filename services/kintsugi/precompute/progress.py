@@ -62,8 +62,9 @@ class Progress:
     share_read: float = 0.0
     """Of the source, estimated from bytes of text; 1 once everything was read."""
     elapsed_s: float = 0.0
+    engine_start_s: float = 0.0
     fill_s: float = 0.0
-    """Since the first batch was sent."""
+    """Since the first batch was sent, without the engines' start."""
     failures: list[Failure] = field(default_factory=list)
     """The first ones; `documents_failed` counts all."""
     error: str = ""

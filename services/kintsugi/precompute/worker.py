@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -160,18 +161,21 @@ class Worker:
         self._spec = spec
         self._factory = factory
         self._prefiller: Prefiller | None = None
+        self._start_s = 0.0
         self._store = open_store(spec.store)
 
-    def fill(self, batch: Sequence[tuple[bytes, bytes]]) -> list[str]:
-        """What became of each (key, tokens). Another job, or a worker that was thought dead, may have
-        stored some of them meanwhile: one lookup per batch."""
+    def fill(self, batch: Sequence[tuple[bytes, bytes]]) -> tuple[list[str], float]:
+        """What became of each (key, tokens), and how long the engine took to start, once it has. Another
+        job, or a worker that was thought dead, may have stored some of them meanwhile: one lookup a batch."""
         chunks = [PendingChunk(ChunkKey(key), tokens) for key, tokens in batch]
         tiers = self._store.tiers(self._spec.space.namespace, [chunk.key for chunk in chunks])
         missing = [chunk for chunk, tier in zip(chunks, tiers, strict=True) if tier is None]
         if missing and self._prefiller is None:
+            started_s = time.monotonic()
             self._prefiller = self._factory(self._spec)
+            self._start_s = time.monotonic() - started_s
         filled = iter(self._prefiller.fill(missing) if self._prefiller and missing else ())
-        return [PRESENT if tier is not None else next(filled) for tier in tiers]
+        return [PRESENT if tier is not None else next(filled) for tier in tiers], self._start_s
 
     def process_id(self) -> int:
         return os.getpid()

@@ -10,6 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
+pytest.importorskip("inscriptis", reason="install the extra `precompute`")
+
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted
 from kintsugi.precompute import files, readers
 from kintsugi.precompute.files import Format, Piece, pieces_of
