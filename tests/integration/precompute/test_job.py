@@ -207,7 +207,7 @@ def test_a_worker_that_is_killed_is_replaced(bench: Bench) -> None:
 def test_a_store_that_stays_away_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "STORE_PATIENCE_S", 0.1)
     write_corpus(bench.source, TEXTS)
-    with pytest.raises(Unavailable, match="127.0.0.1:1"):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
         bench.run(store="grpc://127.0.0.1:1")
 
 
