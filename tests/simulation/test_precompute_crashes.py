@@ -107,6 +107,8 @@ class World:
         target = self.chance.randrange(1, 25)
         try:
             for line in driver.stdout:
+                if not line.startswith("{"):
+                    continue  # Ray's own words
                 said = json.loads(line)
                 if "done" in said:
                     return True

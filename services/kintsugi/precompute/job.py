@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kintsugi.client.chunking import Chunker
 from kintsugi.client.interface import ChunkStore
 from kintsugi.client.registry import open_store
 from kintsugi.core.errors import (
@@ -122,6 +123,7 @@ class Job:
     def _run(self) -> None:
         self._store = open_store(self.spec.store)
         run: int | None = None
+        complete = False
         try:
             stats = self._store.stats()
             self.progress.bytes_free = max(0, stats.bytes_capacity - stats.bytes_used)
@@ -133,21 +135,18 @@ class Job:
             if not self._dry:
                 self._invalidate()
             self._judge(final=True)
+            complete = self.progress.chunks_failed == 0
         finally:
             if self._pool is not None:
                 self._pool.close()
             self._store.close()
             if run is not None:
-                progress = self.progress
-                complete = (
-                    progress.chunks_failed == 0 and not self._stop.is_set() and progress.share_read == 1.0
-                )
-                self._ledger.end_run(run, progress.tokens_filled, progress.fill_s, complete)
+                self._ledger.end_run(run, self.progress.tokens_filled, self.progress.fill_s, complete)
 
     def _check_model(self) -> None:
         """A corpus is filled for one model at a time, unless told otherwise."""
         mine = self.facts.space.fingerprint.hex
-        others = {e.fingerprint for e in self._ledger.editions(self.spec.corpus_name)} - {mine}
+        others = self._ledger.fingerprints(self.spec.corpus_name) - {mine}
         if others and not self.spec.replace_model and not self._dry:
             raise InvalidField(
                 "model",
@@ -179,7 +178,7 @@ class Job:
     def _blocks(self, edition: int, run: int, clean: dict[str, str]) -> Iterator[list[Scanned]]:
         """What has to be read; files that are as they were are not. Fills `clean` with all files' stamps."""
         spec = self.spec
-        task = ChunkTask(spec.model, spec.chunking, self.facts.space, spec.columns)
+        task = ChunkTask(spec.model_folder, spec.chunking, self.facts.space, spec.columns)
         if self._dataset is not None:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             yield from scan(self._dataset, task, spec.source)
@@ -195,6 +194,7 @@ class Job:
         if not changed:
             return
         self._peek(changed[0])
+        Chunker.of_model(spec.model, spec.chunking)  # here its error is a plain one
         self._bytes_to_read = sum({piece.url: piece.size for piece in changed}.values())
         ensure_ray(spec.workers, spec.cpus_per_worker)
         yield from scan(changed, task)
@@ -323,7 +323,7 @@ class Job:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             url = durable(spec.store, has_disk(self._store))
             worker = WorkerSpec(
-                spec.model, url, self.facts.space, self.facts.layout, self.facts.dtype, spec.engine
+                spec.model_folder, url, self.facts.space, self.facts.layout, self.facts.dtype, spec.engine
             )
             self._pool = Pool(spec, worker, self._factory)
             self._fill_started_s = time.monotonic()

@@ -405,6 +405,12 @@ class Ledger(DocumentIndex):
             ).fetchall()
         return [Edition(*(*row[:8], bool(row[8]))) for row in rows]
 
+    def fingerprints(self, corpus: str) -> set[str]:
+        """Of the models that the corpus has editions for."""
+        with self._lock:
+            rows = self._db.execute("SELECT DISTINCT fingerprint FROM edition WHERE corpus=?", (corpus,))
+            return {fingerprint for (fingerprint,) in rows.fetchall()}
+
     def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
         """Within the edition that serves: the newest that is complete. Raises `NotFound` for a corpus that
         has none."""

@@ -17,6 +17,7 @@ import blake3
 import pyarrow as pa
 
 from kintsugi.client.chunking import Chunker, ChunkingConfig
+from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.precompute.files import Format, Piece
 from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument
@@ -122,6 +123,7 @@ def scan(source: Sequence[Piece] | Any, task: ChunkTask, name: str = "dataset") 
     ``source``: pieces of files, or a `ray.data.Dataset` with the columns of `task`.
     """
     import ray
+    from ray.exceptions import RayError
 
     _quiet()
     if isinstance(source, Sequence):
@@ -134,8 +136,12 @@ def scan(source: Sequence[Piece] | Any, task: ChunkTask, name: str = "dataset") 
         dataset = source.map_batches(
             task.rows, batch_size=BLOCK_DOCUMENTS, batch_format="pyarrow", fn_kwargs={"name": name}
         )
-    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-        yield [_scanned(row) for row in batch.to_pylist()]
+    try:
+        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+            yield [_scanned(row) for row in batch.to_pylist()]
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise Unavailable(f"reading the corpus failed: {type(cause).__name__}: {cause}") from error
 
 
 def _scanned(row: dict[str, Any]) -> Scanned:

@@ -95,6 +95,11 @@ class JobSpec:
         last = re.sub(r"[^A-Za-z0-9._-]+", "-", self.source.rstrip("/").rsplit("/", 1)[-1]).lstrip("._-")
         return f"{last[:80] or 'corpus'}@{self.namespace}"
 
+    @property
+    def model_folder(self) -> str:
+        """For processes with another working folder."""
+        return str(Path(self.model).resolve())
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
