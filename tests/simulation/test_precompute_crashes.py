@@ -25,12 +25,15 @@ import pytest
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
+import ray
+
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.chunking import ChunkingConfig
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
+from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import StubPrefiller
@@ -75,11 +78,12 @@ class World:
     chance: random.Random
     shard: subprocess.Popen[str] | None = None
     address: str = "127.0.0.1:0"
+    ray_address: str = ""
     deaths: list[str] = field(default_factory=list)
 
     def start(self, command: list[str]) -> subprocess.Popen[str]:
         path = os.pathsep.join(entry for entry in (str(Path.cwd()), *sys.path) if entry)
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": path, "RAY_ADDRESS": self.ray_address}
         return subprocess.Popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
@@ -149,6 +153,9 @@ def run_crashes(folder: Path, seed: int) -> tuple[int, int, int]:
         for n in range(60)
     ]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # A cluster that outlives its drivers, as in production; and none of them waits for one to start.
+    ensure_ray(WORKERS, 1.0)
+    world.ray_address = ray.get_runtime_context().gcs_address
     world.start_shard()
     try:
         victims = ["driver", "worker", "shard"]
