@@ -27,6 +27,9 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 import ray
 
+# A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.chunking import ChunkingConfig

@@ -143,7 +143,14 @@ async def serve(
 
     Raises `Unavailable` where the address cannot be had, `InvalidField` for one beyond loopback.
     """
-    checked_listen(listen, None, False)
+    try:
+        checked_listen(listen, None, False)
+    except InvalidField:
+        raise InvalidField(
+            "listen",
+            f"{listen!r} must be host:port on loopback; beyond it, mount the service on a server that "
+            "controls access",
+        ) from None
     server = grpc.aio.server()
     precompute_pb2_grpc.add_PrecomputeServicer_to_server(PrecomputeServicer(manager), server)
     health = health_aio.HealthServicer()

@@ -24,8 +24,6 @@ FILLED, PRESENT = "filled", "present"
 
 PRIORITY = 1_000
 """Of save requests: vLLM serves lower numbers first, and requests of people have 0."""
-NICENESS = 10
-"""Of a worker's process: on a machine that serves as well, the kernel runs the engines that serve first."""
 
 _PROBES = ("The tide comes in.", "  two  spaces\n\nand lines\t", "naïve 漢字 🎉", "x" * 40)
 
@@ -157,7 +155,6 @@ class Worker:
     """One actor. The engine starts with the first chunk that the store really lacks."""
 
     def __init__(self, spec: WorkerSpec, factory: PrefillerFactory) -> None:
-        os.nice(NICENESS)
         self._spec = spec
         self._factory = factory
         self._prefiller: Prefiller | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ MUSIQUE = Path(__file__).parents[4] / "shared/data/musique_s.json"
 @pytest.fixture(scope="session")
 def running_ray() -> Iterator[None]:
     ray = pytest.importorskip("ray")
+    # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ensure_ray(4, 1.0)
     yield
     ray.shutdown()
