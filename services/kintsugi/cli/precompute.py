@@ -175,7 +175,8 @@ def coverage(
     if as_json:
         print(json.dumps(progress.to_mapping(), indent=2))
         return
-    table = Table("tier", "chunks", "share", title=f"{progress.corpus}: {progress.coverage:.1%} resident")
+    Console().print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
+    table = Table("tier", "chunks", "share")
     for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:
         table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
     Console().print(table)
@@ -313,7 +314,10 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
     if as_json:
         print(json.dumps({**progress.to_mapping(), "predicted_s": predicted}, indent=2))
         return
-    table = Table(title=f"{progress.corpus}: {progress.state.value}{' (dry run)' if progress.dry else ''}")
+    console = Console()
+    what = " (dry run)" if progress.dry else ""
+    console.print(f"{progress.corpus}: {progress.state.value}{what}", highlight=False)
+    table = Table(show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
     rows = [
@@ -334,7 +338,6 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
         ]
     for row in [*rows, ("time", f"{progress.elapsed_s:.1f} s")]:
         table.add_row(*row)
-    console = Console()
     console.print(table)
     for failure in progress.failures:
         name = failure.document_id or f"{failure.url}@{failure.place}"
