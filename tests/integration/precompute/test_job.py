@@ -153,9 +153,7 @@ def test_a_corpus_beyond_its_bytes_stops_and_keeps_what_it_has(bench: Bench) -> 
 
 def test_a_cancelled_job_goes_on_where_it_was(bench: Bench) -> None:
     write_corpus(bench.source, TEXTS)
-    job = bench.job(
-        lambda progress: job.cancel() if progress.chunks_filled else None, tokens_per_s_max=2000.0
-    )
+    job = bench.job(lambda progress: job.cancel() if progress.chunks_filled else None, batch_tokens=128)
     assert job.run().state is State.CANCELLED
     done = len(bench.prefilled)
     rest = bench.run()
