@@ -1,11 +1,11 @@
 """The chunk store against the machine it runs on: socket, memcpy and disk baselines of the same run.
 
-Usage: python benchmarks/store.py [--quick] [--only NAME ...] [--folder FOLDER] [--trace FILE]
+Usage: python benchmarks/store.py [--quick] [--save] [--only NAME ...] [--folder FOLDER] [--trace FILE]
 
 Digests are verified inside every measured path; `*_unverified` figures stand beside. Chunks are 512 tokens
 of an 8-head, 32-layer, bf16 model: frames of 2 MiB, 64 MiB each. A shard runs in its own process, its CPU
 time is counted with the client's. Rates are medians of rounds that alternate with their baseline. The last
-line is JSON.
+line is JSON. In full it takes some 17 minutes, ten of them churn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import mmap
 import os
 import random
@@ -31,6 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.support.figures import Figure, report, spread
+from kintsugi.cli.store import SWITCH_INTERVAL_S
 from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.arena import ArenaMap
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
@@ -51,23 +54,6 @@ EVERY_HEAD = HeadRange(0, LAYOUT.num_kv_heads)
 GB = 1e9
 MIB = 1 << 20
 BLOCK = 2 * MIB
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measured number and the bar that it is held to; None has no bar."""
-
-    name: str
-    value: float
-    unit: str
-    bar: float | None = None
-    at_most: bool = False
-
-    @property
-    def holds(self) -> bool | None:
-        if self.bar is None:
-            return None
-        return self.value <= self.bar if self.at_most else self.value >= self.bar
 
 
 @dataclass(frozen=True)
@@ -254,15 +240,15 @@ def reading(scale: Scale, folder: Path) -> list[Figure]:
             with unverified():
                 plain = _against_tcp(scale, server, stores[name], keys, total)
             figures += [
-                Figure(f"{name}_read_vs_tcp", rates[0], "ratio", bar),
-                Figure(f"{name}_cpu_s_per_gb", rates[1], "s/GB", cpu_bar, at_most=True),
+                Figure.at_least(f"{name}_read_vs_tcp", rates[0], bar, "ratio"),
+                Figure.at_most(f"{name}_cpu_s_per_gb", rates[1], cpu_bar, "s/GB"),
                 Figure(f"{name}_read_gb_per_s", rates[2], "GB/s"),
                 Figure(f"{name}_read_vs_tcp_unverified", plain[0], "ratio"),
                 Figure(f"{name}_cpu_s_per_gb_unverified", plain[1], "s/GB"),
             ]
         first = {name: _first_layer_ms(store, keys[:6]) for name, store in stores.items()}
         figures += [
-            Figure("first_layer_ms_p50", first["same_host"], "ms", 3.0, at_most=True),
+            Figure.at_most("first_layer_ms_p50", first["same_host"], 3.0, "ms"),
             Figure("first_layer_grpc_ms_p50", first["grpc"], "ms"),
         ]
         for store in stores.values():
@@ -318,8 +304,8 @@ def lookups(scale: Scale, folder: Path) -> list[Figure]:
         elapsed_s = time.perf_counter() - began_s
         store.close()
     return [
-        Figure("lookup64_ms_p50", 1e3 * statistics.median(times), "ms", 2.0, at_most=True),
-        Figure("lookup_keys_per_s", 64 * len(times) / elapsed_s, "keys/s", 20_000),
+        Figure.at_most("lookup64_ms_p50", 1e3 * statistics.median(times), 2.0, "ms"),
+        Figure.at_least("lookup_keys_per_s", 64 * len(times) / elapsed_s, 20_000, "keys/s"),
     ]
 
 
@@ -329,6 +315,7 @@ def durable_puts(scale: Scale, folder: Path) -> list[Figure]:
     total = sum(manifest.chunk_bytes for manifest, _ in chunks)
     rates, costs, baselines = [], [], []
     ssd = SsdSpec(folder / "ssd", 2 * total)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a shard's own process
     shard = open_shard(ShardSpec(2 * total, folder / "data", (ssd,)))
     for round_ in range(scale.rounds + 1):
         disk = disk_gb_per_s(folder, total, write=True)
@@ -345,8 +332,8 @@ def durable_puts(scale: Scale, folder: Path) -> list[Figure]:
     shard.close()
     rate = statistics.median(rates)
     return [
-        Figure("durable_put_vs_disk", rate / statistics.median(baselines), "ratio", 0.5),
-        Figure("durable_put_cpu_s_per_gb", statistics.median(costs), "s/GB", 0.22, at_most=True),
+        Figure.at_least("durable_put_vs_disk", rate / statistics.median(baselines), 0.5, "ratio"),
+        Figure.at_most("durable_put_cpu_s_per_gb", statistics.median(costs), 0.22, "s/GB"),
         Figure("durable_put_gb_per_s", rate, "GB/s"),
         Figure("disk_write_gb_per_s", statistics.median(baselines), "GB/s"),
     ]
@@ -394,10 +381,10 @@ def cold_reads(scale: Scale, folder: Path) -> list[Figure]:
         alone_ms, beside_ms = _lookup_p99_ms(server, keys, scale.seconds)
     rate = statistics.median(rates)
     return [
-        Figure("cold_read_vs_disk", rate / statistics.median(baselines), "ratio", 0.7),
+        Figure.at_least("cold_read_vs_disk", rate / statistics.median(baselines), 0.7, "ratio"),
         Figure("cold_read_gb_per_s", rate, "GB/s"),
         Figure("disk_read_gb_per_s", statistics.median(baselines), "GB/s"),
-        Figure("p99_ms_beside_cold_reads", beside_ms, "ms", 10.0, at_most=True),
+        Figure.at_most("p99_ms_beside_cold_reads", beside_ms, 10.0, "ms"),
         Figure("p99_ms_alone", alone_ms, "ms"),
     ]
 
@@ -440,26 +427,49 @@ def read_cold(address: str, keys: list[ChunkKey]) -> None:
 
 
 def churn(scale: Scale, folder: Path) -> list[Figure]:
-    """Mixed chunk sizes against a shard that is 95 % full, compared with the same puts into an empty one."""
+    """Mixed chunk sizes against a shard that is 95 % full, compared with the same puts into an empty one.
+
+    An empty one fills within seconds, so it is emptied and filled again; the first round maps its pages.
+    """
     sizes = [make_chunk(1000 + tokens, tokens) for tokens in (32, 96, 128, 256, 512, 640)]
     chance = random.Random(7)
+    rates = []
     with served(folder, "512MiB", "2GiB") as server:
         store = GrpcStore(server.address, GrpcOptions(ack="ram"))
         admin = ShardAdmin(store)
         counter = iter(range(1 << 40))
-        warm_s = min(scale.churn_s / 4, 10.0)
-        empty = _put_rate(store, sizes, chance, counter, lambda rate_s: rate_s > warm_s)
+        for _ in range(scale.rounds + 1):
+            rates.append(_put_rate(store, sizes, chance, counter, lambda _: _fill(admin) >= 0.6))
+            admin.clear("bench")
         _put_rate(store, sizes, chance, counter, lambda _: _fill(admin) >= 0.95)
+        _put_rate(
+            store, sizes, chance, counter, _after_s(scale.churn_s / 4)
+        )  # gRPC's buffers find their size
         began = server.memory_bytes(), server.open_files()
-        full = _put_rate(store, sizes, chance, counter, lambda rate_s: rate_s > scale.churn_s)
+        full = _put_rate(store, sizes, chance, counter, _after_s(scale.churn_s))
         ended = server.memory_bytes(), server.open_files()
         store.close()
+    empty = statistics.median(rates[1:])
+    detail = f"{full:.3f} GB/s ÷ {spread(rates[1:], 'GB/s')}"
     return [
-        Figure("churn_drop", max(0.0, 1 - full / empty), "ratio", 0.2, at_most=True),
+        Figure.at_most("churn_drop", max(0.0, 1 - full / empty), 0.2, "ratio", detail),
         Figure("churn_memory_growth_mib", (ended[0] - began[0]) / MIB, "MiB"),
         Figure("churn_open_files_growth", ended[1] - began[1], "files"),
         Figure("churn_put_gb_per_s", full, "GB/s"),
     ]
+
+
+def _after_s(limit_s: float) -> Callable[[float], bool]:
+    """Done after so long; says every minute that it goes on."""
+    said = [60.0]
+
+    def done(elapsed_s: float) -> bool:
+        if elapsed_s > said[0]:
+            print(f"churn: {elapsed_s:.0f} of {limit_s:.0f} s", file=sys.stderr, flush=True)
+            said[0] += 60.0
+        return elapsed_s > limit_s
+
+    return done
 
 
 def _fill(admin: ShardAdmin) -> float:
@@ -493,7 +503,9 @@ def eviction(trace: Path) -> list[Figure]:
         second = accesses[len(accesses) // 2 :]
         for share, bar in ((1, 1.15), (5, 1.0), (20, 0.97)):
             figures.append(
-                Figure(f"mooncake_vs_lru_{share}", _vs_lru(second, distinct * share // 100), "ratio", bar)
+                Figure.at_least(
+                    f"mooncake_vs_lru_{share}", _vs_lru(second, distinct * share // 100), bar, "ratio"
+                )
             )
     else:
         print(f"{trace} is missing: mooncake_vs_lru_* are left out")
@@ -514,11 +526,13 @@ def _vs_lru(accesses: list[Access], capacity: int) -> float:
     return ratios[0] / ratios[1]
 
 
-def commit() -> str:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
-    )
-    return described.stdout.strip() or "unknown"
+SECTIONS: dict[str, Callable[[Scale, Path], list[Figure]]] = {
+    "reading": reading,
+    "lookups": lookups,
+    "durable_puts": durable_puts,
+    "cold_reads": cold_reads,
+    "churn": churn,
+}
 
 
 def main() -> None:
@@ -528,7 +542,8 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds, 15 s of churn instead of 10 minutes"
     )
-    names = ("reading", "lookups", "durable_puts", "cold_reads", "churn", "eviction")
+    names = [*SECTIONS, "eviction"]
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; the system's temporary folder")
     parser.add_argument(
@@ -540,27 +555,21 @@ def main() -> None:
     config: dict[str, Any] = {
         "quick": arguments.quick,
         **dataclasses.asdict(scale),
+        "sections": list(arguments.only),
         "frame_bytes": LAYOUT.frame_bytes(Codec.RAW, TOKENS),
-        "cpus": os.cpu_count(),
         "policy": DEFAULT_POLICY,
+        "load_before": round(os.getloadavg()[0], 2),
     }
     figures: list[Figure] = []
     for name in arguments.only:
+        print(f"{name} …", file=sys.stderr, flush=True)
         folder = Path(tempfile.mkdtemp(prefix="kintsugi-bench-", dir=arguments.folder))
         try:
-            found = eviction(arguments.trace) if name == "eviction" else globals()[name](scale, folder)
+            figures += eviction(arguments.trace) if name == "eviction" else SECTIONS[name](scale, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        for figure in found:
-            bar = "" if figure.bar is None else f"  bar {'≤' if figure.at_most else '≥'} {figure.bar:g}"
-            verdict = {None: "", True: "  holds", False: "  FALLS SHORT"}[figure.holds]
-            print(f"{figure.name:36} {figure.value:10.3f} {figure.unit}{bar}{verdict}", flush=True)
-        figures += found
-    rows = [
-        {"name": f.name, "value": round(f.value, 4), "unit": f.unit, "bar": f.bar, "holds": f.holds}
-        for f in figures
-    ]
-    print(json.dumps({"benchmark": "store", "commit": commit(), "config": config, "figures": rows}))
+    part = "" if list(arguments.only) == names else "-" + "-".join(arguments.only)
+    report("store", config, figures, save_as=f"store{part}" if arguments.save else None)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class OracleAnswer:
 
 def measured_layers(selector: str, check_layer: int, ratio: float, num_layers: int) -> range:
     """Layers at which a selector compares loaded with fresh KV, and so leaves fresh KV of all that it saw."""
-    if selector == "random" or not 0 < ratio < 1:
+    if selector in ("random", "chunk_head", "query") or not 0 < ratio < 1:
         return range(0)
     check = min(check_layer, num_layers - 1)
     return range(check, num_layers if selector == "hkvd_gradual" else check + 1)
@@ -104,6 +104,25 @@ class Oracle:
         stale = {layer: sorted(hit - fresh[layer]) for layer in fresh}
         return self._run(prompt, prefix, hits, stale, continuation)
 
+    def attended(
+        self,
+        prompt: Sequence[int],
+        prefix: Sequence[int],
+        hits: Sequence[tuple[int, int]],
+        layers: Collection[int],
+    ) -> Tensor:
+        """fp32 `[prompt tokens]`, zero outside hits: the attention weights that the tokens behind the last
+        hit give each hit token at `layers`, summed over tokens and heads, while every hit keeps its cached
+        KV. Weights are relative to all positions from the first hit on."""
+        hit = sorted({p for first, end in hits for p in range(first, end)})
+        asking = range(hit[-1] + 1, len(prompt))
+        watched = {layer: _Watch(hit[0], asking) for layer in layers}
+        self._run(prompt, prefix, hits, dict.fromkeys(range(self.num_layers), hit), (), watched)
+        total = torch.zeros(len(prompt))
+        for watch in watched.values():
+            total[hit] += watch.weights[hit]
+        return total
+
     def full(self, prompt: Sequence[int], continuation: Sequence[int] = ()) -> OracleAnswer:
         """Log-probabilities of an ordinary full prefill."""
         return self._run(prompt, (), (), {}, continuation)
@@ -150,10 +169,18 @@ class Oracle:
         hits: Sequence[tuple[int, int]],
         stale: Mapping[int, list[int]],
         continuation: Sequence[int],
+        watched: Mapping[int, _Watch] | None = None,
     ) -> OracleAnswer:
         chunks = [(first, end, self.cached(prefix, prompt[first:end])) for first, end in hits]
         swaps = [
-            _Swap(self._modeling(), layer, chunks, stale.get(layer, []), len(prompt))
+            _Swap(
+                self._modeling(),
+                layer,
+                chunks,
+                stale.get(layer, []),
+                len(prompt),
+                (watched or {}).get(layer),
+            )
             for layer in range(self.num_layers)
         ]
         with self._swapping(swaps):
@@ -183,6 +210,22 @@ class Oracle:
                 attention.kintsugi_swap = None
 
 
+@dataclass
+class _Watch:
+    """Adds up the attention weights that some tokens give, relative to positions from `first` on."""
+
+    first: int
+    asking: range
+    weights: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """fp32 `[tokens]`."""
+
+    def see(self, scores: Tensor) -> None:
+        """`scores` `[1, heads, tokens, tokens]`: logits, minus infinity where nothing is seen."""
+        relevant = scores[0, :, self.asking.start : self.asking.stop].float().clone()
+        relevant[..., : self.first] = float("-inf")
+        self.weights = relevant.softmax(-1).sum((0, 1))
+
+
 class _Swap:
     """Puts cached K and V in the place of those that are not fresh at one layer."""
 
@@ -193,8 +236,10 @@ class _Swap:
         chunks: list[tuple[int, int, CachedChunk]],
         stale: list[int],
         num_tokens: int,
+        watch: _Watch | None = None,
     ) -> None:
         self.layer = layer
+        self.watch = watch
         self.key_deviation = torch.zeros(num_tokens)
         self.value_deviation = torch.zeros(num_tokens)
         self._modeling = modeling
@@ -251,6 +296,8 @@ def _attend(
     if sliding_window is not None:
         visible &= positions[None, :] > positions[:, None] - sliding_window
     scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, float("-inf"))
+    if swap is not None and swap.watch is not None:
+        swap.watch.see(scores)
     output = scores.float().softmax(-1).to(query.dtype) @ value
     return output.transpose(1, 2).contiguous(), None
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
 from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.core.plan import Selection
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
-from kintsugi.fusor.planner import FixedRatioPlanner
 
 
 def say(text: str) -> None:
@@ -26,7 +26,9 @@ def engine(
     say(f"starting {shape}{'' if plugin else ' without the plugin'}")
     # Patient: a busy machine must not turn into declined blends.
     patience = {"lookup_deadline_ms": 30_000, "layer_deadline_ms": 30_000}
-    config = {"store": f"ram://bench-{shape}", **patience} if plugin else None
+    config = {"store": f"ram://bench-{shape}", "allow_uncalibrated": True, **patience} if plugin else None
+    if plugin:
+        say("random weights: blending without a calibration report (allow_uncalibrated)")
     arguments = {"dtype": "bfloat16", "max_model_len": 8192, **vllm_args}
     running = LocalEngine.start(cached_checkpoint(shape, layers=layers), extra_config=config, **arguments)
     try:
@@ -49,5 +51,4 @@ def cold(running: LocalEngine, prompt: Prompt) -> Generation:
 
 def use_check_layer(running: LocalEngine, check_layer: int) -> None:
     """Plan with another check layer: a setting of the engine, changed between requests to interleave."""
-    connector = running.llm.llm_engine.engine_core.engine_core.scheduler.connector
-    connector._scheduler.planner = FixedRatioPlanner(check_layer=check_layer)
+    running.plan_with(Selection(0.15, check_layer=check_layer))

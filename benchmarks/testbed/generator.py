@@ -1,11 +1,10 @@
 """Multi-chunk questions whose answer needs attention across chunks while later chunks are read.
 
 A document is a short chronicle cut into chunks. Some sentences bind a reference ("Now meet Alice.",
-"Falcon is Alice.", "dax means copper."), later chunks state facts through the reference only ("pearls hid
-by her in attic.", "pearls hid by Falcon in attic.", "maps traded by Beth for dax."), and references are
-bound again and again. What a fact says is therefore fixed where it stands: a model that reads a chunk alone
-cannot know it, and looking the binding up when the question is asked finds several rivals. A filler
-sentence carries nothing.
+"Falcon is Beth.", "dax means copper."), later chunks state facts through the reference only ("pearls hid
+in attic by her.", "maps traded by Nora for dax."), and references are bound again and again. What a fact
+says is therefore fixed where it stands: a model that reads a chunk alone cannot know it, and looking the
+binding up when the question is asked finds several rivals. A filler sentence carries nothing.
 
 Tasks (`TASKS`): `pronoun` and `place` follow one running topic or place; `alias` and `code` follow a name
 that is bound anew; `chain` and `relay` compose two such bindings; `control` is answered by one sentence.
@@ -18,13 +17,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.testbed import words
 
 CROSS_CHUNK_TASKS = ("pronoun", "alias", "chain", "place", "code", "relay")
-VALUE_TASKS = ("place", "code", "relay")
-"""Tasks whose reference stands for the answer; in the others it stands for the person."""
 CONTROL_TASK = "control"
 TASKS = (*CROSS_CHUNK_TASKS, CONTROL_TASK)
 
@@ -51,21 +48,20 @@ class Shape:
         facts_per_chunk: least and most facts a chunk states.
         fillers_per_chunk: least and most filler sentences of a chunk (6 tokens each).
         mechanisms: how many of the cross-chunk tasks share one document, least and most.
-        appositive_rate: share of references directly followed by what they stand for ("by her Alice in ...").
-            Training text has some, which rewards resolving a reference where it stands; evaluation has none.
         same_chunk_rate: share of facts that may use a reference bound in their own chunk.
         keys: how many aliases, codes or camps one document uses, least and most.
         rebind_after: how many chunks later a reference is bound anew, least and most.
+        explicit_rate: share of facts that state their value themselves.
     """
 
     chunks: tuple[int, int] = (4, 6)
     facts_per_chunk: tuple[int, int] = (1, 3)
     fillers_per_chunk: tuple[int, int] = (2, 4)
     mechanisms: tuple[int, int] = (1, 2)
-    appositive_rate: float = 0.0
     same_chunk_rate: float = 0.1
     keys: tuple[int, int] = (1, 1)
     rebind_after: tuple[int, int] = (2, 3)
+    explicit_rate: float = 0.2
 
 
 EVAL_SHAPE = Shape()
@@ -91,34 +87,73 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Verb:
+    """How facts and questions with one verb read: "{obj} {stem} {subject} {link} {value}."
+
+    Attributes:
+        stem, link: words before and behind the subject, which alone identifies a fact of this verb.
+        subjects: what a subject may be; answers: what a value may be.
+        asks: what kind of value a question asks for.
+    """
+
+    stem: tuple[str, ...]
+    link: str
+    subjects: tuple[str, ...]
+    answers: tuple[str, ...]
+    asks: str
+
+
+VERBS = {
+    "hide": Verb((" hid", " in"), " by", words.CONTAINERS, words.NAMES, " person"),
+    "sell": Verb((" sold", " by"), " in", words.NAMES, words.CITIES, " city"),
+    "trade": Verb((" traded", " by"), " for", words.NAMES, words.METALS, " metal"),
+}
+
+VERB_OF_TASK = {
+    "pronoun": "hide",
+    "alias": "hide",
+    "chain": "hide",
+    "place": "sell",
+    "relay": "sell",
+    "code": "trade",
+}
+
+
+@dataclass(frozen=True)
 class Fact:
     """A statement that can be asked for.
 
     Attributes:
         task: the task a question about it belongs to.
-        verb: "hide", "sell" or "trade".
-        person, obj: whom and what a question names; one person does one thing with each verb.
+        verb: a key of `VERBS`.
+        obj, subject: what a question names.
         answer: the one-word answer.
-        reference: the surface word that stands for the person or the value ("her", "Falcon", "here", "dax").
-        chunk: index of the chunk it stands in.
+        reference: the surface word that stands for the answer ("her", "Falcon", "dax"), if any.
         crosses: whether every binding it depends on stands in an earlier chunk.
     """
 
     task: str
     verb: str
-    person: str
     obj: str
+    subject: str
     answer: str
-    reference: str
-    chunk: int
+    reference: str | None
     crosses: bool
 
 
 @dataclass(frozen=True)
-class Document:
-    """Chunks as lists of pieces (a word with its leading space, or a mark), and what they state."""
+class Piece:
+    """One token: a word with its leading space, or a mark; and what it stands for where it is read."""
 
-    chunks: tuple[tuple[str, ...], ...]
+    text: str
+    stands_for: str | None = None
+
+
+@dataclass(frozen=True)
+class Document:
+    """Chunks as pieces, and what they state."""
+
+    chunks: tuple[tuple[Piece, ...], ...]
     facts: tuple[Fact, ...]
     bindings: dict[str, int]
     """How many distinct things each reference word stood for."""
@@ -126,29 +161,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a reference stands for now: its value, the chunk that bound it, whether a link made it."""
+    """What a reference stands for now.
+
+    Attributes:
+        chunk: the chunk that bound it.
+        linked: whether it was bound by way of another reference.
+        crosses: for a linked one, whether that other was bound in an earlier chunk.
+    """
 
     value: str
     chunk: int
     linked: bool = False
     crosses: bool = True
-
-
-@dataclass(frozen=True)
-class Verb:
-    """How facts and questions with one verb read, and what they are answered with."""
-
-    past: str
-    asks: str
-    preposition: str
-    answers: tuple[str, ...]
-
-
-VERBS = {
-    "hide": Verb("hid", "where", "in", words.CONTAINERS),
-    "sell": Verb("sold", "where", "in", words.CITIES),
-    "trade": Verb("traded", "what", "for", words.METALS),
-}
 
 
 def require_split(seed: int, allowed: range) -> None:
@@ -174,24 +198,40 @@ def make_eval_example(task: str, seed: int, shape: Shape = EVAL_SHAPE) -> Exampl
         GenerationError: documents of this shape cannot hold such a question.
     """
     require_split(seed, EVAL_SEEDS)
-    shape = replace(shape, appositive_rate=0.0)
     for attempt in range(ATTEMPTS_MAX):
         rng = random.Random(f"eval:{task}:{seed}:{attempt}")
         document = build_document(rng, shape, must_have=None if task == CONTROL_TASK else task)
         eligible = [fact for fact in document.facts if fact.task == task and has_rival(document, fact)]
         if eligible:
             fact = rng.choice(eligible)
-            chunks = tuple("".join(chunk) for chunk in document.chunks)
-            return Example(task, chunks, "".join(question_pieces(fact)), fact.answer, seed)
+            chunks = tuple("".join(piece.text for piece in chunk) for chunk in document.chunks)
+            return Example(task, chunks, "".join(question_words(fact)), fact.answer, seed)
     raise GenerationError(f"no {task} question in {ATTEMPTS_MAX} documents of {shape}")
 
 
-def make_training_text(seed: int, shape: Shape, pieces_max: int) -> tuple[list[str], list[float]]:
-    """One training text: a document, then as many questions and answers about it as fit.
+@dataclass(frozen=True)
+class TrainingText:
+    """A document and questions about it; all fields have one entry a piece.
 
-    Returns:
-        (pieces, weights), both of length <= `pieces_max`: `weights[i]` is how much piece i counts as a
-        target. Answers count fully, appositives nearly, the rest, which nothing determines, a little.
+    Attributes:
+        pieces: what is read.
+        weights: how much a piece counts as a target: answers fully, the rest, which little determines,
+            a little, words of a question not at all.
+        stands_for: what a piece stands for, where it stands for something.
+    """
+
+    pieces: list[str]
+    weights: list[float]
+    stands_for: list[str | None]
+
+
+ANSWER_WEIGHT = 1.0
+TEXT_WEIGHT = 0.03
+END = "<|end|>"
+
+
+def make_training_text(seed: int, shape: Shape, pieces_max: int) -> TrainingText:
+    """One training text: a document, then as many questions and answers about it as fit `pieces_max`.
 
     Raises:
         SeedError: `seed` is no training seed.
@@ -199,49 +239,32 @@ def make_training_text(seed: int, shape: Shape, pieces_max: int) -> tuple[list[s
     require_split(seed, TRAIN_SEEDS)
     rng = random.Random(f"train:{seed}")
     document = build_document(rng, shape, must_have=None)
-    pieces: list[str] = []
-    weights: list[float] = []
-    for chunk in document.chunks:
-        for piece in chunk:
-            appositive = piece.endswith(APPOSITIVE_MARK)
-            pieces.append(piece.removesuffix(APPOSITIVE_MARK))
-            weights.append(APPOSITIVE_WEIGHT if appositive else TEXT_WEIGHT)
-    facts = [fact for fact in document.facts if fact.task != CONTROL_TASK or rng.random() < CONTROL_SHARE]
-    rng.shuffle(facts)
-    for fact in facts:
-        asked = question_pieces(fact)
+    read = [piece for chunk in document.chunks for piece in chunk]
+    pieces = [piece.text for piece in read]
+    weights = [TEXT_WEIGHT] * len(read)
+    for fact in rng.sample(document.facts, len(document.facts)):
+        asked = question_words(fact)
         if len(pieces) + len(asked) + 2 > pieces_max:
             break
         pieces += [*asked, " " + fact.answer, END]
         weights += [0.0] * len(asked) + [ANSWER_WEIGHT, TEXT_WEIGHT]
-    return pieces[:pieces_max], weights[:pieces_max]
+    stands_for = [piece.stands_for for piece in read] + [None] * (len(pieces) - len(read))
+    return TrainingText(pieces[:pieces_max], weights[:pieces_max], stands_for[:pieces_max])
 
 
-ANSWER_WEIGHT = 1.0
-APPOSITIVE_WEIGHT = 0.75
-TEXT_WEIGHT = 0.03
-CONTROL_SHARE = 0.2
-"""Share of the explicit facts that training asks about: they are learned first and easily."""
-END = "<|end|>"
-APPOSITIVE_MARK = "\x00"
-
-
-def question_pieces(fact: Fact) -> list[str]:
-    """Pieces of "Q: where were pearls hid by Alice" and its like: the answer comes next."""
+def question_words(fact: Fact) -> list[str]:
+    """ "Q: what city were maps sold by Nora in" and its like: the answer comes next."""
     verb = VERBS[fact.verb]
-    return ["Q", ":", f" {verb.asks}", " were", f" {fact.obj}", f" {verb.past}", " by", f" {fact.person}"]
+    subject = f" {fact.subject}"
+    return ["Q", ":", " what", verb.asks, " were", f" {fact.obj}", *verb.stem, subject, verb.link]
 
 
 def has_rival(document: Document, fact: Fact) -> bool:
     """Whether the document holds what a reader of isolated chunks would confuse with this fact."""
-    others = [other for other in document.facts if other is not fact and other.verb == fact.verb]
-    if fact.task == CONTROL_TASK:
+    if fact.reference is None:
+        others = [other for other in document.facts if other is not fact and other.verb == fact.verb]
         return any(other.answer != fact.answer for other in others)
-    if not fact.crosses or document.bindings[fact.reference] < 2:
-        return False
-    if fact.task in VALUE_TASKS:
-        return True
-    return any(other.reference == fact.reference and other.answer != fact.answer for other in others)
+    return fact.crosses and document.bindings[fact.reference] >= 2
 
 
 @dataclass
@@ -252,249 +275,147 @@ class Writer:
     shape: Shape
     mechanisms: frozenset[str]
     chunk: int = 0
-    topic: Binding | None = None
-    place: Binding | None = None
-    aliases: dict[str, Binding] = field(default_factory=dict)
-    codes: dict[str, Binding] = field(default_factory=dict)
-    camps: dict[str, Binding] = field(default_factory=dict)
+    bound: dict[str, Binding] = field(default_factory=dict)
     facts: list[Fact] = field(default_factory=list)
     past: dict[str, set[str]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)
-    asked: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         rng, active = self.rng, self.mechanisms
-        references: list[str] = []
-        if active & {"pronoun", "chain"}:
-            references.append("her")
-        if active & {"place", "relay"}:
-            references.append("here")
-        if active & {"alias", "chain"}:
-            references += self.some_of(words.ALIASES)
-        if "code" in active:
-            references += self.some_of(words.CODES)
-        if "relay" in active:
-            references += self.some_of(words.CAMPS)
-        for reference in references:
-            first = reference in ("her", "here") or not active & {"chain", "relay"}
+        running = [
+            reference
+            for reference, tasks in {"her": {"pronoun", "chain"}, "here": {"place", "relay"}}.items()
+            if active & tasks
+        ]
+        named: list[str] = []
+        for tasks, pool in (
+            ({"alias", "chain"}, words.ALIASES),
+            ({"code"}, words.CODES),
+            ({"relay"}, words.CAMPS),
+        ):
+            if active & tasks:
+                named += rng.sample(pool, rng.randint(*self.shape.keys))
+        linking = bool(active & {"chain", "relay"})
+        for reference in running + named:
+            first = reference in running or not linking
             self.due[reference] = rng.choice((0, 0, 1)) if first else rng.choice((1, 1, 2))
 
-    def some_of(self, pool: Sequence[str]) -> list[str]:
-        """As many references of a kind as the shape asks for."""
-        return self.rng.sample(pool, self.rng.randint(*self.shape.keys))
-
-    def references_due(self) -> list[str]:
-        """References to bind anew in this chunk."""
-        return [reference for reference, chunk in self.due.items() if chunk <= self.chunk]
-
-    def bind(self, reference: str) -> list[str]:
-        """Binds a reference to something it did not stand for before; returns the sentence's pieces."""
+    def bind(self, reference: str) -> list[Piece]:
+        """Binds a reference to something it did not stand for before; the sentence that says so."""
         self.due[reference] = self.chunk + self.rng.randint(*self.shape.rebind_after)
         if reference == "her":
-            name = self.fresh(reference, words.NAMES)
-            self.topic = Binding(name, self.chunk)
-            return [" Now", " meet", f" {name}", "."]
+            return [*said(" Now", " meet"), *self.bind_directly(reference, words.NAMES)]
         if reference == "here":
-            city = self.fresh(reference, words.CITIES)
-            self.place = Binding(city, self.chunk)
-            return [" We", " reach", f" {city}", "."]
-        if reference in words.ALIASES:
-            return self.bind_alias(reference)
+            return [*said(" We", " reach"), *self.bind_directly(reference, words.CITIES)]
         if reference in words.CODES:
-            metal = self.fresh(reference, words.METALS)
-            self.codes[reference] = Binding(metal, self.chunk)
-            return [f" {reference}", " means", f" {metal}", "."]
-        return self.bind_camp(reference)
+            return [*said(f" {reference}", " means"), *self.bind_directly(reference, words.METALS)]
+        if reference in words.CAMPS:
+            return self.bind_by_link(reference, "here", " lies")
+        both = "alias" in self.mechanisms and self.rng.random() < 0.4
+        if "chain" in self.mechanisms and not both:
+            return self.bind_by_link(reference, "her", " is")
+        return [*said(f" {reference}", " is"), *self.bind_directly(reference, words.NAMES)]
 
-    def bind_alias(self, alias: str) -> list[str]:
-        """Names a person, or the running topic's ("Falcon is her.")."""
-        past = self.past.setdefault(alias, set())
-        topic = self.topic
-        link = "chain" in self.mechanisms and topic is not None and topic.value not in past
-        if link and "alias" in self.mechanisms:
-            link = self.rng.random() < 0.6
-        if link and topic is not None:
-            past.add(topic.value)
-            crosses = topic.chunk < self.chunk
-            self.aliases[alias] = Binding(topic.value, self.chunk, linked=True, crosses=crosses)
-            return [f" {alias}", " is", " her", *self.appositive(topic.value), "."]
-        name = self.fresh(alias, words.NAMES)
-        self.aliases[alias] = Binding(name, self.chunk)
-        return [f" {alias}", " is", f" {name}", "."]
-
-    def bind_camp(self, camp: str) -> list[str]:
-        """Says "Delta lies here." where a place runs that the camp did not have; else nothing."""
-        place = self.place
-        past = self.past.setdefault(camp, set())
-        if place is None or place.value in past:
-            self.due[camp] = self.chunk + 1
-            return []
-        past.add(place.value)
-        crosses = place.chunk < self.chunk
-        self.camps[camp] = Binding(place.value, self.chunk, linked=True, crosses=crosses)
-        return [f" {camp}", " lies", " here", *self.appositive(place.value), "."]
-
-    def fresh(self, reference: str, pool: Sequence[str]) -> str:
-        """A value this reference never had in this document, so that each answer is unambiguous."""
+    def bind_directly(self, reference: str, pool: Sequence[str]) -> list[Piece]:
+        """To a word of a pool that it never stood for in this document: each answer is unambiguous."""
         past = self.past.setdefault(reference, set())
         value = self.rng.choice([word for word in pool if word not in past])
         past.add(value)
-        return value
+        self.bound[reference] = Binding(value, self.chunk)
+        return said(f" {value}", ".")
 
-    def appositive(self, value: str) -> list[str]:
-        """What a reference stands for, spelled out behind it, at the shape's rate."""
-        if self.rng.random() < self.shape.appositive_rate:
-            return [f" {value}{APPOSITIVE_MARK}"]
-        return []
+    def bind_by_link(self, reference: str, running: str, link: str) -> list[Piece]:
+        """To what the running topic or place is now, unless it stood for that before; then nothing."""
+        past = self.past.setdefault(reference, set())
+        origin = self.bound.get(running)
+        if origin is None or origin.value in past:
+            self.due[reference] = self.chunk + 1
+            return []
+        past.add(origin.value)
+        crosses = origin.chunk < self.chunk
+        self.bound[reference] = Binding(origin.value, self.chunk, linked=True, crosses=crosses)
+        return [*said(f" {reference}", link), Piece(f" {running}", origin.value), Piece(".")]
 
-    def usable(self, bindings: dict[str, Binding], linked: bool) -> list[str]:
-        """References bound directly, or by a link, that a fact of this chunk may use."""
-        same_chunk = self.rng.random() < self.shape.same_chunk_rate
+    def usable(self, task: str) -> list[str]:
+        """References that a fact of this task may use in this chunk."""
+        kinds: dict[str, tuple[Sequence[str], bool]] = {
+            "pronoun": (("her",), False),
+            "place": (("here",), False),
+            "alias": (words.ALIASES, False),
+            "chain": (words.ALIASES, True),
+            "code": (words.CODES, False),
+            "relay": (words.CAMPS, True),
+        }
+        pool, linked = kinds[task]
+        own = self.rng.random() < self.shape.same_chunk_rate
         return [
             reference
-            for reference, binding in bindings.items()
-            if binding.linked == linked and (same_chunk or binding.chunk < self.chunk)
+            for reference, binding in self.bound.items()
+            if reference in pool and binding.linked == linked and (own or binding.chunk < self.chunk)
         ]
 
-    def fact(self, task: str) -> list[str]:
-        """States a fact of a task; where no reference can carry it yet, an explicit one or none."""
-        if task == "pronoun":
-            return self.fact_by(task, {"her": self.topic} if self.topic else {})
-        if task in ("alias", "chain"):
-            usable = self.usable(self.aliases, linked=task == "chain")
-            if task == "chain" and not usable:
-                return self.fact("pronoun")
-            return self.fact_by(task, {key: self.aliases[key] for key in usable})
-        if task == "place":
-            return self.fact_with(task, "sell", {"here": self.place} if self.place else {})
-        if task == "relay":
-            camps = self.usable(self.camps, linked=True)
-            if not camps:
-                return self.fact("place")
-            return self.fact_with(task, "sell", {key: self.camps[key] for key in camps})
-        if task == "code":
-            codes = self.usable(self.codes, linked=False)
-            return self.fact_with(task, "trade", {key: self.codes[key] for key in codes})
-        return self.fact_explicit()
-
-    def fact_by(self, task: str, bindings: dict[str, Binding]) -> list[str]:
-        """A fact whose reference stands for the person: "pearls hid by her in attic." and its like."""
-        bindings = {key: binding for key, binding in bindings.items() if self.may_use(binding)}
-        if not bindings:
-            return self.fact_instead()
-        reference = self.rng.choice(list(bindings))
-        binding = bindings[reference]
-        free = [verb for verb in VERBS if (verb, binding.value) not in self.asked]
+    def state(self, task: str) -> list[Piece]:
+        """States a fact of a task; where no reference can carry it yet, rarely an explicit one."""
+        verb_name = VERB_OF_TASK[task if task != CONTROL_TASK else self.rng.choice(sorted(self.mechanisms))]
+        usable = self.usable(task) if task != CONTROL_TASK else []
+        if not usable and task != CONTROL_TASK:
+            if self.rng.random() >= EXPLICIT_INSTEAD:
+                return []
+            task = CONTROL_TASK
+        verb = VERBS[verb_name]
+        stated = [fact for fact in self.facts if fact.verb == verb_name]
+        taken = {fact.subject for fact in stated}
+        free = [subject for subject in verb.subjects if subject not in taken]
         if not free:
             return []
-        rivals = [
-            fact
-            for fact in self.facts
-            if fact.reference == reference and fact.person != binding.value and fact.verb in free
-        ]
-        verb, obj = self.rng.choice(free), self.rng.choice(words.OBJECTS)
-        if rivals and self.rng.random() < 0.75:
-            rival = self.rng.choice(rivals)
-            verb, obj = rival.verb, rival.obj
-        answer = self.rng.choice(VERBS[verb].answers)
-        self.state(task, verb, binding.value, obj, answer, reference, binding)
-        spelled = self.appositive(binding.value)
-        past, preposition = VERBS[verb].past, VERBS[verb].preposition
-        return [f" {obj}", f" {past}", " by", f" {reference}", *spelled, f" {preposition}", f" {answer}", "."]
+        again = bool(stated) and self.rng.random() < 0.5
+        obj = self.rng.choice([fact.obj for fact in stated] if again else words.OBJECTS)
+        subject = self.rng.choice(free)
+        if task == CONTROL_TASK:
+            value = reference = self.rng.choice(verb.answers)
+            fact = Fact(task, verb_name, obj, subject, value, None, crosses=False)
+        else:
+            reference = self.rng.choice(usable)
+            binding = self.bound[reference]
+            crosses = binding.chunk < self.chunk and binding.crosses
+            fact = Fact(task, verb_name, obj, subject, binding.value, reference, crosses)
+        self.facts.append(fact)
+        words_before = said(f" {obj}", *verb.stem, f" {subject}", verb.link)
+        return [*words_before, Piece(f" {reference}", fact.answer), Piece(".")]
 
-    def fact_with(self, task: str, verb: str, bindings: dict[str, Binding]) -> list[str]:
-        """A fact whose reference stands for the answer: "maps sold by Beth here." and its like."""
-        bindings = {key: binding for key, binding in bindings.items() if self.may_use(binding)}
-        if not bindings:
-            return self.fact_instead()
-        reference = self.rng.choice(list(bindings))
-        binding = bindings[reference]
-        pair = self.pick_pair(verb)
-        if pair is None:
-            return []
-        person, obj = pair
-        self.state(task, verb, person, obj, binding.value, reference, binding)
-        link = {"here": [], "sell": [" at"], "trade": [" for"]}["here" if reference == "here" else verb]
-        spelled = self.appositive(binding.value)
-        past = VERBS[verb].past
-        return [f" {obj}", f" {past}", " by", f" {person}", *link, f" {reference}", *spelled, "."]
-
-    def fact_instead(self) -> list[str]:
-        """Where a reference stands for nothing yet."""
-        return self.fact_explicit() if self.rng.random() < 0.15 else []
-
-    def fact_explicit(self) -> list[str]:
-        """A fact that one sentence states: the control."""
-        verb = self.rng.choice(tuple(VERBS))
-        pair = self.pick_pair(verb)
-        if pair is None:
-            return []
-        person, obj = pair
-        answer = self.rng.choice(VERBS[verb].answers)
-        self.state(CONTROL_TASK, verb, person, obj, answer, "", None)
-        past, preposition = VERBS[verb].past, VERBS[verb].preposition
-        return [f" {obj}", f" {past}", " by", f" {person}", f" {preposition}", f" {answer}", "."]
-
-    def may_use(self, binding: Binding) -> bool:
-        """Whether a fact of this chunk may use the binding: always an earlier chunk's, rarely its own."""
-        return binding.chunk < self.chunk or self.rng.random() < self.shape.same_chunk_rate
-
-    def pick_pair(self, verb: str) -> tuple[str, str] | None:
-        """A person who has not used the verb, if any is left, and an object, often one used with it."""
-        free = [name for name in words.NAMES if (verb, name) not in self.asked]
-        used = [fact.obj for fact in self.facts if fact.verb == verb]
-        if not free:
-            return None
-        obj = self.rng.choice(used if used and self.rng.random() < 0.5 else words.OBJECTS)
-        return self.rng.choice(free), obj
-
-    def state(
-        self,
-        task: str,
-        verb: str,
-        person: str,
-        obj: str,
-        answer: str,
-        reference: str,
-        binding: Binding | None,
-    ) -> None:
-        """Records a fact."""
-        self.asked.add((verb, person))
-        crosses = binding is not None and binding.chunk < self.chunk and binding.crosses
-        self.facts.append(Fact(task, verb, person, obj, answer, reference, self.chunk, crosses))
-
-    def filler(self) -> list[str]:
+    def filler(self) -> list[Piece]:
         """A sentence that binds and states nothing."""
-        pick = self.rng.choice
-        return [
-            " The",
-            f" {pick(words.FILLER_ADJECTIVES)}",
-            f" {pick(words.FILLER_NOUNS)}",
-            f" {pick(words.FILLER_VERBS)}",
-            f" {pick(words.FILLER_ADVERBS)}",
-            ".",
-        ]
+        kinds = (words.FILLER_ADJECTIVES, words.FILLER_NOUNS, words.FILLER_VERBS, words.FILLER_ADVERBS)
+        return said(" The", *(f" {self.rng.choice(kind)}" for kind in kinds), ".")
 
-    def write_chunk(self) -> tuple[str, ...]:
+    def write_chunk(self) -> tuple[Piece, ...]:
         """One chunk: due bindings, facts and fillers in any order."""
         shape, rng = self.shape, self.rng
-        tasks = sorted(self.mechanisms) * 4 + [CONTROL_TASK]
-        facts = [rng.choice(tasks) for _ in range(rng.randint(*shape.facts_per_chunk))]
-        due = self.references_due()
-        items = [("bind", reference) for reference in due] + [("fact", task) for task in facts]
+        items = [("bind", reference) for reference, chunk in self.due.items() if chunk <= self.chunk]
+        for _ in range(rng.randint(*shape.facts_per_chunk)):
+            explicit = rng.random() < shape.explicit_rate
+            items.append(("state", CONTROL_TASK if explicit else rng.choice(sorted(self.mechanisms))))
         items += [("filler", "")] * rng.randint(*shape.fillers_per_chunk)
         rng.shuffle(items)
-        pieces = ["-"]
+        pieces = [Piece("-")]
         for kind, what in items:
             if kind == "bind":
                 pieces += self.bind(what)
-            elif kind == "fact":
-                pieces += self.fact(what)
+            elif kind == "state":
+                pieces += self.state(what)
             else:
                 pieces += self.filler()
-        pieces.append("\n")
+        pieces.append(Piece("\n"))
         self.chunk += 1
         return tuple(pieces)
+
+
+EXPLICIT_INSTEAD = 0.15
+
+
+def said(*texts: str) -> list[Piece]:
+    """Pieces that stand for nothing but themselves."""
+    return [Piece(text) for text in texts]
 
 
 def build_document(rng: random.Random, shape: Shape, must_have: str | None) -> Document:

@@ -1,14 +1,13 @@
 """A small Llama in plain torch: the same parameters, names and arithmetic as transformers' LlamaForCausalLM.
 
 Attention is spelled out as two matrix products, because the CPU backward pass of torch's fused attention is
-several times slower at this size. `seed_local_heads` starts a few heads of two layers as "look k tokens
-back", which small models otherwise take most of their training to find.
+several times slower at this size. A few heads start out as "look k tokens back" and as "look where this was
+said", which small models otherwise take most of their training to find.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -135,13 +134,18 @@ class TinyLlama(nn.Module):
         """The decoder layers, in order."""
         return cast(list[Layer], list(self.model.layers))
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states [batch, tokens, width] behind the final norm, of token ids [batch, tokens]."""
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of token ids [batch, tokens]: behind `READING_LAYERS` layers, and behind the last.
+
+        Both [batch, tokens, width] and normalised, the first without a gain.
+        """
         x = self.model.embed_tokens(tokens)
-        for layer in self.model.layers:
+        read = x
+        for index, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, mask)
-        out: Tensor = self.model.norm(x)
-        return out
+            if index + 1 == READING_LAYERS:
+                read = functional.rms_norm(x, (self.shape.hidden_size,))
+        return read, self.model.norm(x)
 
 
 def causal_mask(tokens: int) -> Tensor:
@@ -152,17 +156,28 @@ def causal_mask(tokens: int) -> Tensor:
 CONSTANT_CHANNEL = 0
 CONSTANT_VALUE = 4.0
 LOCAL_HEADS = ((0, 1), (1, 2), (2, 3), (3, 4))
-"""(query head, how many tokens back) in each of `LOCAL_LAYERS`."""
-LOCAL_LAYERS = (0, 2)
+"""(query head, how many tokens back) in layer 0."""
+COMMON_SHARE = 1.6
+OWN_SHARE = 2.5
+"""How strongly a local head writes which words stand nearby, and which stands how far back."""
 ALIKE_SHARE = 0.6
 SLOWEST_TURN = 0.004
 """Radians a token; slower frequencies turn little over a few hundred tokens."""
 MATCH_GAIN = 1.9
-COPY_GAIN = 0.5
-RESOLVING_LAYER = 1
-RETRIEVING_LAYER = 4
-"""A question that finds its fact in the layer where references are resolved reads an unresolved one: a model
-left to itself settles there, because it is enough for self-contained facts."""
+COPY_GAIN = 1.0
+HEAD_GAIN = 0.05
+RESOLVING = ((1, (0, 1)), (2, (0, 1)))
+"""(layer, key heads) that start by attending from a word to what followed an earlier mention of it."""
+RETRIEVE_GAIN = 2.5
+RETRIEVING = ((4, (0, 1)), (5, (0, 1)))
+"""(layer, key heads) that start by attending behind an earlier mention of what stands one token back; the
+second key head of each layer, of what stands two back.
+
+They lie behind `READING_LAYERS`: a question that finds its fact while references are still being resolved
+reads an unresolved one, and a model left to itself settles there, because that is enough for
+self-contained facts."""
+READING_LAYERS = 4
+"""Training asks the hidden states behind this many layers what each reference stands for."""
 
 
 @torch.no_grad()
@@ -173,7 +188,8 @@ def initialise(model: TinyLlama, seed: int) -> None:
     embeddings = model.model.embed_tokens.weight
     nn.init.normal_(embeddings, std=1.0)
     embeddings[:, CONSTANT_CHANNEL] = CONSTANT_VALUE
-    nn.init.zeros_(model.lm_head.weight)
+    # What a head copies can be said at once: the first gradients already favour copying the right word.
+    model.lm_head.weight.copy_(HEAD_GAIN * embeddings)
     for layer in model.decoder_layers():
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             nn.init.orthogonal_(linear.weight)
@@ -183,13 +199,14 @@ def initialise(model: TinyLlama, seed: int) -> None:
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
     layers = model.decoder_layers()
-    copied = {index: seed_local_heads(layers[index].self_attn, shape) for index in LOCAL_LAYERS}
-    everywhere = range(shape.num_key_value_heads)
-    seed_matching_heads(layers[RESOLVING_LAYER].self_attn, shape, *copied[LOCAL_LAYERS[0]], everywhere)
-    if shape.num_hidden_layers > RETRIEVING_LAYER:
-        retrieving = layers[RETRIEVING_LAYER].self_attn
-        seed_matching_heads(retrieving, shape, *copied[LOCAL_LAYERS[0]], everywhere[:1])
-        seed_matching_heads(retrieving, shape, *copied[LOCAL_LAYERS[-1]], everywhere[1:])
+    copied, common, own = seed_local_heads(layers[0].self_attn, shape)
+    for index, kv_heads in RESOLVING:
+        for kv_head in kv_heads:
+            seed_matching_head(layers[index].self_attn, shape, copied, common.T, kv_head, MATCH_GAIN)
+    for index, kv_heads in RETRIEVING:
+        for back, kv_head in enumerate(kv_heads):
+            sought, found = own[back].T, own[back + 1].T
+            seed_matching_head(layers[index].self_attn, shape, sought, found, kv_head, RETRIEVE_GAIN)
 
 
 @torch.no_grad()
@@ -206,7 +223,7 @@ def prefer_alike(attention: Attention) -> None:
 
 
 @torch.no_grad()
-def seed_local_heads(attention: Attention, shape: ModelShape) -> tuple[Tensor, Tensor]:
+def seed_local_heads(attention: Attention, shape: ModelShape) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Makes some heads attend a fixed number of tokens back, copying what stands there.
 
     Query and key read one channel that is the same in every token, so that the score depends on distance
@@ -215,7 +232,8 @@ def seed_local_heads(attention: Attention, shape: ModelShape) -> tuple[Tensor, T
     their own (which word stands how far back).
 
     Returns:
-        (what is copied of a word [head_dim, width], where the shared half lands [width, head_dim]).
+        (what is copied of a word [head_dim, width], where the shared half lands [width, head_dim], where the
+        own halves land, nearest token first).
     """
     half, dim = shape.head_dim // 2, shape.head_dim
     norm = math.sqrt(1.0 + (CONSTANT_VALUE**2 - 1.0) / shape.hidden_size)
@@ -237,28 +255,28 @@ def seed_local_heads(attention: Attention, shape: ModelShape) -> tuple[Tensor, T
         query = torch.cat((amplitude * (back * frequencies).cos(), -amplitude * (back * frequencies).sin()))
         attention.q_proj.weight[rows] = 0.0
         attention.q_proj.weight[rows, CONSTANT_CHANNEL] = query / constant
-        attention.o_proj.weight[:, rows] = 1.6 * common + 0.8 * own[index]
-    return attention.v_proj.weight[:dim].clone(), common
+        attention.o_proj.weight[:, rows] = COMMON_SHARE * common + OWN_SHARE * own[index]
+    return attention.v_proj.weight[:dim].clone(), common, own
 
 
 @torch.no_grad()
-def seed_matching_heads(
-    attention: Attention, shape: ModelShape, copied: Tensor, common: Tensor, kv_heads: Sequence[int]
+def seed_matching_head(
+    attention: Attention, shape: ModelShape, sought: Tensor, found: Tensor, kv_head: int, gain: float
 ) -> None:
-    """Makes the heads behind local heads attend to tokens that follow an earlier mention of the own word.
+    """Makes the heads of a key head attend to tokens of which `found` reads what `sought` reads of the query.
 
-    Only RoPE's slow frequencies are used: a match must count alike at any distance of a prompt. What such a
-    head attends to is passed on as it is, so that a resolved reference looks like the word it stands for.
+    Both [head_dim, width]. Only RoPE's slow frequencies are used: a match must count alike at any distance of
+    a prompt. What such a head attends to is passed on as it is, so that a resolved reference looks like the
+    word it stands for.
     """
     half, dim = shape.head_dim // 2, shape.head_dim
     frequencies = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
     slow = torch.nonzero(frequencies < SLOWEST_TURN).flatten()
     group = shape.num_attention_heads // shape.num_key_value_heads
-    for kv_head in kv_heads:
-        mixing = nn.init.orthogonal_(torch.empty(2 * len(slow), dim))
-        rows = torch.cat((slow, slow + half))
-        attention.k_proj.weight[kv_head * dim + rows] = MATCH_GAIN * mixing @ common.T
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            attention.q_proj.weight[head * dim + rows] = MATCH_GAIN * mixing @ copied
-            values = attention.v_proj.weight[kv_head * dim : (kv_head + 1) * dim]
-            attention.o_proj.weight[:, head * dim : (head + 1) * dim] = COPY_GAIN * values.T
+    mixing = nn.init.orthogonal_(torch.empty(2 * len(slow), dim))
+    rows = torch.cat((slow, slow + half))
+    values = attention.v_proj.weight[kv_head * dim : (kv_head + 1) * dim]
+    attention.k_proj.weight[kv_head * dim + rows] = gain * mixing @ found
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        attention.q_proj.weight[head * dim + rows] = gain * mixing @ sought
+        attention.o_proj.weight[:, head * dim : (head + 1) * dim] = COPY_GAIN * values.T

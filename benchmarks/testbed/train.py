@@ -3,7 +3,9 @@
     python -m benchmarks.testbed.train --out runs/a [--resume runs/a/state.pt] [--stages 0,1,2,3,4]
 
 Nothing here knows about blending: a training row is a whole document under plain causal attention, followed
-by questions and answers. Matrices train with Muon, embeddings, head and norms with AdamW.
+by questions and answers. Beside the next word, training asks for what a reference stands for, of the hidden
+states a few layers deep (`REFERENCE_WEIGHT`): models of this size otherwise look references up only when a
+question is asked. Matrices train with Muon, embeddings, head and norms with AdamW.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.testbed.generator import ANSWER_WEIGHT, APPOSITIVE_WEIGHT, Shape, make_training_text
+from benchmarks.testbed.generator import ANSWER_WEIGHT, Shape, make_training_text
 from benchmarks.testbed.model import ModelShape, TinyLlama, causal_mask, initialise, rotation
 from benchmarks.testbed.tokenizer import BOS, PAD, build_vocabulary, piece_ids
 
@@ -41,12 +44,16 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(500, 96, 24, Shape((2, 3), (1, 3), (0, 1), (1, 2), 0.35, 0.5, (1, 1), (1, 2))),
-    Stage(300, 160, 14, Shape((2, 4), (2, 5), (0, 1), (1, 2), 0.35, 0.5, (1, 1), (1, 2))),
-    Stage(500, 208, 12, Shape((3, 5), (2, 5), (0, 2), (1, 2), 0.25, 0.3, (1, 1), (1, 3))),
-    Stage(900, 272, 9, Shape((4, 6), (2, 5), (0, 3), (1, 2), 0.2, 0.15, (1, 1), (2, 3))),
-    Stage(400, 288, 8, Shape((4, 6), (1, 4), (2, 4), (1, 2), 0.1, 0.1, (1, 1), (2, 3))),
+    Stage(500, 112, 20, Shape((2, 3), (2, 4), (0, 1), (1, 1), 0.5, (1, 2), (1, 1), 0.5)),
+    Stage(500, 176, 14, Shape((3, 4), (2, 5), (0, 1), (1, 2), 0.4, (1, 2), (1, 1), 0.4)),
+    Stage(600, 224, 11, Shape((3, 5), (2, 5), (0, 2), (1, 2), 0.25, (1, 2), (1, 2), 0.3)),
+    Stage(1200, 304, 8, Shape((4, 6), (2, 5), (0, 3), (1, 2), 0.15, (1, 2), (1, 3), 0.25)),
+    Stage(900, 336, 7, Shape((4, 6), (1, 4), (2, 4), (1, 2), 0.1, (1, 2), (1, 3), 0.2)),
+    Stage(150, 768, 3, Shape((6, 12), (1, 4), (2, 5), (1, 2), 0.1, (1, 2), (2, 3), 0.2)),
+    Stage(250, 2304, 1, Shape((6, 12), (2, 4), (8, 24), (1, 2), 0.1, (1, 2), (2, 3), 0.2)),
 )
+REFERENCE_WEIGHT = 0.5
+NO_REFERENCE = -100
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Rates:
     muon: float = 0.02
     adam: float = 2e-3
     momentum: float = 0.95
-    warmup_steps: int = 60
+    warmup_steps: int = 150
     decay_share: float = 0.35
     writer_decay: float = 0.3
 
@@ -119,41 +126,70 @@ class Muon:
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids [batch, tokens]; targets and their weights, likewise; whether a target is an answer."""
+    """Token ids [batch, tokens]; targets and their weights, likewise; whether a target is an answer.
+
+    `references` [batch, tokens] is what each token stands for, `NO_REFERENCE` where it stands for nothing.
+    """
 
     tokens: Tensor
     targets: Tensor
     weights: Tensor
     answers: Tensor
+    references: Tensor
 
 
 def make_batch(stage: Stage, first_seed: int, vocabulary: dict[str, int]) -> Batch:
     """Rows made from `stage.batch` consecutive training seeds, padded to `stage.tokens`."""
     ids = torch.full((stage.batch, stage.tokens + 1), vocabulary[PAD])
     weights = torch.zeros(stage.batch, stage.tokens + 1)
+    references = torch.full((stage.batch, stage.tokens + 1), NO_REFERENCE)
     ids[:, 0] = vocabulary[BOS]
     for row in range(stage.batch):
-        pieces, counts = make_training_text(first_seed + row, stage.shape, stage.tokens)
-        ids[row, 1 : len(pieces) + 1] = torch.tensor(piece_ids(pieces, vocabulary))
-        weights[row, 1 : len(pieces) + 1] = torch.tensor(counts)
-    inputs = ids[:, :-1].contiguous()
+        text = make_training_text(first_seed + row, stage.shape, stage.tokens)
+        count = len(text.pieces)
+        ids[row, 1 : count + 1] = torch.tensor(piece_ids(text.pieces, vocabulary))
+        weights[row, 1 : count + 1] = torch.tensor(text.weights)
+        for column, word in enumerate(text.stands_for, start=1):
+            if word is not None:
+                references[row, column] = piece_ids([f" {word}"], vocabulary)[0]
     weights = weights[:, 1:].contiguous()
-    answers = weights == ANSWER_WEIGHT
-    return Batch(inputs, ids[:, 1:].contiguous(), weights, answers)
+    return Batch(
+        tokens=ids[:, :-1].contiguous(),
+        targets=ids[:, 1:].contiguous(),
+        weights=weights,
+        answers=weights == ANSWER_WEIGHT,
+        references=references[:, :-1].contiguous(),
+    )
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one forward pass gave: the loss, and how many answers and references were right."""
+
+    loss: Tensor
+    answers_right: int
+    references_right: int
 
 
 def forward_loss(
-    model: Callable[..., Tensor], head: nn.Linear, batch: Batch, shape: ModelShape
-) -> tuple[Tensor, Tensor]:
-    """(weighted loss, logits [batch, tokens, vocabulary])."""
+    model: Callable[..., tuple[Tensor, Tensor]], head: nn.Linear, batch: Batch, shape: ModelShape
+) -> Forward:
+    """Cross entropy of the weighted targets, plus that of the references behind `READING_LAYERS`."""
     tokens = batch.tokens.shape[1]
     cos, sin = rotation(shape, torch.arange(tokens))
+    counted = batch.weights > 0
+    referring = batch.references != NO_REFERENCE
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model(batch.tokens, cos.bfloat16(), sin.bfloat16(), causal_mask(tokens).bfloat16())
-        logits = head(hidden)
-    losses = functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none")
-    weights = batch.weights.flatten()
-    return (losses * weights).sum() / weights.sum(), logits
+        read, hidden = model(batch.tokens, cos.bfloat16(), sin.bfloat16(), causal_mask(tokens).bfloat16())
+        logits = head(hidden[counted]).float()
+        read_logits = head(read[referring]).float()
+    targets, weights = batch.targets[counted], batch.weights[counted]
+    losses = functional.cross_entropy(logits, targets, reduction="none")
+    references = batch.references[referring]
+    resolving = functional.cross_entropy(read_logits, references)
+    loss = (losses * weights).sum() / weights.sum() + REFERENCE_WEIGHT * resolving
+    right = (logits.argmax(-1) == targets) & batch.answers[counted]
+    return Forward(loss, int(right.sum()), int((read_logits.argmax(-1) == references).sum()))
 
 
 def scheduled(stages: list[Stage], minutes_max: float | None) -> Iterator[tuple[Stage, float]]:
@@ -222,12 +258,13 @@ def train(
     run = torch.compile(model, dynamic=False) if compiled else model
     log = (out / "log.jsonl").open("a")
     started = saved = time.monotonic()
-    totals = {"loss": 0.0, "right": 0.0, "answers": 0.0, "spelled_right": 0.0, "spelled": 0.0, "tokens": 0.0}
+    totals = Counter[str]()
+    seen = 0
     for step, (stage, share) in enumerate(scheduled(stages, minutes_max)):
         batch = make_batch(stage, next_seed, vocabulary)
         next_seed += stage.batch
-        loss, logits = forward_loss(run, model.lm_head, batch, model.shape)
-        loss.backward()  # type: ignore[no-untyped-call]
+        done = forward_loss(run, model.lm_head, batch, model.shape)
+        done.loss.backward()  # type: ignore[no-untyped-call]
         scale = learning_scale(step, share, rates)
         nn.utils.clip_grad_norm_(others, 1.0)
         for group in adam.param_groups:
@@ -235,28 +272,24 @@ def train(
         muon.step(rates.muon * scale)
         adam.step()
         model.zero_grad(set_to_none=True)
-        right = logits.argmax(-1) == batch.targets
-        spelled = batch.weights == APPOSITIVE_WEIGHT
-        totals["loss"] += loss.item()
-        totals["right"] += (right & batch.answers).sum().item()
-        totals["answers"] += batch.answers.sum().item()
-        totals["spelled_right"] += (right & spelled).sum().item()
-        totals["spelled"] += spelled.sum().item()
-        totals["tokens"] += batch.tokens.numel()
+        seen += batch.tokens.numel()
+        totals["answers"] += int(batch.answers.sum())
+        totals["answers_right"] += done.answers_right
+        totals["references"] += int((batch.references != NO_REFERENCE).sum())
+        totals["references_right"] += done.references_right
         if (step + 1) % 25 == 0:
-            seconds = time.monotonic() - started
             line = {
                 "step": step + 1,
                 "tokens": stage.tokens,
-                "minutes": round(seconds / 60, 2),
-                "loss": round(totals["loss"] / 25, 4),
-                "answers": round(totals["right"] / max(1.0, totals["answers"]), 4),
-                "appositives": round(totals["spelled_right"] / max(1.0, totals["spelled"]), 4),
-                "seen": int(totals["tokens"]),
+                "minutes": round((time.monotonic() - started) / 60, 2),
+                "loss": round(done.loss.item(), 4),
+                "answers": round(totals["answers_right"] / max(1, totals["answers"]), 4),
+                "references": round(totals["references_right"] / max(1, totals["references"]), 4),
+                "seen": seen,
             }
             print(json.dumps(line), file=log, flush=True)
             print(json.dumps(line), flush=True)
-            totals.update(loss=0.0, right=0.0, answers=0.0, spelled_right=0.0, spelled=0.0)
+            totals.clear()
         if time.monotonic() - saved > 120:
             save(out / "state.pt", model, muon, adam, step + 1, next_seed)
             saved = time.monotonic()
@@ -267,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--stages", default="0,1,2,3,4", help="indices into CURRICULUM, comma-separated")
+    parser.add_argument("--stages", default="0,1,2,3,4,5,6", help="indices into CURRICULUM, comma-separated")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--muon-rate", type=float, default=Rates.muon)
     parser.add_argument("--decay-share", type=float, default=Rates.decay_share)

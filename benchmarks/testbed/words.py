@@ -31,7 +31,7 @@ FILLER_NOUNS = spell("rivers clouds hills engines birds gardens letters bridges 
 FILLER_VERBS = spell("drifted waited turned slept faded gathered returned trembled settled rested")
 FILLER_ADVERBS = spell("slowly often again nearby softly alone twice together")
 FUNCTION_WORDS = spell(
-    "Now meet She is her We reach here hid in sold at traded for means lies The where by what were sell trade"
+    "Now meet is her We reach here hid in sold traded for means lies The by what were person city metal"
 )
 
 ALL_WORDS = (

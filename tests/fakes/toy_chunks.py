@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, digests_of
-from kintsugi.core.plan import BlendPlan, ChunkHit
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.core.stream import ChunkLost, LayerFrame
@@ -21,8 +21,10 @@ from tests.fakes.toy_stack import HEAD_DIM, ToyModel
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "toy")
 
 
-def manifest_of(token_ids: Sequence[int], layout: KVLayout, frames: Sequence[memoryview]) -> ChunkManifest:
-    head_bytes = layout.head_bytes(Codec.RAW, len(token_ids))
+def manifest_of(
+    token_ids: Sequence[int], layout: KVLayout, frames: Sequence[memoryview], codec: Codec = Codec.RAW
+) -> ChunkManifest:
+    head_bytes = layout.head_bytes(codec, len(token_ids))
     return ChunkManifest(
         key=ChunkKey.of(SPACE, token_ids),
         space_digest=SPACE.digest,
@@ -30,7 +32,7 @@ def manifest_of(token_ids: Sequence[int], layout: KVLayout, frames: Sequence[mem
         namespace=SPACE.namespace,
         num_tokens=len(token_ids),
         layout=layout,
-        codec=Codec.RAW,
+        codec=codec,
         anchor=None,
         digests=b"".join(digests_of(frame, head_bytes) for frame in frames),
     )
@@ -69,9 +71,15 @@ class ToyPrompt:
             self.isolated.append((raw, value))
 
     def plan(
-        self, ratio: float, selector: SelectorName = SelectorName.HKVD, check_layer: int = 1
+        self,
+        ratio: float,
+        selector: SelectorName = SelectorName.HKVD,
+        check_layer: int = 1,
+        query_layers: tuple[int, ...] = (),
+        adaptive_mass: float | None = None,
     ) -> BlendPlan:
-        return BlendPlan(tuple(self.hits), ratio, selector, check_layer)
+        selection = Selection(ratio, selector, check_layer, query_layers, adaptive_mass)
+        return BlendPlan(tuple(self.hits), selection)
 
     def open_loader(self, plan: BlendPlan, start: int, end: int, depth: int = 2) -> LayerLoader:
         self.opened.append(plan)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.stack import Batch, FreshKV, Hidden
+from kintsugi.fusor.stack import AttentionRule, Batch, FreshKV, Hidden
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, POSITIONS_MAX = 32, 4, 2, 8, 97, 512
 
@@ -53,7 +53,8 @@ class ToyModel:
         query = (normed @ self.query[layer]).view(-1, HEADS, HEAD_DIM)
         key = (normed @ self.key[layer]).view(-1, self.kv_heads, HEAD_DIM)
         value = (normed @ self.value[layer]).view(-1, self.kv_heads, HEAD_DIM)
-        return self.rotate(query, positions), FreshKV(key, self.rotate(key, positions), value)
+        query = self.rotate(query, positions)
+        return query, FreshKV(query, key, self.rotate(key, positions), value)
 
     def attend(self, layer: int, query: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries at `positions` over K and V of positions 0…n: never over a later one."""
@@ -77,7 +78,7 @@ class ToyModel:
         `loaded(layer)`, both `[tokens, kv_heads, head_dim]` after RoPE, before anything attends."""
         positions = torch.arange(start, start + len(token_ids))
         stream = self.embedding[token_ids]
-        raw_keys, keys, values = [], [], []
+        queries, raw_keys, keys, values = [], [], [], []
         for layer in range(self.layers):
             query, kv = self.project(layer, stream, positions)
             key, value = kv.key, kv.value
@@ -88,16 +89,19 @@ class ToyModel:
                 value = torch.where(stale[:, None, None], cached_value.to(value.dtype), value)
             stream = stream + self.attend(layer, query, positions - start, key, value)
             stream = stream + self.mlp(layer, stream)
+            queries.append(query)
             raw_keys.append(kv.key_before_rope)
             keys.append(key)
             values.append(value)
-        return DenseRun(torch.stack(raw_keys), torch.stack(keys), torch.stack(values), stream)
+        stacked = [torch.stack(parts) for parts in (queries, raw_keys, keys, values)]
+        return DenseRun(*stacked, stream)
 
 
 @dataclass(frozen=True)
 class DenseRun:
-    """K before RoPE, K and V, each `[layers, tokens, kv_heads, head_dim]`; the last residual stream."""
+    """Queries, K before RoPE, K and V, each `[layers, tokens, heads, head_dim]`; the last residual stream."""
 
+    queries: Tensor
     keys_before_rope: Tensor
     keys: Tensor
     values: Tensor
@@ -185,6 +189,9 @@ class ToyStack:
         hidden.residual = stream + attended
         hidden.states = self.model.mlp(layer, hidden.residual)
         return kv if capture else None
+
+    def attention_rule(self, layer: int) -> AttentionRule:
+        return AttentionRule(HEAD_DIM**-0.5)
 
     def synchronize(self) -> None:
         """Nothing is queued: torch computes on the CPU at once."""

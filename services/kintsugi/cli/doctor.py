@@ -20,8 +20,9 @@ from kintsugi.cli.demo import bundled_texts
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, blend_once
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import chosen_model, opened
+from kintsugi.cli.session import REGARDLESS, named_model, opened
 from kintsugi.core.errors import KintsugiError
+from kintsugi.quality.questions import asked
 
 PYTHONS = ((3, 11), (3, 12))
 VLLM_TESTED = "0.32."
@@ -160,8 +161,8 @@ def _model_check(screen: Screen, model: str) -> Check:
     """Start an engine, whose self-test runs, store two short chunks and blend them."""
     texts = [(title, text[:600]) for title, text in bundled_texts()[:2]]
     try:
-        chosen = chosen_model(screen, model)
-        with opened(screen, chosen, texts, BUNDLED_QUESTIONS[0], "doctor", 1) as session:
+        chosen = named_model(model)
+        with opened(screen, chosen, texts, asked(BUNDLED_QUESTIONS[0]), "doctor", 1, REGARDLESS) as session:
             reason = session.not_saved_because
             if reason is None:
                 with screen.step("Blending two chunks"):

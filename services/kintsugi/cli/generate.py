@@ -13,7 +13,7 @@ from rich.text import Text
 from kintsugi.cli import html
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
-from kintsugi.cli.rag import RagPrompt, read_chunk
+from kintsugi.cli.rag import read_chunk
 from kintsugi.cli.render import (
     HEADINGS,
     comparison_rows,
@@ -23,8 +23,10 @@ from kintsugi.cli.render import (
     print_comparison,
 )
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import Model, Session, chosen_model, opened
+from kintsugi.cli.session import UNCALIBRATED_NOTE, Model, Session, Trust, named_model, opened
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.prompt import RagPrompt
+from kintsugi.quality.questions import asked
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Task:
     compare: bool
     repeat: int
     html: Path | None
+    trust: Trust
 
 
 def run(screen: Screen, task: Task) -> ExitCode:
@@ -46,8 +49,10 @@ def run(screen: Screen, task: Task) -> ExitCode:
     if task.html is not None and not task.html.parent.is_dir():
         raise InvalidField("html", f"{task.html.parent} is not a folder; make it first")
     texts = [read_chunk(path) for path in task.chunks]
-    model = chosen_model(screen, task.model)
-    with opened(screen, model, texts, task.question, task.choice.namespace, task.max_tokens) as session:
+    ending = asked(task.question)
+    model = named_model(task.model)
+    opening = opened(screen, model, texts, ending, task.choice.namespace, task.max_tokens, task.trust)
+    with opening as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
             measurements = _measure(session, task, say)
         page = _page(model, session, task, measurements) if task.html is not None else None
@@ -61,6 +66,8 @@ def run(screen: Screen, task: Task) -> ExitCode:
     if reason is not None:
         screen.note(f"kintsugi: not blended, this is a full prefill's answer: {reason}")
         return ExitCode.NOT_BLENDABLE
+    if task.trust.regardless:
+        screen.note(f"kintsugi: {UNCALIBRATED_NOTE}")
     return ExitCode.OK
 
 

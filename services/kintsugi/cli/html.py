@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from kintsugi.cli.rag import RagPrompt
 from kintsugi.cli.render import counted
+from kintsugi.core.prompt import RagPrompt
 
 Decode = Callable[[int], str]
 """Text of one token."""

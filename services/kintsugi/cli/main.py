@@ -42,19 +42,24 @@ def _root(
 @reported
 def demo(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Text files to use instead of the bundled passages.")
+        list[Path] | None, typer.Argument(help="Text files that are the chunks; needs --model.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder. Without it: a small model with random weights.")
+        str | None,
+        typer.Option(help="Checkpoint folder. Without it: a small trained model, and its question."),
     ] = None,
-    question: Annotated[str | None, typer.Option(help="Ask this instead.")] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="A larger model with random weights: times alone are real."),
+    ] = False,
+    question: Annotated[str | None, typer.Option(help="Ask this; needs --model.")] = None,
     repeat: Repeat = 1,
     as_json: Json = False,
 ) -> None:
-    """Answer one question over six passages four ways, and compare times to first token."""
+    """Answer one question over several chunks four ways, and compare answers and times to first token."""
     from kintsugi.cli import demo as command
 
-    command.run(Screen(as_json), model, files or [], question, repeat)
+    command.run(Screen(as_json), command.Task(model, random_weights, files or [], question, repeat))
 
 
 @app.command()
@@ -76,11 +81,18 @@ def generate(
     html: Annotated[
         Path | None, typer.Option(help="Write a page: tokens by recomputed depth, timeline per layer.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Calibration report that allows blending (kintsugi calibrate --out).")
+    ] = None,
+    allow_uncalibrated: Annotated[
+        bool, typer.Option("--allow-uncalibrated", help="Blend without one. Answers may be wrong.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer a question from chunks, blended, and say what it cost."""
     from kintsugi.cli import generate as command
     from kintsugi.cli.methods import BlendChoice
+    from kintsugi.cli.session import Trust
     from kintsugi.core.request import KintsugiParams, parsed_selector
 
     chosen = None if selector is None else parsed_selector(selector)
@@ -94,6 +106,7 @@ def generate(
         compare=compare,
         repeat=repeat,
         html=html,
+        trust=Trust(report, allow_uncalibrated),
     )
     code = command.run(Screen(as_json), task)
     if code is not ExitCode.OK:
@@ -114,6 +127,103 @@ def doctor(
     code = command.run(Screen(as_json), model)
     if code is not ExitCode.OK:
         raise typer.Exit(code)
+
+
+@app.command()
+@reported
+def calibrate(
+    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines of {chunks, question, answers}. Without: the bundled passages."),
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Publish here: the store that engines name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report to a file, for --report.")] = None,
+    codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
+    prompts: Annotated[int, typer.Option(min=1, help="Questions per confirmed configuration.")] = 96,
+    seed: Annotated[int, typer.Option(help="Which questions, in which order. Same seed, same report.")] = 0,
+    dtype: Annotated[str, typer.Option(help="As the engine will serve: part of the fingerprint.")] = "auto",
+    chunk_store: Annotated[
+        str | None, typer.Option(help="Store for the chunks meanwhile. Without: this process's memory.")
+    ] = None,
+    system: Annotated[
+        Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how well a model blends, and write the report that allows it to."""
+    from kintsugi.cli import calibrate as command
+    from kintsugi.core.report import Thresholds
+    from kintsugi.quality.calibrate import Budget
+    from kintsugi.quality.session import EngineSpec, prefix_of_file
+
+    spec = EngineSpec(
+        model,
+        codec=codec,
+        store=chunk_store,
+        prefix_token_ids=None if system is None else prefix_of_file(model, system),
+        vllm_args={"dtype": dtype},
+    )
+    budget = Budget(prompts=prompts, seed=seed)
+    code = command.run(Screen(as_json), command.Task(spec, questions, store, out, budget, Thresholds()))
+    if code is not ExitCode.OK:
+        raise typer.Exit(code)
+
+
+@app.command(name="eval")
+@reported
+def evaluate(
+    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
+    questions: Annotated[
+        Path, typer.Option(help="JSON lines of {chunks, question, answers}, ctxs, LongBench's, or a list.")
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
+    selectors: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "hkvd,hkvd_gradual,chunk_head,query,hybrid",
+    ratios: Annotated[
+        str, typer.Option(help="Comma-separated shares of tokens to recompute.")
+    ] = "0.05,0.15,0.3",
+    check_layers: Annotated[str, typer.Option(help="Comma-separated. Default: a few by depth.")] = "",
+    codecs: Annotated[str, typer.Option(help="Comma-separated: raw, int8, fp8, …")] = "raw",
+    chunk_tokens: Annotated[str, typer.Option(help="Cut chunks anew, comma-separated sizes.")] = "",
+    chunks: Annotated[str, typer.Option(help="Keep the first so many chunks, comma-separated.")] = "",
+    batches: Annotated[str, typer.Option(help="Prompts submitted together, comma-separated.")] = "32",
+    tiers: Annotated[str, typer.Option(help="Bytes per second of a slower tier, comma-separated.")] = "",
+    rates: Annotated[str, typer.Option(help="Requests per second for TTFT, comma-separated.")] = "",
+    plots: Annotated[Path | None, typer.Option(help="Folder for the plots, SVG and PNG.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    dtype: Annotated[str, typer.Option(help="vLLM's.")] = "auto",
+    chunk_store: Annotated[
+        str | None, typer.Option(help="Store for the chunks. Without: this process's memory.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare blended answers with full prefill's: quality, cost, time."""
+    from kintsugi.cli import evaluate as command
+    from kintsugi.cli.lists import floats, integers, selector_names
+    from kintsugi.quality.session import EngineSpec
+
+    axes = {
+        "codecs": [codec.strip() for codec in codecs.split(",")],
+        "chunk_tokens": integers("chunk_tokens", chunk_tokens),
+        "chunk_counts": integers("chunks", chunks),
+        "batches": integers("batches", batches),
+        "tier_bytes_per_s": floats("tiers", tiers),
+        "rates_per_s": floats("rates", rates),
+    }
+    task = command.Task(
+        EngineSpec(model, store=chunk_store, vllm_args={"dtype": dtype}),
+        questions,
+        limit,
+        selector_names(selectors),
+        floats("ratios", ratios),
+        integers("check_layers", check_layers) or None,
+        {name: values for name, values in axes.items() if values},
+        plots,
+        max_tokens,
+    )
+    command.run(Screen(as_json), task)
 
 
 if find_spec("lmdb") is not None:  # the extra `store` is installed

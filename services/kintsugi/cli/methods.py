@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from kintsugi.cli.rag import RagPrompt
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.prompt import RagPrompt
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, Prompt
 

@@ -1,64 +1,29 @@
-"""A RAG prompt: what the chunks stand behind, the chunks, the question; and where each chunk lies."""
+"""From the user's texts to a RAG prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.core.spaces import Span
+from kintsugi.core.prompt import Chunk, RagPrompt
 
 CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of text that is prefilled once and used in many prompts."""
+def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], ending: str) -> RagPrompt:
+    """From (title, text) pairs, and the question as it ends the prompt.
 
-    title: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RagPrompt:
-    """`[prefix][chunk]…[chunk][question]` as token ids."""
-
-    prefix: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-    question: tuple[int, ...]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.prefix, *(i for chunk in self.chunks for i in chunk.token_ids), *self.question]
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """Where each chunk lies."""
-        spans, start = [], len(self.prefix)
-        for chunk in self.chunks:
-            spans.append(Span(start, start + len(chunk.token_ids)))
-            start = spans[-1].end
-        return tuple(spans)
-
-    @property
-    def warm_up(self) -> list[int]:
-        """Prefix and first chunk: what an earlier request may have left in a prefix cache."""
-        return [*self.prefix, *self.chunks[0].token_ids]
-
-
-def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], question: str) -> RagPrompt:
-    """From (title, text) pairs. Chunks are tokenised one by one, as they were when they were stored."""
-    if not question.strip():
-        raise InvalidField("question", "is empty; ask something about the chunks")
+    Chunks are tokenised one by one, as they were when they were stored.
+    """
     if not 0 < len(texts) <= CHUNKS_MAX:
         raise InvalidField("chunk", f"{len(texts)} chunks; give between 1 and {CHUNKS_MAX}")
     return RagPrompt(
         prefix=prefix_of(tokenizer),
         chunks=tuple(Chunk(title, _ids(tokenizer, text)) for title, text in texts),
-        question=_ids(tokenizer, f"\nQuestion: {question.strip()}\nAnswer:"),
+        question=_ids(tokenizer, ending),
     )
 
 

@@ -14,6 +14,7 @@ from kintsugi.core.accounting import Outcome
 
 HEADINGS = ("", "TTFT", "speed-up", "cost", "chunks hit", "agrees", "answer")
 ANSWER_CHARS_MAX = 60
+VERDICTS = {True: Text("right", style="green"), False: Text("wrong", style="red"), None: Text()}
 
 
 def comparison_rows(measurements: Sequence[Measurement], num_chunks: int) -> list[list[str]]:
@@ -34,17 +35,26 @@ def comparison_rows(measurements: Sequence[Measurement], num_chunks: int) -> lis
     ]
 
 
-def print_comparison(console: Console, measurements: Sequence[Measurement], num_chunks: int) -> None:
-    """The figures as a table, and the answers below it, where they have room."""
+def print_comparison(
+    console: Console,
+    measurements: Sequence[Measurement],
+    num_chunks: int,
+    right: Sequence[bool | None] | None = None,
+) -> None:
+    """The figures as a table, and the answers below it, where they have room.
+
+    `right` says of each answer whether it is right, where that is known.
+    """
     table = Table(header_style="bold")
     answers = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for index, heading in enumerate(HEADINGS[:-1]):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
-    for measurement, row in zip(measurements, comparison_rows(measurements, num_chunks), strict=True):
+    rows = comparison_rows(measurements, num_chunks)
+    for measurement, row, verdict in zip(measurements, rows, right or [None] * len(rows), strict=True):
         style = "bold yellow" if measurement.method is Method.BLEND else ""
         *figures, answer = (Text(cell) for cell in row)
         table.add_row(*figures, style=style)
-        answers.add_row(Text(measurement.method.value, style="dim"), answer)
+        answers.add_row(Text(measurement.method.value, style="dim"), answer, VERDICTS[verdict])
     console.print(table)
     console.print(answers)
     console.print(

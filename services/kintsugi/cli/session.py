@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kintsugi.cli.rag import RagPrompt, build_prompt
+from kintsugi.cli.rag import build_prompt
 from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
+from kintsugi.cli.shard import local_shard
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.prompt import RagPrompt
 from kintsugi.engine.local import LocalEngine
 
-STORE = "ram://cli"
 DEMO_SHAPE = "llama-210m"
 
 
@@ -26,7 +27,28 @@ class Model:
     path: str
     """A checkpoint folder, or a name that vLLM resolves."""
     name: str
-    random_weights: bool
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Why this model may be blended: a calibration report, or because the user says so."""
+
+    report: Path | None = None
+    regardless: bool = False
+
+    @property
+    def extra_config(self) -> dict[str, object]:
+        """For the engine."""
+        if self.regardless:
+            return {"allow_uncalibrated": True}
+        return {} if self.report is None else {"report": str(self.report.resolve())}
+
+
+REGARDLESS = Trust(regardless=True)
+UNCALIBRATED_NOTE = (
+    "Blended without a calibration report (--allow-uncalibrated): nothing says that these answers are as "
+    "good as full prefill's. Run kintsugi calibrate, and give its file with --report."
+)
 
 
 @dataclass(frozen=True)
@@ -40,16 +62,19 @@ class Session:
     """Why chunks could not be stored; None where all were."""
 
 
-def chosen_model(screen: Screen, model: str | None) -> Model:
-    """The user's model, or the bundled one, which is made on first use."""
-    if model is not None:
-        if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
-            raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
-        return Model(model, Path(model).name or model, random_weights=False)
-    with screen.engine_log(), screen.step(f"Preparing the bundled model {DEMO_SHAPE} (random weights)"):
+def named_model(model: str) -> Model:
+    """The user's model. Raises `NotFound`."""
+    if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
+        raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
+    return Model(model, Path(model).name or model)
+
+
+def random_model(screen: Screen) -> Model:
+    """One of a real model's proportions, made on first use: its times are real, its answers gibberish."""
+    with screen.engine_log(), screen.step(f"Preparing the model {DEMO_SHAPE} (random weights)"):
         from kintsugi.checkpoints.factory import cached_checkpoint
 
-        return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE, random_weights=True)
+        return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE)
 
 
 @contextmanager
@@ -57,14 +82,15 @@ def opened(
     screen: Screen,
     model: Model,
     texts: Sequence[tuple[str, str]],
-    question: str,
+    ending: str,
     namespace: str,
     max_tokens: int,
+    trust: Trust,
 ) -> Iterator[Session]:
-    """Tokenise, start the engine, store the chunks; close the engine afterwards."""
+    """Tokenise, start a shard and the engine, store the chunks; close both afterwards."""
     with screen.step("Reading the tokenizer"):
         tokenizer, positions_max = _tokenizer_of(model)
-        prompt = build_prompt(tokenizer, texts, question)
+        prompt = build_prompt(tokenizer, texts, ending)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:
         raise InvalidField(
@@ -72,11 +98,17 @@ def opened(
             f"the prompt has {len(prompt.token_ids)} tokens and {max_tokens} are to be generated, but "
             f"{model.name} reads at most {positions_max}; use fewer or shorter chunks",
         )
-    with screen.engine_log():
+    with screen.engine_log(), ExitStack() as stack:
+        with screen.step("Starting a store shard"):
+            store = stack.enter_context(local_shard())
         with screen.step("Starting vLLM"):
             engine = LocalEngine.start(
                 model.path,
-                extra_config={"store": STORE, "prefix_token_ids": list(prompt.prefix)},
+                extra_config={
+                    "store": store,
+                    "prefix_token_ids": list(prompt.prefix),
+                    **trust.extra_config,
+                },
                 max_model_len=length,
             )
         with engine:

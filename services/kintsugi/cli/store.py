@@ -8,17 +8,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import exit_code_of
-from kintsugi.client.admin import ShardAdmin
+from kintsugi.cli.exits import reported
+from kintsugi.cli.screen import Screen
+from kintsugi.client.admin import ShardAdmin, Verified
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.tls import TlsFiles
-from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.admission import ShardConfig
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard, parsed_size
@@ -27,9 +29,8 @@ from kintsugi.store.server import ServerOptions, ShardServer
 from kintsugi.store.simulate import Belady, read_trace, replay
 
 app = typer.Typer(help="Shards of the chunk KV-cache store.", no_args_is_help=True)
-console = Console()
-errors = Console(stderr=True)
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 Address = Annotated[str, typer.Option(help="Shard, as host:port.")]
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Tenant whose chunks are meant.")]
 TlsCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that signs both sides.")]
@@ -41,16 +42,6 @@ FAILURE_POLL_S = 0.5
 VERIFY_PAGE = 64
 SWITCH_INTERVAL_S = 0.0005
 """A tenth of Python's own: a lookup must not wait 5 ms for a thread that reads the disk."""
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Errors of the world in one line, without a traceback."""
-    try:
-        yield
-    except KintsugiError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False)
-        raise typer.Exit(exit_code_of(error)) from None
 
 
 def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles | None:
@@ -87,6 +78,7 @@ def parsed_quotas(quotas: list[str]) -> dict[str, int]:
 
 
 @app.command()
+@reported
 def serve(
     data_dir: Annotated[Path | None, typer.Option(help="Identity and reports of the shard.")] = None,
     ram: Annotated[str, typer.Option(help="Size of the RAM tier.")] = "4GiB",
@@ -95,6 +87,9 @@ def serve(
     ack: Annotated[str, typer.Option(help="When a put that does not say returns: ram or durable.")] = "ram",
     policy: Annotated[str, typer.Option(help=f"Eviction: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
     quota: Annotated[list[str] | None, typer.Option(help="NAMESPACE=SIZE; repeat.")] = None,
+    recompute_ms_per_token: Annotated[
+        float, typer.Option(help="Prefill cost of writers that do not say; decides where auto puts a chunk.")
+    ] = 0.0,
     scrub: Annotated[str, typer.Option(help="Bytes to verify per second in the background.")] = "0",
     metrics: Annotated[str, typer.Option(help="host:port that answers Prometheus.")] = "",
     share_arena: Annotated[bool, typer.Option(help="Let peers of this host read RAM directly.")] = True,
@@ -104,65 +99,88 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a shard until it is told to stop; it drains first."""
-    with explained():
-        if ack not in ("ram", "durable"):
-            raise InvalidField("ack", f"{ack!r} is neither ram nor durable")
-        spec = ShardSpec(
-            ram_bytes=parsed_size(ram),
-            data_dir=data_dir,
-            ssds=tuple(SsdSpec.parsed(text) for text in ssd or []),
-            policy=policy,
-            config=ShardConfig(quota_bytes=parsed_quotas(quota or [])),
-        )
-        if ack == "durable" and not spec.ssds:
-            raise InvalidField("ack", "durable needs an SSD tier; give --ssd")
-        options = ServerOptions(
-            durable_by_default=ack == "durable",
-            share_arena=share_arena,
-            socket_folder=socket_folder,
-            scrub_bytes_per_s=parsed_size(scrub),
-            tls=tls_files(tls_ca, tls_cert, tls_key),
-            insecure=insecure,
-            metrics_listen=metrics,
-        )
-        raise typer.Exit(_served(spec, listen, options, drain_s))
+    if ack not in ("ram", "durable"):
+        raise InvalidField("ack", f"{ack!r} is neither ram nor durable")
+    spec = ShardSpec(
+        ram_bytes=parsed_size(ram),
+        data_dir=data_dir,
+        ssds=tuple(SsdSpec.parsed(text) for text in ssd or []),
+        policy=policy,
+        config=ShardConfig(parsed_quotas(quota or []), recompute_ms_per_token),
+    )
+    if ack == "durable" and not spec.ssds:
+        raise InvalidField("ack", "durable needs an SSD tier; give --ssd")
+    options = ServerOptions(
+        durable_by_default=ack == "durable",
+        share_arena=share_arena,
+        socket_folder=socket_folder,
+        scrub_bytes_per_s=parsed_size(scrub),
+        tls=tls_files(tls_ca, tls_cert, tls_key),
+        insecure=insecure,
+        metrics_listen=metrics,
+    )
+    raise typer.Exit(_served(Screen(as_json), spec, listen, options, drain_s))
 
 
-def _served(spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
+def _served(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
     """Serve until a signal or a failure; the exit status."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    shard = open_shard(spec)
+    with screen.step("Opening the shard"):
+        shard = open_shard(spec)
     try:
         with ShardServer(shard, listen, options) as server:
-            console.print(
-                f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}", highlight=False
-            )
+            banner = f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}"
+            document = {"shard_id": shard.shard_id, "chunks": len(shard), "address": server.address}
+            screen.show(document, lambda console: console.print(banner, highlight=False, soft_wrap=True))
+            sys.stdout.flush()
             while shard.failure is None and not stop.wait(FAILURE_POLL_S):
                 pass
             left = shard.drain(drain_s) if shard.failure is None else 0
     finally:
         shard.close()
     if shard.failure is not None:
-        errors.print(f"[red]the shard failed:[/red] {shard.failure!r}", highlight=False)
+        screen.note(f"the shard failed: {shard.failure!r}")
         return 1
     if left:
-        errors.print(f"{left} bytes were not written back within {drain_s:.0f} s", highlight=False)
+        screen.note(f"{left} bytes were not written back within {drain_s:.0f} s")
         return 1
     return 0
 
 
 @app.command()
+@reported
 def status(
-    address: Address = DEFAULT_ADDRESS, tls_ca: TlsCa = None, tls_cert: TlsCert = None, tls_key: TlsKey = None
+    address: Address = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
 ) -> None:
     """What a shard holds and how it does."""
-    with explained(), admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
         stats = shard.stats()
+    document = MessageToDict(
+        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    Screen(as_json).show(_numbers(document), lambda console: _print_status(console, stats))
+
+
+def _numbers(document: Any) -> Any:
+    """Protobuf's JSON form quotes 64-bit numbers; scripts want them bare."""
+    if isinstance(document, dict):
+        return {key: _numbers(value) for key, value in document.items()}
+    if isinstance(document, list):
+        return [_numbers(value) for value in document]
+    return int(document) if isinstance(document, str) and document.isdecimal() else document
+
+
+def _print_status(console: Console, stats: Any) -> None:
     asked = stats.hits + stats.misses
     ratio = f" ({stats.hits / asked:.1%} hit)" if asked else ""
     console.print(f"shard {stats.shard_id}{' · draining' if stats.draining else ''}", highlight=False)
@@ -186,6 +204,7 @@ def human(size: float) -> str:
 
 
 @app.command("ls")
+@reported
 def list_chunks(
     namespace: Namespace,
     address: Address = DEFAULT_ADDRESS,
@@ -194,21 +213,36 @@ def list_chunks(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    as_json: Json = False,
 ) -> None:
     """Chunks of a namespace in key order."""
-    with explained(), admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
         chunks = shard.list(namespace, limit, ChunkKey.from_hex(after) if after else None)
-    for chunk in chunks:
-        manifest = chunk.manifest
-        console.print(
-            f"{manifest.key.hex}  {manifest.num_tokens:>6} tokens  {human(manifest.chunk_bytes):>10}  "
-            f"{chunk.tier:<5}  model {manifest.fingerprint}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            "key": chunk.manifest.key.hex,
+            "tokens": chunk.manifest.num_tokens,
+            "bytes": chunk.manifest.chunk_bytes,
+            "tier": chunk.tier,
+            "model": str(chunk.manifest.fingerprint),
+        }
+        for chunk in chunks
+    ]
+
+    def render(console: Console) -> None:
+        for row in rows:
+            console.print(
+                f"{row['key']}  {row['tokens']:>6} tokens  {human(row['bytes']):>10}  {row['tier']:<5}  "
+                f"model {row['model']}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    Screen(as_json).show({"chunks": rows}, render)
 
 
 @app.command("rm")
+@reported
 def remove(
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys, hexadecimal.")] = None,
@@ -217,25 +251,21 @@ def remove(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    as_json: Json = False,
 ) -> None:
     """Forget chunks."""
-    with explained():
-        if everything == bool(keys):
-            raise InvalidField("keys", "name chunk keys, or say --all")
-        tls = tls_files(tls_ca, tls_cert, tls_key)
-        store = GrpcStore(address, GrpcOptions(tls=tls))
-        try:
-            deleted = (
-                ShardAdmin(store).clear(namespace)
-                if everything
-                else store.delete(namespace, parsed_keys(keys or []))
-            )
-        finally:
-            store.close()
-    console.print(f"{deleted} chunks forgotten")
+    if everything == bool(keys):
+        raise InvalidField("keys", "name chunk keys, or say --all")
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+        if everything:
+            deleted = shard.clear(namespace)
+        else:
+            deleted = shard.store.delete(namespace, parsed_keys(keys or []))
+    Screen(as_json).show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks forgotten"))
 
 
 @app.command()
+@reported
 def pin(
     namespace: Namespace,
     keys: Annotated[list[str], typer.Argument(help="Chunk keys, hexadecimal.")],
@@ -244,14 +274,18 @@ def pin(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    as_json: Json = False,
 ) -> None:
     """Keep chunks from being evicted."""
-    with explained(), admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        lease_id, pinned = shard.pin(namespace, parsed_keys(keys), lease_s)
-    console.print(f"{pinned} of {len(keys)} chunks pinned by lease {lease_id}", highlight=False)
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+        pinned = shard.store.pin(namespace, parsed_keys(keys), lease_s)
+    text = f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}"
+    document = {"pinned": pinned.chunks, "lease_id": pinned.lease_id}
+    Screen(as_json).show(document, lambda console: console.print(text, highlight=False))
 
 
 @app.command()
+@reported
 def verify(
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys; all where none is named.")] = None,
@@ -259,19 +293,27 @@ def verify(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    as_json: Json = False,
 ) -> None:
-    """Read chunks from every tier; damaged ones are quarantined, and the exit status is 1."""
-    intact = absent = 0
-    damaged: list[ChunkKey] = []
-    with explained(), admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+    """Read chunks from every tier; damaged copies are quarantined, and the exit status is 1."""
+    screen = Screen(as_json)
+    found: list[Verified] = []
+    with (
+        admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard,
+        screen.step("Verifying") as say,
+    ):
         for page in _pages(shard, namespace, keys):
-            verified = shard.verify(namespace, page)
-            intact += verified.intact
-            absent += verified.absent
-            damaged += verified.quarantined
-    for key in damaged:
-        console.print(f"quarantined {key.hex}", highlight=False)
-    console.print(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
+            found.append(shard.verify(namespace, page))
+            say(f"{sum(part.intact for part in found)} chunks intact")
+    intact, absent = sum(part.intact for part in found), sum(part.absent for part in found)
+    damaged = [key.hex for part in found for key in part.quarantined]
+
+    def render(console: Console) -> None:
+        for key in damaged:
+            console.print(f"quarantined {key}", highlight=False)
+        console.print(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
+
+    screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, render)
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -286,26 +328,46 @@ def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterato
 
 
 @app.command()
+@reported
 def simulate(
     trace: Annotated[Path, typer.Argument(help="JSON lines: key and size, or Mooncake's hash_ids.")],
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; all where none is named.")] = None,
     capacity: Annotated[
         str, typer.Option(help="A size, or a share of all distinct bytes, such as 5%.")
     ] = "5%",
+    as_json: Json = False,
 ) -> None:
     """Replay a trace against eviction policies, beside Belady's optimum."""
-    with explained():
+    screen = Screen(as_json)
+    with screen.step("Replaying") as say:
         accesses = read_trace(trace)
         capacity_bytes = _capacity(capacity, sum({a.key: a.size_bytes for a in accesses}.values()))
         policies = {name: policy_factory(name)(capacity_bytes) for name in policy or POLICIES}
+        say("belady")
+        results = {"belady": replay(accesses, Belady(accesses), capacity_bytes)}
+        for name, each in policies.items():
+            say(name)
+            results[name] = replay(accesses, each, capacity_bytes)
+    optimum = results["belady"]
+    rows = [
+        {
+            "policy": name,
+            "hit_ratio": result.hit_ratio,
+            "byte_hit_ratio": result.byte_hit_ratio,
+            "of_optimum": result.hit_ratio / optimum.hit_ratio if optimum.hits else 1.0,
+        }
+        for name, result in results.items()
+    ]
+
+    def render(console: Console) -> None:
         table = Table("policy", "hit ratio", "byte hit ratio", "of optimum")
-        optimum = replay(accesses, Belady(accesses), capacity_bytes)
-        rows = [(name, replay(accesses, each, capacity_bytes)) for name, each in policies.items()]
-        for name, result in [*rows, ("belady", optimum)]:
-            share = result.hit_ratio / optimum.hit_ratio if optimum.hits else 1.0
-            table.add_row(name, f"{result.hit_ratio:.4f}", f"{result.byte_hit_ratio:.4f}", f"{share:.3f}")
-    console.print(f"{len(accesses)} accesses, capacity {capacity_bytes}")
-    console.print(table)
+        for name, *shares in (row.values() for row in rows):
+            table.add_row(str(name), *(f"{share:.4f}" for share in shares))
+        console.print(f"{len(accesses)} accesses, capacity {capacity_bytes}")
+        console.print(table)
+
+    document = {"accesses": len(accesses), "capacity_bytes": capacity_bytes, "policies": rows}
+    screen.show(document, render)
 
 
 def _capacity(text: str, distinct_bytes: int) -> int:

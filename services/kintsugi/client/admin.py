@@ -35,47 +35,32 @@ class ShardAdmin:
     """Calls that raise what `GrpcStore` raises."""
 
     def __init__(self, store: GrpcStore) -> None:
-        self._store = store
+        self.store = store
 
     def stats(self) -> pb.StatsResponse:
         """Everything the shard counts."""
-        stats: pb.StatsResponse = self._store.call("Stats", pb.StatsRequest(), pb.StatsResponse)
+        stats: pb.StatsResponse = self.store.call("Stats", pb.StatsRequest(), pb.StatsResponse)
         return stats
 
     def list(self, namespace: str, limit: int, after: ChunkKey | None = None) -> list[ListedChunk]:
         """A page of chunks in key order."""
         request = pb.ListRequest(namespace=namespace, limit=limit, after=after.digest if after else None)
-        found = self._store.call("List", request, pb.ListResponse).found
+        found = self.store.call("List", request, pb.ListResponse).found
         readable = [(wire.readable_manifest(entry.manifest), entry.tier) for entry in found]
         return [ListedChunk(manifest, tier) for manifest, tier in readable if manifest is not None]
 
     def clear(self, namespace: str) -> int:
         """Forget a namespace's chunks; their number."""
-        return int(self._store.call("Clear", pb.ClearRequest(namespace=namespace), pb.ClearResponse).deleted)
-
-    def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Warm keys into RAM; how many are there or on their way. Returns at once."""
-        request = pb.PrefetchRequest(namespace=namespace, keys=[key.digest for key in keys])
-        return int(self._store.call("Prefetch", request, pb.PrefetchResponse).accepted)
-
-    def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> tuple[str, int]:
-        """Keep chunks from leaving; the lease's id and how many are pinned."""
-        request = pb.PinRequest(namespace=namespace, keys=[key.digest for key in keys], lease_s=lease_s)
-        response = self._store.call("Pin", request, pb.PinResponse)
-        return response.lease_id, response.pinned
-
-    def unpin(self, lease_id: str) -> int:
-        """End a lease early; how many chunks it held."""
-        return int(self._store.call("Unpin", pb.UnpinRequest(lease_id=lease_id), pb.UnpinResponse).unpinned)
+        return int(self.store.call("Clear", pb.ClearRequest(namespace=namespace), pb.ClearResponse).deleted)
 
     def verify(self, namespace: str, keys: Sequence[ChunkKey]) -> Verified:
         """Have the shard read chunks from every tier and quarantine what is damaged."""
         request = pb.VerifyRequest(namespace=namespace, keys=[key.digest for key in keys])
-        response = self._store.call("Verify", request, pb.VerifyResponse, VERIFY_TIMEOUT_S)
+        response = self.store.call("Verify", request, pb.VerifyResponse, VERIFY_TIMEOUT_S)
         quarantined = tuple(ChunkKey(key) for key in response.quarantined)
         return Verified(response.intact, response.absent, quarantined)
 
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write everything back; the bytes that were not written in time."""
         request = pb.DrainRequest(timeout_s=timeout_s)
-        return int(self._store.call("Drain", request, pb.DrainResponse, timeout_s + 5.0).bytes_left)
+        return int(self.store.call("Drain", request, pb.DrainResponse, timeout_s + 5.0).bytes_left)

@@ -1,34 +1,49 @@
 """One shard over gRPC.
 
-Blocking, thread-safe; gRPC's own threads do the waiting. Cost per byte of a stream: what gRPC needs, one
-xxh3 pass, no copy of ours: frames are views of the message that they came in.
+Cost per byte of a stream: what gRPC needs, one xxh3 pass, no copy of ours: frames are views of the message
+that they came in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from kintsugi.client import wire
-from kintsugi.client.interface import Buffer, BufferFor, ChunkLost, ChunkStore, LayerFrame, StoreStats
+from kintsugi.client.arena import ArenaMap
+from kintsugi.client.blocking import BlockingStore
+from kintsugi.client.calls import AsyncCalls, BlockingCalls, Calls, finished
+from kintsugi.client.interface import (
+    AsyncChunkStore,
+    Buffer,
+    BufferFor,
+    ChunkLost,
+    LayerFrame,
+    Pinned,
+    StoreStats,
+)
 from kintsugi.client.manifests import Manifests
 from kintsugi.client.received import Received
-from kintsugi.client.same_host import SameHost
-from kintsugi.client.status import errors_of
-from kintsugi.client.tls import Line, TlsFiles
-from kintsugi.client.watchdog import Watchdog, guarded
-from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
+from kintsugi.client.same_host import CROWDED_RETRY_S, Lease, SameHost, frames_of
+from kintsugi.client.tls import TlsFiles
+from kintsugi.core.errors import (
+    InvalidField,
+    KintsugiError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    VersionMismatch,
+)
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 
 _ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
-
-_METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
 
 
 @dataclass(frozen=True)
@@ -52,44 +67,38 @@ class GrpcOptions:
     """For every chunk put; 0: chunks do not expire."""
 
 
-class GrpcStore(ChunkStore):
-    """A `ChunkStore` whose chunks lie in the shard at `address`."""
+class AsyncGrpcStore(AsyncChunkStore):
+    """A store whose chunks lie in the shard at `address`."""
 
-    def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
+    def __init__(self, address: str, options: GrpcOptions | None = None, calls: Calls | None = None) -> None:
+        """`calls`: how to talk to it; None: on the running event loop."""
         self.address = address
         self._options = options or GrpcOptions()
-        self._line = Line(address, self._options.tls)
-        self._watchdog = Watchdog()
+        self._calls = calls or AsyncCalls(address, self._options.tls)
         self._manifests = Manifests()
-        self._same_host = SameHost(
-            lambda: self.call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse)
-        )
+        self._same_host = SameHost()
 
-    def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
+    async def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """One unary call of the service: its response. `response` is the message's class."""
-        method = self._line.channel().unary_unary(
-            f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
-        )
-        with errors_of(self.address):
-            return method(request, timeout=timeout_s or self._options.call_timeout_s, metadata=_METADATA)
+        return await self._calls.unary(name, request, response, timeout_s or self._options.call_timeout_s)
 
-    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+    async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         found: list[ChunkManifest | None] = []
         for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
             part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            response = self.call("Lookup", request, pb.LookupResponse)
+            response = await self.call("Lookup", request, pb.LookupResponse)
             found += [self._readable(entry) for entry in response.found]
         if len(found) != len(keys):
             raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
         return found
 
-    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         tiers: list[str | None] = []
         for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
             part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            response = self.call("Lookup", request, pb.LookupResponse)
+            response = await self.call("Lookup", request, pb.LookupResponse)
             tiers += [entry.tier if self._readable(entry) else None for entry in response.found]
         if len(tiers) != len(keys):
             raise Unavailable(f"{self.address}: answered {len(tiers)} of {len(keys)} keys")
@@ -101,7 +110,7 @@ class GrpcStore(ChunkStore):
             self._manifests.remember(manifest)
         return manifest
 
-    def lookup_anchors(
+    async def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
         found: dict[int, list[ChunkManifest]] = {}
@@ -111,7 +120,7 @@ class GrpcStore(ChunkStore):
                 space_digest=space_digest,
                 anchors=anchors[start : start + wire.KEYS_MAX],
             )
-            response = self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
+            response = await self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
             for candidates in response.candidates:
                 manifests = [wire.readable_manifest(manifest) for manifest in candidates.manifests]
                 readable = [manifest for manifest in manifests if manifest is not None]
@@ -121,21 +130,15 @@ class GrpcStore(ChunkStore):
                     found[candidates.anchor] = readable
         return found
 
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
         views = [memoryview(frame).cast("B") for frame in frames]
         checked_frames(manifest, [len(view) for view in views])
         if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
-        with errors_of(self.address):
-            put = self._line.channel().stream_unary(
-                f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
-            )
-            response = put(
-                self._put_messages(manifest, views), timeout=self._options.put_timeout_s, metadata=_METADATA
-            )
-        return bool(response.inserted)
+        messages = self._put_messages(manifest, views)
+        return bool((await self._calls.put(messages, self._options.put_timeout_s)).inserted)
 
     def _put_messages(self, manifest: ChunkManifest, views: Sequence[memoryview]) -> Iterator[bytes]:
         header = pb.PutHeader(
@@ -152,39 +155,18 @@ class GrpcStore(ChunkStore):
             request = pb.PutChunkKVRequest(first_layer=first, commit=first + step >= len(views))
             yield wire.with_payload(request.SerializeToString(), part)
 
-    def stream(
+    async def stream(
         self,
         namespace: str,
         keys: Sequence[ChunkKey],
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-    ) -> Iterator[LayerFrame | ChunkLost]:
-        return self._streamed(namespace, keys, layers, heads, deadline_s, None)
-
-    def stream_into(
-        self,
-        namespace: str,
-        keys: Sequence[ChunkKey],
-        layers: range,
-        heads: HeadRange,
-        deadline_s: float,
-        buffer_for: BufferFor,
-    ) -> Iterator[LayerFrame | ChunkLost]:
-        return self._streamed(namespace, keys, layers, heads, deadline_s, buffer_for)
-
-    def _streamed(
-        self,
-        namespace: str,
-        keys: Sequence[ChunkKey],
-        layers: range,
-        heads: HeadRange,
-        deadline_s: float,
-        buffer_for: BufferFor | None,
-    ) -> Iterator[LayerFrame | ChunkLost]:
+        buffer_for: BufferFor | None = None,
+    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
         if not keys or not layers:
             return
-        manifests = self._known_manifests(namespace, keys)
+        manifests = await self._known_manifests(namespace, keys)
         request = pb.StreamLayersRequest(
             namespace=namespace,
             keys=[key.digest for key in keys],
@@ -194,99 +176,101 @@ class GrpcStore(ChunkStore):
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
         )
-        received = Received(self.address, manifests, heads, self._report_damage, buffer_for)
-        if self._options.same_host and self._same_host.worth_trying():
-            done = yield from self._leased(received, request, deadline_s)
-            if done:
-                return
-        for header, data in self._frames(request, deadline_s):
-            item = received.frame(header, data)
-            if item is not None:
-                yield item
-
-    def _leased(
-        self, received: Received, request: pb.StreamLayersRequest, deadline_s: float
-    ) -> Generator[LayerFrame | ChunkLost, None, bool]:
-        """Frames from the shard's memory; False, and none of them, where that does not work now."""
-        method = self._line.channel().unary_stream(
-            f"/{wire.SERVICE}/LeaseLayers",
-            pb.LeaseLayersRequest.SerializeToString,
-            pb.LeaseLayersResponse.FromString,
-        )
-        call = method(pb.LeaseLayersRequest(request=request), metadata=_METADATA)
-        guard = self._watchdog.guard(call.cancel)
-        try:
-            with errors_of(self.address, lambda: guard.expired):
-                lease = self._same_host.lease(guarded(call, guard, deadline_s))
-            if lease is None:
-                return False
-            frames = lease.frames()
-            while True:
-                with errors_of(self.address, lambda: guard.expired):
-                    frame = next(frames, None)
-                if frame is None:
-                    return True
-                item = received.leased(frame, lease)
+        received = Received(self.address, manifests, heads, buffer_for)
+        async with aclosing(self._frames(received, request, deadline_s)) as items:
+            async for item in items:
+                while received.damaged:
+                    await self._report_damage(received.damaged.pop())
                 if item is not None:
                     yield item
-        finally:
-            self._watchdog.release(guard)
-            call.cancel()
 
-    def _known_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+    async def _frames(
+        self, received: Received, request: pb.StreamLayersRequest, wait_s: float
+    ) -> AsyncGenerator[LayerFrame | ChunkLost | None, None]:
+        """From the shard's memory where that works now, else in messages; None for what is not wanted."""
+        if await self._arena(None) is not None:
+            lease_request = pb.LeaseLayersRequest(request=request)
+            leased = self._calls.stream("LeaseLayers", lease_request, wait_s, pb.LeaseLayersResponse)
+            async with aclosing(leased):
+                first = await self._lease(leased)
+                arena = None if first is None else await self._arena(first.arena_id)
+                if first is not None and arena is not None:
+                    lease = Lease(arena, first)
+                    described: pb.LeaseLayersResponse | None = first
+                    while described is not None:
+                        for frame in frames_of(described):
+                            yield received.leased(frame, lease)
+                        described = None if described.last else await anext(leased, None)
+                    return
+        async with aclosing(self._calls.stream("StreamLayers", request, wait_s)) as messages:
+            async for message in messages:
+                for header, data in _frames_of(message):
+                    yield received.frame(header, data)
+
+    async def _lease(self, messages: AsyncGenerator[Any, None]) -> pb.LeaseLayersResponse | None:
+        """The first message of a lease; None where reading over gRPC may mend what is wrong with it."""
+        try:
+            first: pb.LeaseLayersResponse | None = await anext(messages, None)
+            return first
+        except (ResourceExhausted, NotFound, VersionMismatch) as error:  # the last: it knows no leases
+            self._same_host.failed(error, CROWDED_RETRY_S)
+            return None
+
+    async def _arena(self, arena_id: int | None) -> ArenaMap | None:
+        """The shard's memory, mapped if it may be and is not yet."""
+        arena = self._same_host.arena(arena_id)
+        if arena is not None or not self._options.same_host or not self._same_host.may_try():
+            return arena
+        try:
+            self._same_host.attach(await self.call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse))
+        except (KintsugiError, OSError) as error:
+            self._same_host.failed(error)
+        return self._same_host.arena(arena_id)
+
+    async def _known_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         known = [self._manifests.get(namespace, key) for key in keys]
         unknown = [index for index, manifest in enumerate(known) if manifest is None]
         if unknown:
-            for index, manifest in zip(
-                unknown, self.lookup(namespace, [keys[index] for index in unknown]), strict=True
-            ):
+            found = await self.lookup(namespace, [keys[index] for index in unknown])
+            for index, manifest in zip(unknown, found, strict=True):
                 known[index] = manifest
         return known
 
-    def _frames(
-        self, request: pb.StreamLayersRequest, deadline_s: float
-    ) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
-        """Frames as they arrive, unverified; the call ends with the iterator."""
-        method = self._line.channel().unary_stream(
-            f"/{wire.SERVICE}/StreamLayers", pb.StreamLayersRequest.SerializeToString
-        )
-        call = method(request, metadata=_METADATA)
-        guard = self._watchdog.guard(call.cancel)
-        messages = guarded(call, guard, deadline_s)
-        try:
-            while True:
-                with errors_of(self.address, lambda: guard.expired):
-                    message = next(messages, None)
-                if message is None:
-                    return
-                yield from _frames_of(message)
-        finally:
-            self._watchdog.release(guard)
-            call.cancel()
-
-    def _report_damage(self, manifest: ChunkManifest) -> None:
+    async def _report_damage(self, manifest: ChunkManifest) -> None:
         """Have the shard check for itself: it quarantines what is damaged there, not what was on the way."""
         self._manifests.forget(manifest)
         request = pb.VerifyRequest(namespace=manifest.namespace, keys=[manifest.key.digest])
-        try:
-            self.call("Verify", request, pb.VerifyResponse)
-        except KintsugiError:
-            return  # the chunk is lost to this stream either way; the scrubber finds it later
+        with suppress(KintsugiError):  # lost to this stream either way; the scrubber finds it later
+            await self.call("Verify", request, pb.VerifyResponse)
 
-    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+    async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        request = pb.PrefetchRequest(namespace=namespace, keys=[key.digest for key in keys])
+        return int((await self.call("Prefetch", request, pb.PrefetchResponse)).accepted)
+
+    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+        request = pb.PinRequest(namespace=namespace, keys=[key.digest for key in keys], lease_s=lease_s)
+        response = await self.call("Pin", request, pb.PinResponse)
+        return Pinned(response.lease_id, response.pinned)
+
+    async def unpin(self, lease_id: str) -> int:
+        return int((await self.call("Unpin", pb.UnpinRequest(lease_id=lease_id), pb.UnpinResponse)).unpinned)
+
+    async def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         deleted = 0
         for start in range(0, len(keys), wire.KEYS_MAX):
             part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
             request = pb.DeleteRequest(namespace=namespace, keys=part)
-            deleted += self.call("Delete", request, pb.DeleteResponse).deleted
+            deleted += (await self.call("Delete", request, pb.DeleteResponse)).deleted
         return deleted
 
-    def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
+    async def list(
+        self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
+    ) -> list[ChunkManifest]:
         manifests: list[ChunkManifest] = []
         last = None if after is None else after.digest
         while len(manifests) < limit:
             request = pb.ListRequest(namespace=namespace, limit=limit - len(manifests), after=last)
-            found = self.call("List", request, pb.ListResponse).found
+            found = (await self.call("List", request, pb.ListResponse)).found
             if not found:
                 break
             last = found[-1].manifest.key
@@ -294,32 +278,45 @@ class GrpcStore(ChunkStore):
             manifests += [manifest for manifest in readable if manifest is not None]
         return manifests
 
-    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+    async def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         request = pb.PutReportRequest(fingerprint=fingerprint.digest, name=name, document=document)
-        self.call("PutReport", request, pb.PutReportResponse)
+        await self.call("PutReport", request, pb.PutReportResponse)
 
-    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+    async def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
         request = pb.GetReportRequest(fingerprint=fingerprint.digest, name=name)
-        response = self.call("GetReport", request, pb.GetReportResponse)
+        response = await self.call("GetReport", request, pb.GetReportResponse)
         return bytes(response.document) if response.HasField("document") else None
 
     @property
     def transport(self) -> str:
         return "shared-memory" if self._same_host.attached else "grpc"
 
-    def stats(self) -> StoreStats:
-        stats = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
+    async def stats(self) -> StoreStats:
+        stats = await self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
         return StoreStats(
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
             bytes_capacity=sum(tier.bytes_capacity for tier in stats.tiers),
             transport=self.transport,
+            durable=any(tier.name != "ram" for tier in stats.tiers),
         )
 
-    def close(self) -> None:
-        self._watchdog.close()
+    async def close(self) -> None:
         self._same_host.close()
-        self._line.close()
+        await self._calls.close()
+
+
+class GrpcStore(BlockingStore):
+    """`AsyncGrpcStore` for callers without an event loop. Thread-safe."""
+
+    def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
+        options = options or GrpcOptions()
+        self._shard = AsyncGrpcStore(address, options, BlockingCalls(address, options.tls))
+        super().__init__(self._shard)
+
+    def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
+        """As `AsyncGrpcStore.call`."""
+        return finished(self._shard.call(name, request, response, timeout_s))
 
 
 def open_grpc(url: str) -> GrpcStore:

@@ -7,7 +7,7 @@ A store never decodes and never guesses: a chunk is there whole, or it is a miss
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -32,6 +32,17 @@ class StoreStats:
     bytes_capacity: int
     transport: str
     """Name of the path that bytes take to this client: `ram`, `grpc`, `shared-memory`."""
+    durable: bool = False
+    """Whether every shard that answers has a tier that outlives its process."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What a pin holds."""
+
+    lease_id: str
+    chunks: int
+    """How many of the keys are there."""
 
 
 class ChunkStore(ABC):
@@ -133,3 +144,81 @@ class ChunkStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; idempotent."""
+
+
+class AsyncChunkStore(ABC):
+    """A store beyond this process, as coroutines. Methods that `ChunkStore` has too are described there."""
+
+    @abstractmethod
+    async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        """As `ChunkStore.lookup`."""
+
+    @abstractmethod
+    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """As `ChunkStore.tiers`."""
+
+    @abstractmethod
+    async def lookup_anchors(
+        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
+    ) -> dict[int, list[ChunkManifest]]:
+        """As `ChunkStore.lookup_anchors`."""
+
+    @abstractmethod
+    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+        """As `ChunkStore.put`."""
+
+    @abstractmethod
+    def stream(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+        buffer_for: BufferFor | None = None,
+    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
+        """As `ChunkStore.stream`, and as `stream_into` where `buffer_for` is given. Close it if you leave it
+        early (`contextlib.aclosing`)."""
+
+    @abstractmethod
+    async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        """Start to bring chunks into RAM; how many are there or on their way. Returns at once."""
+
+    @abstractmethod
+    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+        """Keep chunks from leaving for `lease_s`. Raises `ResourceExhausted` past what may be pinned."""
+
+    @abstractmethod
+    async def unpin(self, lease_id: str) -> int:
+        """End a lease early; how many chunks it held."""
+
+    @abstractmethod
+    async def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        """As `ChunkStore.delete`."""
+
+    @abstractmethod
+    async def list(
+        self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
+    ) -> list[ChunkManifest]:
+        """As `ChunkStore.list`."""
+
+    @abstractmethod
+    async def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        """As `ChunkStore.put_report`."""
+
+    @abstractmethod
+    async def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+        """As `ChunkStore.get_report`."""
+
+    @property
+    @abstractmethod
+    def transport(self) -> str:
+        """As `ChunkStore.transport`."""
+
+    @abstractmethod
+    async def stats(self) -> StoreStats:
+        """As `ChunkStore.stats`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """As `ChunkStore.close`."""

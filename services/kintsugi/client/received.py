@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kintsugi.client import wire
 from kintsugi.client.interface import BufferFor, ChunkLost, LayerFrame
@@ -20,15 +20,14 @@ class Received:
         address: str,
         manifests: Sequence[ChunkManifest | None],
         heads: HeadRange,
-        report_damage: Callable[[ChunkManifest], None],
         buffer_for: BufferFor | None,
     ) -> None:
-        """`manifests`: of the chunks asked for, None for one that is not there. `report_damage`: called
-        with the manifest of a chunk whose bytes do not match it. `buffer_for`: where frames go; None: into
-        memory of ours, valid until the next."""
+        """`manifests`: of the chunks asked for, None for one that is not there. `buffer_for`: where frames
+        go; None: into memory of ours, valid until the next."""
+        self.damaged: list[ChunkManifest] = []
+        """Chunks whose bytes did not match them, to be reported and taken out."""
         self._buffer_for = buffer_for
         self._address = address
-        self._report_damage = report_damage
         self._manifests = manifests
         self._heads = heads
         self._lost: set[int] = set()
@@ -79,7 +78,7 @@ class Received:
         return self._manifests[chunk]
 
     def _damaged(self, chunk: int, layer: int, manifest: ChunkManifest) -> ChunkLost:
-        self._report_damage(manifest)
+        self.damaged.append(manifest)
         return self._lose(chunk, layer, "digest mismatch")
 
     def _lose(self, chunk: int, layer: int, reason: str) -> ChunkLost:

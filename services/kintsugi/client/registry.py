@@ -1,7 +1,8 @@
 """Stores by URL, so that a config names one in a string.
 
 `ram://NAME` is this process's store of that name: the connector's scheduler and worker sides, which
-share a process where the engine has one worker, meet there. `grpc://HOST:PORT` is a shard.
+share a process where the engine has one worker, meet there; with `?bytes_per_s=…` it is read no faster
+than that, as a slower tier would be. `grpc://HOST:PORT` is a shard.
 `shards://HOST:PORT` is all shards of the directory there, `shardfile:///PATH` all shards of a map in a file.
 These three take options as a query: `?ack=durable&tls_ca=…` (see `grpc_store.options_of`).
 """
@@ -11,20 +12,36 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from kintsugi.client.interface import ChunkStore
 from kintsugi.client.ram import RamStore
-from kintsugi.core.errors import InvalidField
+from kintsugi.client.throttled import ThrottledStore
+from kintsugi.core.errors import InvalidField, UnknownField
 
 _lock = threading.Lock()
 _ram_stores: dict[str, RamStore] = {}
 
 
 def _open_ram(url: str) -> ChunkStore:
-    name = urlsplit(url).netloc or "default"
+    parts = urlsplit(url)
+    name, options = parts.netloc or "default", parse_qs(parts.query, keep_blank_values=True)
+    if unknown := set(options) - {"bytes_per_s"}:
+        raise UnknownField(f"store.{min(unknown)}", ["bytes_per_s"])
     with _lock:
-        return _ram_stores.setdefault(name, RamStore())
+        if name not in _ram_stores:
+            _ram_stores[name] = _ram_store(options.get("bytes_per_s", [""])[-1]) if options else RamStore()
+        return _ram_stores[name]
+
+
+def _ram_store(bytes_per_s: str) -> RamStore:
+    try:
+        rate = float(bytes_per_s)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise InvalidField("store.bytes_per_s", f"{bytes_per_s!r} is no rate above 0")
+    return ThrottledStore(rate)
 
 
 def _open_grpc(url: str) -> ChunkStore:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import grpc
-
 from kintsugi.client.arena import ArenaMap
-from kintsugi.core.errors import DeadlineExceeded, KintsugiError
+from kintsugi.core.errors import DeadlineExceeded
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
+CROWDED_RETRY_S = 1.0
+"""After the shard had no lease or no room in RAM."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,12 @@ class LeasedFrame:
 
 
 class Lease:
-    """One request's frames, held in place by the shard."""
+    """One request's frames, held in place by the shard for as long as its call lasts."""
 
-    def __init__(
-        self, arena: ArenaMap, first: pb.LeaseLayersResponse, messages: Iterator[pb.LeaseLayersResponse]
-    ) -> None:
+    def __init__(self, arena: ArenaMap, first: pb.LeaseLayersResponse) -> None:
+        """`first`: the call's first message."""
         self._arena = arena
         self._first = first
-        self._messages = messages
-
-    def frames(self) -> Iterator[LeasedFrame]:
-        """Descriptors as they arrive."""
-        message: pb.LeaseLayersResponse | None = self._first
-        while message is not None:
-            yield from _frames_of(message)
-            message = None if message.last else next(self._messages, None)
 
     def copy(
         self,
@@ -70,10 +61,9 @@ class Lease:
 
 
 class SameHost:
-    """The arena of one shard, mapped when it is first needed. Thread-safe."""
+    """The arena of one shard, mapped when it is first needed. Thread-safe; makes no call."""
 
-    def __init__(self, open_arena: Callable[[], pb.OpenArenaResponse]) -> None:
-        self._open_arena = open_arena
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arena: ArenaMap | None = None
         self._retry_at_s = 0.0
@@ -82,47 +72,28 @@ class SameHost:
     def attached(self) -> bool:
         return self._arena is not None
 
-    def lease(self, messages: Iterator[pb.LeaseLayersResponse]) -> Lease | None:
-        """The lease that a call's messages describe; None where the path does not work now.
-
-        Raises `KintsugiError` as the call does, but for what a read over gRPC may mend.
-        """
-        try:
-            first = next(messages, None)
-        except grpc.RpcError as failure:
-            if failure.code() in _NOT_HERE:
-                self._back_off()
-                return None
-            raise
-        if first is None:
-            return None
-        arena = self._attach(first.arena_id)
-        return None if arena is None else Lease(arena, first, messages)
-
-    def worth_trying(self) -> bool:
-        """Attach if need be; False while an attempt that failed is fresh."""
-        return self._attach(None) is not None
-
-    def _attach(self, arena_id: int | None) -> ArenaMap | None:
-        """The arena, of this id if one is given: a shard that was restarted has a new one."""
+    def arena(self, arena_id: int | None) -> ArenaMap | None:
+        """What is mapped, of this id if one is given: a shard that was restarted has a new arena."""
         with self._lock:
-            if self._arena is not None and arena_id in (None, self._arena.arena_id):
-                return self._arena
-            if time.monotonic() < self._retry_at_s:
-                return None
-            self._arena = None  # views of a stream that still reads keep the old map alive
-            try:
-                arena = ArenaMap(self._open_arena())
-            except (KintsugiError, OSError) as error:
-                log.info("reading over gRPC: %s", error)
-                self._retry_at_s = time.monotonic() + RETRY_S
-                return None
-            self._arena = arena
-            return arena if arena_id in (None, arena.arena_id) else None
+            arena = self._arena
+            return arena if arena is not None and arena_id in (None, arena.arena_id) else None
 
-    def _back_off(self) -> None:
+    def may_try(self) -> bool:
+        """False while an attempt that failed is fresh."""
         with self._lock:
-            self._retry_at_s = time.monotonic() + 1.0
+            return time.monotonic() >= self._retry_at_s
+
+    def attach(self, opened: pb.OpenArenaResponse) -> None:
+        """Map an arena. Raises `OSError` where it cannot be had here."""
+        arena = ArenaMap(opened)
+        with self._lock:
+            self._arena = arena  # views of a stream that still reads keep an old map alive
+
+    def failed(self, reason: object, wait_s: float = RETRY_S) -> None:
+        """Leave the path alone for a while."""
+        log.info("reading over gRPC: %s", reason)
+        with self._lock:
+            self._retry_at_s = max(self._retry_at_s, time.monotonic() + wait_s)
 
     def close(self) -> None:
         with self._lock:
@@ -130,13 +101,7 @@ class SameHost:
             self._retry_at_s = float("inf")
 
 
-_NOT_HERE = (
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.UNIMPLEMENTED,
-)
-
-
-def _frames_of(message: pb.LeaseLayersResponse) -> Iterator[LeasedFrame]:
+def frames_of(message: pb.LeaseLayersResponse) -> Iterator[LeasedFrame]:
+    """The descriptors in a message, each made when its turn comes."""
     for frame in message.frames:
         yield LeasedFrame(frame.chunk, frame.layer, frame.offset, frame.size_bytes, frame.lost_reason)

@@ -1,4 +1,4 @@
-"""Many shards as one `ChunkStore`: placement, replicas, and what happens when some do not answer.
+"""Many shards as one store: placement, replicas, and what happens when some do not answer.
 
 A shard that fails costs its own chunks, which become misses, and nothing else: calls to shards run side by
 side, each is retried at most once, and a circuit breaker keeps the next requests from waiting for it.
@@ -6,27 +6,40 @@ side, each is retried at most once, and a circuit breaker keeps the next request
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from kintsugi.client.blocking import BlockingStore
 from kintsugi.client.breaker import CircuitBreaker
+from kintsugi.client.calls import BlockingCalls, finished
 from kintsugi.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.client.grpc_store import AsyncGrpcStore, GrpcOptions
 from kintsugi.client.interface import (
     ANCHOR_CANDIDATES_MAX,
+    AsyncChunkStore,
     Buffer,
+    BufferFor,
     ChunkLost,
-    ChunkStore,
     LayerFrame,
+    Pinned,
     StoreStats,
 )
 from kintsugi.client.merge import Part, merged
-from kintsugi.core.errors import DeadlineExceeded, Unavailable, VersionMismatch
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    ResourceExhausted,
+    Unavailable,
+    VersionMismatch,
+)
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 
@@ -38,38 +51,120 @@ RETRY_WAIT_S = 0.02
 
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
 """What makes a shard's chunks misses; anything else is the caller's mistake and is raised."""
+READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted)
+"""Of a stream: a shard that has too many just now is well, but another may have the chunks, too."""
 
 Answer = TypeVar("Answer")
+Connect = Callable[[str], AsyncChunkStore]
+
+
+class Concurrency(ABC):
+    """How coroutines run side by side."""
+
+    @abstractmethod
+    async def together(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+        """Their results, in order; at most `CALLS_MAX` run at a time."""
+
+    @abstractmethod
+    async def pause(self, seconds: float) -> None:
+        """Wait."""
+
+    @abstractmethod
+    async def shard_map(self, directory: ShardDirectory) -> ShardMap:
+        """The directory's map; it blocks until the first is known."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Threads(Concurrency):
+    """For coroutines that never suspend: each in a thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(CALLS_MAX, "kintsugi-shards")
+
+    async def together(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+        if len(coroutines) == 1:
+            return [await coroutines[0]]
+        try:
+            results = [self._pool.submit(finished, coroutine) for coroutine in coroutines]
+        except RuntimeError:
+            for coroutine in coroutines:
+                coroutine.close()
+            raise Unavailable("this client is closed") from None
+        wait(results)
+        return [result.result() for result in results]
+
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def shard_map(self, directory: ShardDirectory) -> ShardMap:
+        return directory.current()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class Tasks(Concurrency):
+    """For an event loop."""
+
+    def __init__(self) -> None:
+        self._slots = asyncio.Semaphore(CALLS_MAX)
+        self._known = False
+
+    async def together(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+        return list(await asyncio.gather(*map(self._slotted, coroutines)))
+
+    async def _slotted(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+        async with self._slots:
+            return await coroutine
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def shard_map(self, directory: ShardDirectory) -> ShardMap:
+        if not self._known:
+            await asyncio.to_thread(directory.current)
+            self._known = True
+        return directory.current()
+
+    def close(self) -> None:
+        return None
 
 
 @dataclass
 class _Shard:
-    store: ChunkStore
+    store: AsyncChunkStore
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
 
 
-class ShardedStore(ChunkStore):
-    """The shards of a directory. Thread-safe."""
+class AsyncShardedStore(AsyncChunkStore):
+    """The shards of a directory."""
 
     def __init__(
         self,
         directory: ShardDirectory,
         options: GrpcOptions | None = None,
-        connect: Callable[[str], ChunkStore] | None = None,
+        connect: Connect | None = None,
+        concurrency: Concurrency | None = None,
     ) -> None:
+        """`connect`: the store at an address; with `concurrency`, how to wait. None: on the running event
+        loop."""
         self._directory = directory
-        self._connect = connect or (lambda address: GrpcStore(address, options))
+        self._connect = connect or (lambda address: AsyncGrpcStore(address, options))
+        self._concurrency = concurrency or Tasks()
         self._lock = threading.Lock()
         self._shards: dict[ShardAddress, _Shard] = {}
-        self._calls = ThreadPoolExecutor(CALLS_MAX, "kintsugi-shards")
 
-    def _map(self) -> ShardMap:
+    async def shard_map(self) -> ShardMap:
         """The map now; clients of shards that left it are closed."""
-        shards = self._directory.current()
+        shards = await self._concurrency.shard_map(self._directory)
         with self._lock:
             left = [address for address in self._shards if address not in shards.shards]
-            for address in left:
-                self._shards.pop(address).store.close()
+            gone = [self._shards.pop(address) for address in left]
+        for shard in gone:
+            await shard.store.close()
         return shards
 
     def _shard(self, address: ShardAddress) -> _Shard:
@@ -78,35 +173,34 @@ class ShardedStore(ChunkStore):
                 self._shards[address] = _Shard(self._connect(address.address))
             return self._shards[address]
 
-    def _ask(self, address: ShardAddress, call: Callable[[ChunkStore], Answer]) -> Answer | None:
+    async def _ask(
+        self, address: ShardAddress, call: Callable[[AsyncChunkStore], Coroutine[Any, Any, Answer]]
+    ) -> Answer | None:
         """A shard's answer, after one retry; None where it has none."""
         shard = self._shard(address)
         for attempt in range(RETRIES_MAX + 1):
             if not shard.breaker.allows():
                 return None
             try:
-                answer = call(shard.store)
+                answer = await call(shard.store)
             except SHARD_FAILURES as error:
                 shard.breaker.failed()
                 if not isinstance(error, Unavailable) or attempt == RETRIES_MAX:
                     return None
-                time.sleep(RETRY_WAIT_S * random.uniform(0.5, 1.5))
+                await self._concurrency.pause(RETRY_WAIT_S * random.uniform(0.5, 1.5))
             else:
                 shard.breaker.succeeded()
                 return answer
         return None
 
-    def _ask_all(
-        self, calls: Iterable[tuple[ShardAddress, Callable[[ChunkStore], Answer]]]
+    async def _ask_all(
+        self, calls: Iterable[tuple[ShardAddress, Callable[[AsyncChunkStore], Coroutine[Any, Any, Answer]]]]
     ) -> list[Answer | None]:
         """Answers in order, asked side by side."""
-        calls = list(calls)
-        if len(calls) == 1:
-            return [self._ask(*calls[0])]
-        return list(self._calls.map(lambda call: self._ask(*call), calls))
+        return await self._concurrency.together([self._ask(address, call) for address, call in calls])
 
-    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        shards = self._map()
+    async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        shards = await self.shard_map()
         owners = [shards.owners(key) for key in keys]
         found: list[ChunkManifest | None] = [None] * len(keys)
         for rank in range(shards.replicas):
@@ -114,7 +208,7 @@ class ShardedStore(ChunkStore):
             for index, ranked in enumerate(owners):
                 if found[index] is None and rank < len(ranked):
                     missing.setdefault(ranked[rank], []).append(index)
-            answers = self._ask_all(
+            answers = await self._ask_all(
                 (address, _lookup_call(namespace, [keys[index] for index in indices]))
                 for address, indices in missing.items()
             )
@@ -123,15 +217,15 @@ class ShardedStore(ChunkStore):
                     found[index] = manifest
         return found
 
-    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        shards = self._map()
+    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        shards = await self.shard_map()
         if not shards.shards and keys:
             raise Unavailable("the shard map is empty; start a shard")
         asked: dict[ShardAddress, list[int]] = {}
         for index, key in enumerate(keys):
             for owner in shards.owners(key):
                 asked.setdefault(owner, []).append(index)
-        answers = self._ask_all(
+        answers = await self._ask_all(
             (address, _tiers_call(namespace, [keys[index] for index in indices]))
             for address, indices in asked.items()
         )
@@ -147,15 +241,12 @@ class ShardedStore(ChunkStore):
                 raise Unavailable(f"{address.address} owns chunk {keys[index]} and does not answer")
         return found
 
-    def members(self) -> list[ChunkStore]:
-        """Clients of the shards on the map now. They are this store's to close."""
-        return [self._shard(address).store for address in self._map().shards]
-
-    def lookup_anchors(
+    async def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
         found: dict[int, dict[ChunkKey, ChunkManifest]] = {}
-        for answer in self._broadcast(lambda store: store.lookup_anchors(namespace, space_digest, anchors)):
+        answers = await self._broadcast(lambda store: store.lookup_anchors(namespace, space_digest, anchors))
+        for answer in answers:
             for anchor, manifests in answer.items():
                 found.setdefault(anchor, {}).update({m.key: m for m in manifests})
         return {
@@ -163,53 +254,55 @@ class ShardedStore(ChunkStore):
             for anchor, manifests in found.items()
         }
 
-    def _broadcast(self, call: Callable[[ChunkStore], Answer]) -> list[Answer]:
+    async def _broadcast(
+        self, call: Callable[[AsyncChunkStore], Coroutine[Any, Any, Answer]]
+    ) -> list[Answer]:
         """The answers of the shards that have one."""
-        answers = self._ask_all((address, call) for address in self._map().shards)
+        shards = await self.shard_map()
+        answers = await self._ask_all((address, call) for address in shards.shards)
         return [answer for answer in answers if answer is not None]
 
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
-        owners = self._map().owners(manifest.key)
-        answers = self._ask_all((owner, lambda store: store.put(manifest, frames)) for owner in owners)
+    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+        owners = (await self.shard_map()).owners(manifest.key)
+        answers = await self._ask_all((owner, lambda store: store.put(manifest, frames)) for owner in owners)
         if all(answer is None for answer in answers):
             raise Unavailable(f"none of the {len(owners)} shards that own chunk {manifest.key} answers")
         return any(answers)
 
-    def stream(
+    async def stream(
         self,
         namespace: str,
         keys: Sequence[ChunkKey],
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-    ) -> Iterator[LayerFrame | ChunkLost]:
+        buffer_for: BufferFor | None = None,
+    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
         if not layers or not keys:
             return
-        shards = self._map()
+        shards = await self.shard_map()
         owners = [shards.owners(key) for key in keys]
 
         def open_part(address: ShardAddress, chunks: Sequence[int], first_layer: int) -> Part:
-            return Part(
-                chunks,
-                self._read(
-                    address,
-                    namespace,
-                    [keys[c] for c in chunks],
-                    range(first_layer, layers.stop),
-                    heads,
-                    deadline_s,
-                ),
+            items = self._read(
+                address,
+                namespace,
+                [keys[chunk] for chunk in chunks],
+                range(first_layer, layers.stop),
+                heads,
+                deadline_s,
+                _renumbered(buffer_for, chunks),
             )
+            return Part(chunks, items)
 
-        yield from merged(owners, layers, open_part, SHARD_FAILURES, self._prime)
+        async with aclosing(merged(owners, layers, open_part, READ_FAILURES, self._prime)) as items:
+            async for item in items:
+                yield item
 
-    def _prime(self, parts: Sequence[Part]) -> None:
-        if len(parts) == 1:
-            parts[0].prime()
-        else:
-            list(self._calls.map(Part.prime, parts))
+    async def _prime(self, parts: Sequence[Part]) -> None:
+        await self._concurrency.together([part.prime() for part in parts])
 
-    def _read(
+    async def _read(
         self,
         address: ShardAddress,
         namespace: str,
@@ -217,38 +310,77 @@ class ShardedStore(ChunkStore):
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-    ) -> Iterator[LayerFrame | ChunkLost]:
+        buffer_for: BufferFor | None,
+    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
         """A shard's stream; its breaker learns how it went."""
         shard = self._shard(address)
         if not shard.breaker.allows():
             raise Unavailable(f"{address.address} failed lately and is left alone")
+        items = shard.store.stream(namespace, keys, layers, heads, deadline_s, buffer_for)
         try:
-            yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
+            async with aclosing(items):
+                async for item in items:
+                    yield item
         except SHARD_FAILURES:
             shard.breaker.failed()
             raise
         shard.breaker.succeeded()
 
-    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        present = sum(manifest is not None for manifest in self.lookup(namespace, keys))
-        self._broadcast(lambda store: store.delete(namespace, keys))
+    async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        owned = _by_owner(await self.shard_map(), keys, replicas=1)
+        answers = await self._ask_all(
+            (address, _prefetch_call(namespace, part)) for address, part in owned.items()
+        )
+        return sum(answer or 0 for answer in answers)
+
+    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+        """Holds every replica. The count is of chunks; a shard that does not answer pins none of its own."""
+        shards = await self.shard_map()
+        owned = _by_owner(shards, keys, shards.replicas)
+        answers = await self._ask_all(
+            (address, _pin_call(namespace, part, lease_s)) for address, part in owned.items()
+        )
+        pins = [(owner.shard_id, pin) for owner, pin in zip(owned, answers, strict=True) if pin is not None]
+        lease_id = _SHARDS.join(f"{shard_id}{_LEASE}{pin.lease_id}" for shard_id, pin in pins)
+        held = await self.lookup(namespace, keys)
+        return Pinned(lease_id, sum(manifest is not None for manifest in held))
+
+    async def unpin(self, lease_id: str) -> int:
+        shards = {shard.shard_id: shard for shard in (await self.shard_map()).shards}
+        calls = []
+        for part in filter(None, lease_id.split(_SHARDS)):
+            shard_id, separator, lease = part.partition(_LEASE)
+            if not separator:
+                raise InvalidField("lease_id", f"{part!r} names no shard; use what pin returned")
+            if shard_id in shards:
+                calls.append((shards[shard_id], _unpin_call(lease)))
+        return sum(answer or 0 for answer in await self._ask_all(calls))
+
+    async def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        present = sum(manifest is not None for manifest in await self.lookup(namespace, keys))
+        await self._broadcast(lambda store: store.delete(namespace, keys))
         return present
 
-    def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        pages = self._broadcast(lambda store: store.list(namespace, limit, after))
+    async def list(
+        self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
+    ) -> list[ChunkManifest]:
+        pages = await self._broadcast(lambda store: store.list(namespace, limit, after))
         by_key = {manifest.key: manifest for page in pages for manifest in page}
         return [by_key[key] for key in sorted(by_key)[:limit]]
 
-    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        def put(store: ChunkStore) -> bool:
-            store.put_report(fingerprint, name, document)
+    async def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        async def put(store: AsyncChunkStore) -> bool:
+            await store.put_report(fingerprint, name, document)
             return True
 
-        if not self._broadcast(put):
+        if not await self._broadcast(put):
             raise Unavailable("no shard took the report")
 
-    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        answers = self._broadcast(lambda store: (store.get_report(fingerprint, name),))
+    async def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+        async def get(store: AsyncChunkStore) -> tuple[bytes | None]:
+            return (await store.get_report(fingerprint, name),)
+
+        answers = await self._broadcast(get)
         if not answers:
             raise Unavailable("no shard answers")
         return next((document for (document,) in answers if document is not None), None)
@@ -258,30 +390,84 @@ class ShardedStore(ChunkStore):
         with self._lock:
             return "+".join(sorted({shard.store.transport for shard in self._shards.values()})) or "none"
 
-    def stats(self) -> StoreStats:
-        parts = self._broadcast(lambda store: store.stats())
+    async def stats(self) -> StoreStats:
+        parts = await self._broadcast(lambda store: store.stats())
         transports = sorted({part.transport for part in parts})
         return StoreStats(
             chunks=sum(part.chunks for part in parts),
             bytes_used=sum(part.bytes_used for part in parts),
             bytes_capacity=sum(part.bytes_capacity for part in parts),
             transport="+".join(transports) or "none",
+            durable=bool(parts) and all(part.durable for part in parts),
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._directory.close()
-        self._calls.shutdown()
+        self._concurrency.close()
         with self._lock:
-            for shard in self._shards.values():
-                shard.store.close()
+            shards = list(self._shards.values())
             self._shards.clear()
+        for shard in shards:
+            await shard.store.close()
+
+
+class ShardedStore(BlockingStore):
+    """`AsyncShardedStore` for callers without an event loop. Thread-safe."""
+
+    def __init__(self, directory: ShardDirectory, options: GrpcOptions | None = None) -> None:
+        options = options or GrpcOptions()
+
+        def connect(address: str) -> AsyncChunkStore:
+            return AsyncGrpcStore(address, options, BlockingCalls(address, options.tls))
+
+        super().__init__(AsyncShardedStore(directory, options, connect, Threads()))
+
+
+_SHARDS, _LEASE = ",", "="
+"""In the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""
+
+
+def _by_owner(
+    shards: ShardMap, keys: Sequence[ChunkKey], replicas: int
+) -> dict[ShardAddress, list[ChunkKey]]:
+    """The keys that each shard owns as one of the first `replicas`."""
+    owned: dict[ShardAddress, list[ChunkKey]] = {}
+    for key in keys:
+        for owner in shards.owners(key)[:replicas]:
+            owned.setdefault(owner, []).append(key)
+    return owned
+
+
+def _renumbered(buffer_for: BufferFor | None, chunks: Sequence[int]) -> BufferFor | None:
+    """`buffer_for` with the chunks of one shard's stream numbered as in the whole request."""
+    if buffer_for is None:
+        return None
+    return lambda chunk, layer, size_bytes: buffer_for(chunks[chunk], layer, size_bytes)
 
 
 def _lookup_call(
     namespace: str, keys: Sequence[ChunkKey]
-) -> Callable[[ChunkStore], Sequence[ChunkManifest | None]]:
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[ChunkManifest | None]]]:
     return lambda store: store.lookup(namespace, keys)
 
 
-def _tiers_call(namespace: str, keys: Sequence[ChunkKey]) -> Callable[[ChunkStore], list[str | None]]:
+def _tiers_call(
+    namespace: str, keys: Sequence[ChunkKey]
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[str | None]]]:
     return lambda store: store.tiers(namespace, keys)
+
+
+def _prefetch_call(
+    namespace: str, keys: Sequence[ChunkKey]
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, int]]:
+    return lambda store: store.prefetch(namespace, keys)
+
+
+def _pin_call(
+    namespace: str, keys: Sequence[ChunkKey], lease_s: float
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Pinned]]:
+    return lambda store: store.pin(namespace, keys, lease_s)
+
+
+def _unpin_call(lease_id: str) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, int]]:
+    return lambda store: store.unpin(lease_id)

@@ -15,6 +15,7 @@ import grpc
 from kintsugi.core import errors
 
 ERROR_METADATA = "kintsugi-error"
+LAYER_LATE = "the next layer did not arrive in time"
 DETAIL_CHARS_MAX = 1024
 """gRPC carries details in HTTP/2 headers, which are bounded."""
 
@@ -28,6 +29,7 @@ _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Corrupted, grpc.StatusCode.DATA_LOSS),
+    (errors.VersionMismatch, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.VersionMismatch, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.VersionMismatch, grpc.StatusCode.UNIMPLEMENTED),
     (errors.NotBlendable, grpc.StatusCode.FAILED_PRECONDITION),
@@ -69,7 +71,7 @@ def error_of(code: Any, details: str, name: str | None = None) -> errors.Kintsug
 
 def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
     """The exception for a failed `grpc.Call`, naming the address it failed at."""
-    metadata = {entry.key: entry.value for entry in failure.trailing_metadata() or ()}
+    metadata = dict(tuple(entry) for entry in failure.trailing_metadata() or ())
     name = metadata.get(ERROR_METADATA)
     details = failure.details() or str(failure.code())
     return error_of(failure.code(), details if name else f"{where}: {details}", name)
@@ -88,9 +90,7 @@ class errors_of:  # noqa: N801 - reads as the statement it is used in
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, grpc.RpcError):
             if self._expired():
-                raise errors.DeadlineExceeded(
-                    f"{self._address}: the next layer did not arrive in time"
-                ) from error
+                raise errors.DeadlineExceeded(f"{self._address}: {LAYER_LATE}") from error
             raise error_of_call(error, self._address) from error
-        if isinstance(error, ValueError) and "closed channel" in str(error):
+        if isinstance(error, ValueError | grpc.aio.UsageError) and "closed" in str(error):
             raise errors.Unavailable(f"{self._address}: this client is closed") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from kintsugi.client.wire import CHANNEL_OPTIONS
+from kintsugi.client.wire import CLIENT_OPTIONS
 from kintsugi.core.errors import InvalidField
 
 FILES_CHECK_S = 5.0
@@ -53,21 +54,31 @@ class TlsFiles:
 def open_channel(address: str, tls: TlsFiles | None) -> Any:
     """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
     if tls is None:
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=CLIENT_OPTIONS)
+
+
+def open_async_channel(address: str, tls: TlsFiles | None) -> Any:
+    """The same for the running event loop."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=CLIENT_OPTIONS)
 
 
 class Line:
     """A channel to one address that is made anew once its TLS files have changed. Thread-safe."""
 
-    def __init__(self, address: str, tls: TlsFiles | None) -> None:
+    def __init__(
+        self, address: str, tls: TlsFiles | None, opened: Callable[[str, TlsFiles | None], Any]
+    ) -> None:
         """Raises `InvalidField` where a file cannot be read."""
         self._address = address
         self._tls = tls
+        self._opened = opened
         self._lock = threading.Lock()
         self._checked_s = time.monotonic()
         self._stamp = () if tls is None else tls.stamp()
-        self._channel = open_channel(address, tls)
+        self._channel = opened(address, tls)
 
     def channel(self) -> Any:
         """The channel for the next call. Calls that are under way keep theirs."""
@@ -79,12 +90,13 @@ class Line:
                 stamp = self._tls.stamp()
                 if stamp and stamp != self._stamp:
                     with suppress(InvalidField):  # replaced just now: next time
-                        self._channel = open_channel(self._address, self._tls)
+                        self._channel = self._opened(self._address, self._tls)
                         self._stamp = stamp
             return self._channel
 
-    def close(self) -> None:
-        self._channel.close()
+    def close(self) -> Any:
+        """To be awaited where the channel is asynchronous."""
+        return self._channel.close()
 
 
 class ServerTls:

@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
 
 RESOLUTION_S = 0.02
-
-Message = TypeVar("Message")
 
 
 class Guard:
@@ -77,14 +74,3 @@ class Watchdog:
             for guard in overdue:
                 guard.expire()
             time.sleep(RESOLUTION_S)
-
-
-def guarded(messages: Iterator[Message], guard: Guard, wait_s: float) -> Iterator[Message]:
-    """The messages of a call, waiting at most `wait_s` for each."""
-    while True:
-        guard.arm(wait_s)
-        message = next(messages, None)
-        guard.disarm()
-        if message is None:
-            return
-        yield message

@@ -46,6 +46,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
+CLIENT_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET))
+"""A client takes in a few messages ahead: otherwise a shard waits for each to be verified before it may send
+the next. Not the other way round: a shard would hold as much for every client that puts."""
 
 
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:

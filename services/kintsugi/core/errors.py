@@ -6,7 +6,8 @@
     ├── InvalidField           a field has an impossible value; names the field and what would be right
     │   ├── UnknownField       a key that no schema has; carries the nearest valid one
     │   ├── InvalidSpan        spans overlap, leave the prompt or are empty
-    │   └── ForeignChunkKey    a key that was not made from this chunk space and these tokens
+    │   ├── ForeignChunkKey    a key that was not made from this chunk space and these tokens
+    │   └── BelowMinimum       a ratio below the least that passed calibration
     ├── NotFound               a chunk, report, shard or file that is not there
     ├── ResourceExhausted      a bound was reached: bytes, entries, queue, quota
     ├── Unavailable            the other side does not answer now; retrying later can help
@@ -57,6 +58,10 @@ class InvalidSpan(InvalidField):
 
 class ForeignChunkKey(InvalidField):
     """A chunk key that does not belong to this chunk space and these tokens."""
+
+
+class BelowMinimum(InvalidField):
+    """A ratio below the least that passed calibration."""
 
 
 class NotFound(KintsugiError):

@@ -2,8 +2,9 @@
 
 A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K
 before V, so that a tensor-parallel rank reads one contiguous byte range, and K is stored before RoPE:
-it is rotated once, at load. A digest covers each head of each frame, so a rank can verify exactly the
-bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
+it is rotated once, at load. Quantised codecs keep a head's scales behind its elements. A digest covers
+each head of each frame, so a rank can verify exactly the bytes it read. The store never decodes;
+`fusor.codecs` encodes and decodes on tensors.
 """
 
 from __future__ import annotations
@@ -25,13 +26,40 @@ LAYERS_MAX = 1024
 HEADS_MAX = 1024
 HEAD_DIM_MAX = 1024
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SCALE_BYTES = 2
+"""Scales are bfloat16: the range of fp32, and their own rounding costs no accuracy, because elements are
+divided by the rounded scale."""
+SINK_TOKENS = 4
 
 
 class Codec(IntEnum):
-    """How a frame's head is encoded. Ids are on disk and on the wire: never renumber."""
+    """How a frame's head is encoded. Ids are on disk and on the wire: never renumber.
+
+    The quantised ones have one scale per channel of K and one per token of V. ``*_SINKS`` keep the first
+    `SINK_TOKENS` tokens of a chunk as they are: where a chunk starts a sequence, those can be so large
+    that K's scales would be theirs.
+    """
 
     RAW = 1
     """The engine's own 16- or 32-bit elements."""
+    INT8 = 2
+    FP8 = 3
+    """e4m3: three bits of mantissa, no infinity."""
+    INT8_SINKS = 4
+    FP8_SINKS = 5
+
+    def sinks_of(self, num_tokens: int) -> int:
+        """Leading tokens that are not quantised."""
+        return min(num_tokens, SINK_TOKENS) if self in (Codec.INT8_SINKS, Codec.FP8_SINKS) else 0
+
+
+def codec_named(name: str) -> Codec:
+    """The codec that a configuration calls `name`. Raises `InvalidField`."""
+    try:
+        return Codec[name.upper()]
+    except KeyError:
+        known = ", ".join(codec.name.lower() for codec in Codec)
+        raise InvalidField("codec", f"{name!r} is not one of {known}") from None
 
 
 @dataclass(frozen=True)
@@ -56,9 +84,15 @@ class KVLayout:
             raise InvalidField("layout.dtype", f"{self.dtype!r} is not one of {', '.join(ELEMENT_BYTES)}")
 
     def head_bytes(self, codec: Codec, num_tokens: int) -> int:
-        """Bytes of one kv head (its K and V) of one frame."""
-        assert codec is Codec.RAW
-        return 2 * num_tokens * self.head_dim * ELEMENT_BYTES[self.dtype]
+        """Bytes of one kv head (its K and V) of one frame.
+
+        Quantised, behind each other: K `[tokens, head_dim]` and V `[tokens, head_dim]`, one byte an
+        element, without the sinks; scales of K `[head_dim]`, of V `[tokens]`; the sinks' K and V.
+        """
+        sinks = num_tokens if codec is Codec.RAW else codec.sinks_of(num_tokens)
+        small = num_tokens - sinks
+        scales = SCALE_BYTES * (self.head_dim + small) if codec is not Codec.RAW else 0
+        return 2 * self.head_dim * (small + sinks * ELEMENT_BYTES[self.dtype]) + scales
 
     def frame_bytes(self, codec: Codec, num_tokens: int) -> int:
         """Bytes of one layer of a chunk."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import blake3
 
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SelectorName
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,50 @@ class ChunkHit:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """How the hit tokens to recompute are chosen: what a calibration judges and a plan's digest names.
+
+    Layers beyond a model's last mean its last.
+    """
+
+    ratio: float
+    """Share of the hit tokens to recompute."""
+    selector: SelectorName = SelectorName.HKVD
+    check_layer: int = 1
+    """The layer whose deviation selects, where the selector looks at one."""
+    query_layers: tuple[int, ...] = ()
+    """Layers at which attention from the question counts, ascending. Empty: the fusor's own choice."""
+    adaptive_mass: float | None = None
+    """Makes `ratio` a ceiling: no more tokens are chosen than hold this share of the selector's signal
+    over all candidates. None, and selectors without a signal, use the ratio as it is."""
+    ratio_min: float = 0.0
+    """Floor of an adaptive ratio."""
+
+    def __post_init__(self) -> None:
+        for name in ("ratio", "ratio_min"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise InvalidField(name, f"{getattr(self, name)} is outside [0, 1]")
+        if self.check_layer < 0:
+            raise InvalidField("check_layer", f"{self.check_layer} must not be negative")
+        if any(layer < 0 for layer in self.query_layers) or list(self.query_layers) != sorted(
+            set(self.query_layers)
+        ):
+            raise InvalidField("query_layers", f"{list(self.query_layers)} must ascend from 0 or above")
+        if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
+            raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
+
+
+@dataclass(frozen=True)
 class BlendPlan:
     """What the engine does for one prompt. Ranks execute it alike."""
 
     hits: tuple[ChunkHit, ...]
     """In prompt order, disjoint."""
-    ratio: float
-    """Share of the hit tokens to recompute."""
-    selector: SelectorName
-    check_layer: int
-    """The layer whose deviation selects; layers below it are computed for every token."""
+    selection: Selection
 
     def without(self, keys: frozenset[ChunkKey]) -> BlendPlan:
         """The same plan with `keys` missed: their tokens are computed instead of loaded."""
-        hits = tuple(hit for hit in self.hits if hit.key not in keys)
-        return BlendPlan(hits, self.ratio, self.selector, self.check_layer)
+        return BlendPlan(tuple(hit for hit in self.hits if hit.key not in keys), self.selection)
 
 
 def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:
@@ -60,16 +90,21 @@ def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequen
 
 
 def plan_digest(
-    space: ChunkSpace, spans: Sequence[Span], ratio: float, selector: SelectorName, check_layer: int
+    space: ChunkSpace, spans: Sequence[Span], selection: Selection, asking: Sequence[int] = ()
 ) -> bytes:
     """32 bytes that name the KV of a prompt blended this way.
 
     It depends on the request alone, not on what the store held at that moment: a chunk that was missed
     was computed instead, which is never worse, and a later turn over the same spans must find the KV.
+    Where the selection depends on what is asked, `asking` is the prompt's token ids: KV that was chosen for
+    one question is not that of another.
     """
     hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
     # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.
-    hasher.update(f"{selector.value}\0{check_layer}\0{ratio + 0.0!r}\0".encode())
+    ratios = f"{selection.ratio + 0.0!r}\0{selection.ratio_min + 0.0!r}\0{selection.adaptive_mass!r}"
+    layers = f"{selection.check_layer}\0{','.join(map(str, selection.query_layers))}"
+    hasher.update(f"{selection.selector.value}\0{layers}\0{ratios}\0".encode())
     for span in spans:
         hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
+    hasher.update(b"\0" + token_bytes(asking))
     return hasher.digest()

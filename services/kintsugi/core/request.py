@@ -39,7 +39,14 @@ class SelectorName(StrEnum):
     HKVD_V = "hkvd_v"
     HKVD_GRADUAL = "hkvd_gradual"
     """The paper's gradual filtering: a set a little too large, filtered again at every layer."""
+    CHUNK_HEAD = "chunk_head"
+    """The first tokens of each chunk (EPIC): they took the place of an attention sink."""
+    QUERY = "query"
+    """What the question attends to, seen in a pass of the question alone over the loaded KV."""
+    HYBRID = "hybrid"
+    """Chunk heads, and what the question attends to where it deviates at the check layer."""
     RANDOM = "random"
+    """Control."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class _Wire:
     spans: list[list[Any]] | None = None
     ratio: StrictFloat | None = None
     selector: str | None = None
+    adaptive_mass: StrictFloat | None = None
     explain: StrictBool = False
 
 
@@ -61,8 +69,8 @@ class _Wire:
 class KintsugiParams:
     """One request's constraints.
 
-    ``spans`` None means: find known chunks by content. ``ratio`` and ``selector`` None mean: the
-    engine's calibrated default.
+    ``spans`` None means: find known chunks by content. ``ratio``, ``selector`` and ``adaptive_mass``
+    None mean: the engine's calibrated default.
     """
 
     namespace: str
@@ -70,12 +78,16 @@ class KintsugiParams:
     spans: tuple[Span, ...] | None = None
     ratio: float | None = None
     selector: SelectorName | None = None
+    adaptive_mass: float | None = None
+    """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
     explain: bool = False
 
     def __post_init__(self) -> None:
         checked_namespace(self.namespace)
         if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
             raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
+        if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
+            raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
         if self.op is Op.SAVE and (self.spans is None or len(self.spans) != 1):
             raise InvalidSpan("spans", "op=save needs exactly one span: the chunk to prefill and store")
 
@@ -93,6 +105,7 @@ class KintsugiParams:
             spans=None if wire.spans is None else parsed_spans(wire.spans),
             ratio=wire.ratio,
             selector=None if wire.selector is None else parsed_selector(wire.selector),
+            adaptive_mass=wire.adaptive_mass,
             explain=wire.explain,
         )
 
@@ -105,6 +118,8 @@ class KintsugiParams:
             wire["ratio"] = self.ratio
         if self.selector is not None:
             wire["selector"] = self.selector.value
+        if self.adaptive_mass is not None:
+            wire["adaptive_mass"] = self.adaptive_mass
         if self.explain:
             wire["explain"] = True
         return {PARAMS_KEY: wire}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import codec_named
+from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT
 
@@ -24,13 +26,39 @@ class EngineConfig:
     portable: bool = True
     """Whether chunks prefilled behind the prefix may be used behind another one."""
 
+    report: str | None = None
+    """Path of a calibration report. None: the store's, by the model's fingerprint."""
+
+    report_poll_ms: int = 5_000
+    """How often the report is read again: how long a drift, or a new calibration, takes to be noticed."""
+
+    allow_uncalibrated: bool = False
+    """Blend without a passing report, as `ratio`, `selector` and `check_layer` say. For random weights, and
+    for those who know better; `$KINTSUGI_ALLOW_UNCALIBRATED=1` does the same."""
+
     ratio: float = 0.15
-    """Share of the hit tokens that a blend recomputes where a request names none."""
+    """Share of the hit tokens that a blend recomputes where a request names none. With a calibration report
+    the report's choice counts, not this, nor the two below."""
 
     selector: SelectorName = SelectorName.HKVD
 
     check_layer: int = 1
-    """Layer whose KV deviation selects; layers below it are computed for every token."""
+    """Layer whose KV deviation selects, for selectors that look at it. Differs from model to model."""
+
+    query_layers: list[int] | None = None
+    """Layers at which attention from the question counts, ascending; the question passes through all up
+    to the last of them once more. None: the fusor's choice for the model's depth."""
+
+    adaptive_mass: float | None = None
+    """Makes the ratio a ceiling: no more tokens are recomputed than hold this share of the selector's
+    signal. None: always the whole ratio."""
+
+    adaptive_ratio_min: float = 0.05
+    """Floor of an adaptive ratio."""
+
+    codec: str = "raw"
+    """How chunks are stored: `raw`, or `int8` or `fp8` for half the bytes; `int8_sinks` and `fp8_sinks`
+    keep a chunk's first tokens in 16 bit. What is loaded is decoded as it was stored, whatever this says."""
 
     match_content: bool = True
     """Find known chunks at any offset of prompts that come without spans."""
@@ -52,10 +80,28 @@ class EngineConfig:
     """Check at start that blending gives the engine's own answers; off, nothing would notice a defect."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio <= 1.0:
-            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
-        for name in ("check_layer", "prefetch_layers", "layer_deadline_ms", "lookup_deadline_ms"):
+        for name in (
+            "check_layer",
+            "prefetch_layers",
+            "layer_deadline_ms",
+            "lookup_deadline_ms",
+            "report_poll_ms",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
         if self.slice_tokens is not None and self.slice_tokens < 1:
             raise InvalidField("slice_tokens", f"{self.slice_tokens} must be at least 1")
+        codec_named(self.codec)
+        _ = self.selection  # checks its fields
+
+    @property
+    def selection(self) -> Selection:
+        """What a request that names nothing is blended with. Raises `InvalidField`."""
+        return Selection(
+            self.ratio,
+            self.selector,
+            self.check_layer,
+            tuple(self.query_layers or ()),
+            self.adaptive_mass,
+            self.adaptive_ratio_min,
+        )

@@ -22,12 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
-from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.gate import binding_of, opened_gate, prefix_of
 from kintsugi.engine.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler import SchedulerSide
@@ -71,12 +70,14 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            binding = binding_of(vllm_config, config)
             self._scheduler = SchedulerSide(
                 config=config,
                 store=store,
-                planner=FixedRatioPlanner(config.ratio, config.selector, config.check_layer),
-                fingerprint=_fingerprint(vllm_config),
-                prefix_token_ids=_prefix_of(config, vllm_config),
+                planner=FixedRatioPlanner(config.selection),
+                gate=opened_gate(config, store, binding),
+                fingerprint=binding.model,
+                prefix_token_ids=prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
                 declined_because=unsupported(vllm_config),
                 has_windows=has_windows(kv_cache_config),
@@ -188,19 +189,3 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-
-
-def _fingerprint(vllm_config: VllmConfig) -> ModelFingerprint:
-    """Of the checkpoint as this engine runs it."""
-    model = vllm_config.model_config
-    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
-    kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
-    return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
-
-
-def _prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
-    """The configured prefix, else the model's BOS."""
-    if config.prefix_token_ids is not None:
-        return tuple(config.prefix_token_ids)
-    bos = getattr(vllm_config.model_config.hf_text_config, "bos_token_id", None)
-    return (bos,) if isinstance(bos, int) else ()

@@ -9,17 +9,26 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, NotFound, Unavailable
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span
 
+if TYPE_CHECKING:
+    from kintsugi.engine.scheduler import SchedulerSide
+
 CONNECTOR = "KintsugiConnector"
+FORCED_KEY = "kintsugi_forced"
+FORCING = "kintsugi.engine.forcing:TeacherForcing"
+"""For vLLM's argument `logits_processors`: what `Prompt.forced` needs."""
 KV_CACHE_BYTES = 2 << 30
 """vLLM would take most of a CPU machine's memory otherwise."""
 
@@ -39,6 +48,8 @@ class Prompt:
     top_logprobs: int = 0
     """Logprobs of so many best tokens at each step, besides the chosen one's."""
     ignore_eos: bool = False
+    forced: Sequence[int] | None = None
+    """Answer with these tokens; logprobs stay the model's own. The engine has to be started for it."""
     priority: int = 0
     """vLLM's: lower goes first. Counts only where the engine schedules by priority."""
 
@@ -160,23 +171,39 @@ class LocalEngine:
         """Tokens of prompt and answer together that a request may have."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
-    def generate(self, prompts: Sequence[Prompt], timeout_s: float = GENERATE_TIMEOUT_S) -> list[Generation]:
-        """Answer all prompts, submitted together; results in their order.
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        timeout_s: float = GENERATE_TIMEOUT_S,
+        arrivals_s: Sequence[float] | None = None,
+    ) -> list[Generation]:
+        """Answer all prompts; results in their order.
 
-        Raises `InvalidField` before anything is submitted where a prompt is empty or too long, and
-        `DeadlineExceeded` after `timeout_s`, with every request aborted.
+        They are submitted together, or with `arrivals_s` (ascending) each so many seconds from now; TTFT
+        then counts from the arrival, whatever the engine was busy with. Raises `InvalidField` before
+        anything is submitted where a prompt is empty or too long, and `DeadlineExceeded` after
+        `timeout_s`, with every request aborted.
         """
         for index, prompt in enumerate(prompts):
             self._check(prompt, f"prompts[{index}]")
-        running = {request_id: _Running(time.perf_counter()) for request_id in self._ids(len(prompts))}
-        for (request_id, request), prompt in zip(running.items(), prompts, strict=True):
-            request.started_s = time.perf_counter()
-            self._submit(request_id, prompt)
-        deadline_s = time.monotonic() + timeout_s
-        while any(request.generation is None for request in running.values()):
-            if time.monotonic() > deadline_s:
+        offsets_s = [0.0] * len(prompts) if arrivals_s is None else list(arrivals_s)
+        waiting = deque(zip(self._ids(len(prompts)), prompts, offsets_s, strict=True))
+        running: dict[str, _Running] = {}
+        started_s = time.perf_counter()
+        while waiting or any(request.generation is None for request in running.values()):
+            now_s = time.perf_counter()
+            if now_s - started_s > timeout_s:
                 self.llm.llm_engine.abort_request(list(running))
                 raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s; the requests were aborted")
+            while waiting and started_s + waiting[0][2] <= now_s:
+                request_id, prompt, offset_s = waiting.popleft()
+                running[request_id] = _Running(
+                    time.perf_counter() if arrivals_s is None else started_s + offset_s
+                )
+                self._submit(request_id, prompt)
+            if waiting and all(request.generation is not None for request in running.values()):
+                time.sleep(max(0.0, started_s + waiting[0][2] - time.perf_counter()))
+                continue
             for output in self.llm.llm_engine.step():
                 running[output.request_id].take(output, time.perf_counter())
         return [request.generation for request in running.values() if request.generation is not None]
@@ -186,6 +213,36 @@ class LocalEngine:
     ) -> list[Generation]:
         """Prefill chunks in isolation behind the prefix and store their KV, all in one batch."""
         return self.generate([save_prompt(prefix_token_ids, chunk, namespace) for chunk in chunks])
+
+    @property
+    def binding(self) -> Binding:
+        """What a calibration of this engine speaks about."""
+        return self._scheduler.gate.binding
+
+    def refresh_gate(self) -> None:
+        """Read the calibration report now, instead of at the next poll."""
+        self._scheduler.gate.refresh()
+
+    @property
+    def prefix_token_ids(self) -> tuple[int, ...]:
+        """What chunks are prefilled behind."""
+        return self._scheduler.prefix_token_ids
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return int(self.llm.llm_engine.model_config.hf_text_config.num_hidden_layers)
+
+    def plan_with(self, selection: Selection) -> None:
+        """Blend requests that name nothing this way from now on. For measuring: an engine that serves
+        takes it from its configuration or its calibration report."""
+        self._scheduler.planner = self._scheduler.planner.with_selection(selection)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        side: SchedulerSide = connector._scheduler
+        return side
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks, so that the next prompt is prefilled from its first token."""
@@ -222,16 +279,18 @@ class LocalEngine:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        extra_args = None
+        extra_args: dict[str, Any] = {}
         if prompt.params is not None:
-            extra_args = {"kv_transfer_params": prompt.params.to_mapping()}
+            extra_args["kv_transfer_params"] = prompt.params.to_mapping()
+        if prompt.forced is not None:
+            extra_args[FORCED_KEY] = list(prompt.forced)
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=prompt.max_tokens,
             logprobs=prompt.top_logprobs,
             ignore_eos=prompt.ignore_eos,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=extra_args,
+            extra_args=extra_args or None,
         )
         tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         if prompt.cache_salt is not None:

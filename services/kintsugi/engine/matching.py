@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.client.interface import ChunkStore
-from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_at_every_offset
 
 
@@ -19,6 +19,16 @@ class Match:
 
     spans: tuple[Span, ...]
     manifests: dict[ChunkKey, ChunkManifest]
+
+
+def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
+    """The match with chunks in other codecs missed: a calibration speaks of one, and `raw` loses nothing.
+
+    None: any codec will do.
+    """
+    if codecs is None:
+        return match
+    return Match(match.spans, {key: m for key, m in match.manifests.items() if m.codec in codecs})
 
 
 def match_spans(store: ChunkStore, space: ChunkSpace, spans: Sequence[Span]) -> Match:

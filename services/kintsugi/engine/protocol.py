@@ -32,6 +32,8 @@ class BlendJob:
     manifests: dict[ChunkKey, ChunkManifest]
     namespace: str
     explain: bool
+    next_token_id: int
+    """Of the prompt's last token, which the engine computes behind the blend."""
 
 
 @dataclass(frozen=True)

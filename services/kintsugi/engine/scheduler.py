@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,15 +19,18 @@ from vllm.logger import init_logger
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, KintsugiError, NotBlendable
+from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import ChunkHit, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.engine import hashing
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.matching import Match, match_content, match_spans
+from kintsugi.engine.gate import Gate
+from kintsugi.engine.matching import Match, in_codecs, match_content, match_spans
 from kintsugi.engine.metrics import BlendStats
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
 from kintsugi.fusor.planner import Planner, PlanRequest, hits_beyond
+from kintsugi.fusor.selectors import asks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -46,6 +50,8 @@ class _State:
     request: Request
     params: KintsugiParams
     space: ChunkSpace
+    planner: Planner
+    """With what the gate allowed this request when it came: a later report changes nothing midway."""
     match: Future[Match] | None = None
     matched_by: float = 0.0
     """Monotonic time after which the store is no longer waited for."""
@@ -73,6 +79,7 @@ class SchedulerSide:
     config: EngineConfig
     store: ChunkStore
     planner: Planner
+    gate: Gate
     fingerprint: ModelFingerprint
     prefix_token_ids: tuple[int, ...]
     hash_block_size: int
@@ -121,7 +128,8 @@ class SchedulerSide:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
-        state = _State(request, params, space)
+        planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
+        state = _State(request, params, space, planner)
         if params.spans is not None:
             spans = _keyed_spans(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -138,10 +146,23 @@ class SchedulerSide:
             hashing.fork(request, self._fork_at(len(self.prefix_token_ids)), os.urandom(16))
         elif state.params.spans is not None:
             self._fork(request, state, state.params.spans)
-            state.match = self._threads.submit(match_spans, self.store, space, state.params.spans)
+            state.match = self._threads.submit(self._find, match_spans, space, state.params.spans)
         else:
-            state.match = self._threads.submit(match_content, self.store, space, prompt)
+            state.match = self._threads.submit(self._find, match_content, space, prompt)
         state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+
+    def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
+        """Look up, on a thread of its own. Where a calibration counts, what another codec lost is a miss."""
+        calibrated = self.gate.state.limits is not None
+        codecs = frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
+        return in_codecs(match(self.store, space, where), codecs)
+
+    def _allowed_planner(self, params: KintsugiParams) -> Planner:
+        """The planner with what the calibration report says of this request. Raises where it forbids it."""
+        selection = self.gate.state.resolve(
+            self.planner.selection, params.ratio, params.selector, params.adaptive_mass
+        )
+        return self.planner.with_selection(selection)
 
     def _check_blendable(self, request: Request) -> None:
         if self.declined_because is not None:
@@ -158,9 +179,9 @@ class SchedulerSide:
     def _fork(self, request: Request, state: _State, spans: tuple[Span, ...]) -> None:
         """Name the KV that this blend will produce, from the first block that is not exact."""
         prompt = request.prompt_token_ids
-        digest = plan_digest(
-            state.space, spans, *self.planner.configuration(state.params.ratio, state.params.selector)
-        )
+        params = state.params
+        selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
+        digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
         hashing.fork(request, self._fork_at(exact_end(spans, state.space, prompt)), digest)
 
     def _fork_at(self, num_exact: int) -> int:
@@ -238,7 +259,7 @@ class SchedulerSide:
         if self.has_windows and num_computed:
             raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
         missed = sum(span.num_tokens for span in match.spans if span.key not in match.manifests)
-        plan = self.planner.plan(
+        plan = state.planner.plan(
             PlanRequest(
                 num_tokens=request.num_tokens,
                 num_computed=num_computed,
@@ -247,6 +268,7 @@ class SchedulerSide:
                 bytes_to_load=sum(match.manifests[hit.key].chunk_bytes for hit in hits),
                 ratio=state.params.ratio,
                 selector=state.params.selector,
+                adaptive_mass=state.params.adaptive_mass,
             )
         )
         tokens = JobTokens(
@@ -258,6 +280,7 @@ class SchedulerSide:
             {hit.key: match.manifests[hit.key] for hit in hits},
             state.space.namespace,
             state.params.explain,
+            request.all_token_ids[last],
         )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
@@ -361,6 +384,7 @@ class SchedulerSide:
         return stats
 
     def close(self) -> None:
+        self.gate.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -23,8 +23,7 @@ from vllm.logger import init_logger
 from kintsugi.client.ram import RamStore
 from kintsugi.core.errors import SelfTestFailed
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
-from kintsugi.core.plan import BlendPlan, ChunkHit
-from kintsugi.core.request import SelectorName
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.model import Model
 from kintsugi.engine.stack import Prepared, VllmStack, rank_and_size
@@ -115,8 +114,8 @@ def _blended(fixture: _Fixture, ratio: float) -> Tensor:
     last = len(fixture.token_ids) - 1
     hit = ChunkHit(PREFIX, PREFIX + CHUNK, fixture.manifest.key)
     work = BlendPass(
-        Region(fixture.token_ids[:last], 0),
-        BlendPlan((hit,), ratio, SelectorName.HKVD, check_layer=1),
+        Region(fixture.token_ids[:last], 0, int(fixture.token_ids[last])),
+        BlendPlan((hit,), Selection(ratio)),
         VllmStack(fixture.model, [fixture.blocks], [last]),
         lambda plan: _open_loader(fixture, plan, last),
         unit_tokens_max=16,
@@ -128,7 +127,7 @@ def _blended(fixture: _Fixture, ratio: float) -> Tensor:
 def _check_shifted_keys(fixture: _Fixture) -> None:
     model, start = fixture.model, PREFIX + SHIFT
     hit = ChunkHit(start, start + CHUNK, fixture.manifest.key)
-    loader = _open_loader(fixture, BlendPlan((hit,), 0.0, SelectorName.HKVD, 1), start + CHUNK)
+    loader = _open_loader(fixture, BlendPlan((hit,), Selection(0.0)), start + CHUNK)
     try:
         loaded = loader.take(0, timeout_s=30.0)
     finally:

@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kintsugi.engine.model import CacheGroup, Layer, Model
 from kintsugi.engine.scattered import RUNS_MIN, ScatteredRows, served_by_kernel
-from kintsugi.fusor.stack import Batch, FreshKV, Hidden
+from kintsugi.fusor.stack import AttentionRule, Batch, FreshKV, Hidden
 
 NULL_BLOCK = 0
 """vLLM's placeholder for blocks that a sliding window has left behind."""
@@ -40,16 +40,23 @@ class _Projected(Exception):
 class _Captured:
     """What the hooks of one layer call saw, `[tokens, heads · head_dim]` or `[tokens, heads, head_dim]`."""
 
+    query: Tensor | None = None
     key_before_rope: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
 
     def fresh(self, num_heads: int, head_dim: int) -> FreshKV:
+        assert self.query is not None
         assert self.key_before_rope is not None
         assert self.key is not None
         assert self.value is not None
         shape = (-1, num_heads, head_dim)
-        return FreshKV(self.key_before_rope.view(shape), self.key.view(shape), self.value.view(shape))
+        return FreshKV(
+            self.query.view(len(self.query), -1, head_dim),
+            self.key_before_rope.view(shape),
+            self.key.view(shape),
+            self.value.view(shape),
+        )
 
 
 class _GroupTables:
@@ -57,7 +64,8 @@ class _GroupTables:
 
     A sliding-window group has null blocks where the window has moved on. Tokens before the window's last
     position still need those layers' KV while they are computed, so such a group works in a scratch
-    cache of one layer and copies the live blocks in and out.
+    cache of one layer and copies the live blocks in and out. So does any group where a sequence's last
+    position has no block yet: what is written there is dropped.
     """
 
     def __init__(self, group: CacheGroup, block_ids: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
@@ -65,7 +73,9 @@ class _GroupTables:
         per_block = group.block_size // group.kernel_block_size
         tables = []
         for ids, end in zip(block_ids, ends, strict=True):
-            used = torch.tensor(ids[: -(-end // group.block_size)], dtype=torch.int64)
+            count = -(-end // group.block_size)
+            assert len(ids) >= count - 1
+            used = torch.tensor([*ids[:count], *[NULL_BLOCK] * (count - len(ids))], dtype=torch.int64)
             kernel_ids = used[:, None] * per_block + torch.arange(per_block)
             tables.append(torch.where(used[:, None] == NULL_BLOCK, NULL_BLOCK, kernel_ids).flatten())
         real = torch.cat(tables)
@@ -201,6 +211,14 @@ class VllmStack:
             self._call(self._model.layers[layer], hidden, batch)
         return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
 
+    def attention_rule(self, layer: int) -> AttentionRule:
+        attention = self._model.layers[layer].attention
+        return AttentionRule(
+            attention.impl.scale,
+            attention.sliding_window,
+            getattr(attention.impl, "logits_soft_cap", None) or None,
+        )
+
     def synchronize(self) -> None:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
@@ -248,7 +266,7 @@ class VllmStack:
             captured.key_before_rope = arguments[2].clone()  # rotated in place
 
         def before_attention(_module: object, arguments: tuple[Tensor, ...]) -> None:
-            captured.key, captured.value = arguments[1], arguments[2]
+            captured.query, captured.key, captured.value = arguments[:3]
             if leave:
                 raise _Projected
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.model import Model, find_model
@@ -26,6 +26,7 @@ from kintsugi.engine.support import unsupported
 from kintsugi.fusor.blend import BlendPass, Region
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
+from kintsugi.fusor.selectors import asks
 from kintsugi.fusor.sliced import Status
 
 logger = init_logger(__name__)
@@ -58,6 +59,7 @@ class WorkerSide:
         self._config = config
         self._store = store
         self._slice_tokens = slice_tokens
+        self._codec = codec_named(config.codec)
         self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: Model | None = None
         self._unable: str | None = None
@@ -123,10 +125,12 @@ class WorkerSide:
     def _begin_blend(self, job: BlendJob) -> None:
         assert self._model is not None
         end = job.tokens.start + len(job.tokens.token_ids)
+        token_ids = torch.tensor(job.tokens.token_ids, dtype=torch.int64)
         work = BlendPass(
-            region=Region(torch.tensor(job.tokens.token_ids, dtype=torch.int64), job.tokens.start),
+            region=Region(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
-            stack=VllmStack(self._model, [job.tokens.block_ids], [end]),
+            # The last token, which is not ours, passes where the question is asked.
+            stack=VllmStack(self._model, [job.tokens.block_ids], [end + asks(job.plan.selection)]),
             open_loader=lambda plan: self._open_loader(job, plan, end),
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
@@ -227,8 +231,8 @@ class WorkerSide:
         return Accounting(
             outcome=Outcome.FAILED if failed else Outcome.BLENDED,
             reason=tally.failure,
-            selector=job.plan.selector.value,
-            ratio=job.plan.ratio,
+            selector=job.plan.selection.selector.value,
+            ratio=job.plan.selection.ratio,
             tokens_hit=tally.tokens_hit,
             tokens_recomputed=tally.tokens_recomputed,
             token_layers_computed=round(tally.token_layers, 1),
@@ -244,18 +248,35 @@ class WorkerSide:
         )
 
     def _advance_save(self, budget: float) -> float:
-        if self._save is None:
-            self._save = self._begin_save()
-        spent = self._save.work.advance(budget)
+        """Run a slice of the batch in hand. A defect costs its chunks, as in `_advance_blend`."""
+        jobs = self._save.jobs if self._save is not None else self._next_saves()
+        try:
+            if self._save is None:
+                self._save = self._begin_save(jobs)
+            spent = self._save.work.advance(budget)
+        except Exception as defect:
+            if rank_and_size()[1] > 1:
+                raise
+            logger.exception("The save of %d chunks broke; none of them is stored", len(jobs))
+            self._abandon_save(jobs, f"defect: {type(defect).__name__}: {defect}")
+            return budget
         if self._save.work.status is Status.DONE:
             batch, self._save = self._save, None
             for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
                 self._finish_save(batch, job, frames)
         return spent
 
-    def _begin_save(self) -> _SaveBatch:
+    def _abandon_save(self, jobs: list[SaveJob], reason: str) -> None:
+        cancelled = self._save.cancelled if self._save is not None else set()
+        self._save = None
+        for job in jobs:
+            if job.tokens.request_id in cancelled:
+                self._released.add(job.tokens.request_id)
+            else:
+                self._fail(job.tokens.request_id, reason)
+
+    def _next_saves(self) -> list[SaveJob]:
         """As many waiting chunks as fit in one unit of every layer, at least one."""
-        assert self._model is not None
         jobs: list[SaveJob] = []
         tokens = 0
         while self._saves_waiting:
@@ -264,6 +285,10 @@ class WorkerSide:
                 break
             jobs.append(self._saves_waiting.pop(0))
             tokens += size
+        return jobs
+
+    def _begin_save(self, jobs: list[SaveJob]) -> _SaveBatch:
+        assert self._model is not None
         items = [
             SaveItem(
                 torch.tensor(job.tokens.token_ids, dtype=torch.int64),
@@ -275,7 +300,7 @@ class WorkerSide:
         ]
         ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
         stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
-        work = SavePass(items, stack, self._unit_tokens_max, Codec.RAW)
+        work = SavePass(items, stack, self._unit_tokens_max, self._codec)
         return _SaveBatch(jobs, work, time.perf_counter(), set())
 
     def _finish_save(self, batch: _SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
@@ -307,7 +332,7 @@ class WorkerSide:
             job.anchor,
             job.chunk_end - job.chunk_start,
             self._model.layout,
-            Codec.RAW,
+            self._codec,
             frames,
         )
         return self._store.put(manifest, frames)

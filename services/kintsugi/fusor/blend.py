@@ -2,12 +2,13 @@
 
 For each layer: `fetch_kv` (already on its way), put the loaded K and V into the cache, let the selector
 filter the hit tokens, `prefill_layer` for the tokens that are active. The question and missed tokens
-are always active. The pass is cut into units of bounded work, so that an engine can run a few of them
-between two decode steps.
+are always active. Where the selector wants to know what the question attends to, the question passes
+through the first layers before (`fusor.question`). The pass is cut into units of bounded work, so that an
+engine can run a few of them between two decode steps.
 
-Cost, in token-layers: ``layers · (missed + question) + full_width_layers · hit + (layers -
-full_width_layers) · ratio · hit``, plus, at each layer whose deviation filters, `projection_share` of
-every token that was active before (the question's too: its K and V are projected with the others').
+Cost, in token-layers: the active tokens of every layer, plus, at each layer whose deviation filters,
+`projection_share` of every token that was active before (the question's too: its K and V are projected
+with the others'), plus the question's own pass. `fusor.cost` predicts it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +25,13 @@ from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
-from kintsugi.fusor.selectors import Selector, Signal, make_selector
+from kintsugi.fusor.question import QuestionPass
+from kintsugi.fusor.selectors import Candidates, Selector, Signal, make_selector
 from kintsugi.fusor.sliced import WAITING, SlicedWork, Status, Units
-from kintsugi.fusor.stack import Batch, DecoderStack, Hidden
+from kintsugi.fusor.stack import DecoderStack, Hidden
+from kintsugi.fusor.units import Cut, run_in_units
+
+T = TypeVar("T")
 
 POLL_S = 0.002
 """How long one look for the next layer may block the engine: long enough not to spin, short enough for
@@ -39,6 +45,8 @@ class Region:
     token_ids: Tensor
     """int64 `[end - start]`."""
     start: int
+    next_token_id: int
+    """The token behind the region: the engine computes it, and here it only asks (`fusor.question`)."""
 
     @property
     def end(self) -> int:
@@ -87,6 +95,8 @@ class BlendPass(SlicedWork):
         self._unit_tokens_max = unit_tokens_max
         self._explain = explain
         self._loader: LayerLoader | None = None
+        self._fetched: dict[int, LoadedLayer] = {}
+        """Layers that the question has passed and the blend has not reached."""
         self._start()
 
     def abandon(self, reason: str) -> None:
@@ -95,6 +105,7 @@ class BlendPass(SlicedWork):
         self._finish(Status.FAILED)
 
     def close(self) -> None:
+        self._fetched.clear()
         if self._loader is not None:
             self._loader.close()
             self._loader = None
@@ -142,8 +153,11 @@ class BlendPass(SlicedWork):
         """Split the region into tokens of hit chunks and tokens that are always computed."""
         region = self.region
         is_hit = torch.zeros(len(region.token_ids), dtype=torch.bool)
+        self._offsets = torch.zeros(len(region.token_ids), dtype=torch.int64)
         for hit in self.plan.hits:
-            is_hit[max(hit.start - region.start, 0) : max(hit.end - region.start, 0)] = True
+            rows = slice(max(hit.start - region.start, 0), max(hit.end - region.start, 0))
+            is_hit[rows] = True
+            self._offsets[rows] = torch.arange(region.start, region.end)[rows] - hit.start
         self._hit_positions = is_hit.nonzero()[:, 0] + region.start
         self._must_positions = (~is_hit).nonzero()[:, 0] + region.start
         self._is_hit = is_hit
@@ -152,9 +166,13 @@ class BlendPass(SlicedWork):
     def _layers(self) -> Units[None]:
         """The pass, as a generator of unit costs."""
         num_layers = self._stack.num_layers
-        selector = make_selector(self.plan.selector, self.plan.ratio, self.plan.check_layer, num_layers)
+        selector = make_selector(self.plan.selection, num_layers)
+        filters = 0 < self.plan.selection.ratio < 1 and len(self._hit_positions) > 0
         everything = torch.arange(self.region.start, self.region.end)
-        self._activate(self._must_positions if self.plan.ratio == 0 else everything)
+        self._activate(self._must_positions if self.plan.selection.ratio == 0 else everything)
+        self._attention = None
+        if filters and selector.query_layers:
+            self._attention = yield from self._ask(selector.query_layers)
         hidden = self._embed()
         began = self.tally.started_s
         for layer in range(num_layers):
@@ -162,7 +180,7 @@ class BlendPass(SlicedWork):
             self._stack.begin_layer(layer)
             computing = time.perf_counter()
             self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
-            if 0 < self.plan.ratio < 1:
+            if filters:
                 hidden = yield from self._filter(layer, hidden, loaded, selector)
             yield from self.prefill_layer(layer, hidden)
             self._stack.end_layer(layer)
@@ -185,8 +203,35 @@ class BlendPass(SlicedWork):
             return Hidden(torch.empty(0), None)
         return self._stack.embed(self.region.token_ids[self._active - self.region.start])
 
+    def _ask(self, query_layers: tuple[int, ...]) -> Units[Tensor]:
+        """What the question attends to: fp32 `[hit tokens]`, the same on every rank."""
+        tokens = torch.cat((self._must_positions, torch.tensor([self.region.end])))
+        question = QuestionPass(self._stack, self._hit_positions, tokens, query_layers, self._unit_tokens_max)
+        every_id = torch.cat((self.region.token_ids, torch.tensor([self.region.next_token_id])))
+        question.begin(self._stack.embed(every_id[tokens - self.region.start]))
+        for layer in range(question.num_layers):
+            loaded = yield from self.fetch_kv(layer)
+            yield from self._timed(question.pass_layer(layer, loaded))
+            self._fetched[layer] = loaded
+        return self._stack.sum_over_ranks(question.attention)
+
+    def _timed(self, units: Units[T]) -> Units[T]:
+        """Count the time of `units` as computing."""
+        while True:
+            started = time.perf_counter()
+            try:
+                cost = next(units)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+            finally:
+                self.tally.compute_s += time.perf_counter() - started
+            yield cost
+
     def fetch_kv(self, layer: int) -> Units[LoadedLayer]:
         """Take the layer that the loader has prepared; yields `WAITING` while it has not arrived."""
+        if layer in self._fetched:
+            return self._fetched.pop(layer)
         assert self._loader is not None
         asked = time.perf_counter()
         while True:
@@ -239,11 +284,18 @@ class BlendPass(SlicedWork):
         if signal is None:
             return hidden
         candidate = self._is_hit[self._active - self.region.start]
-        candidates = self._active[candidate]
+        positions = self._active[candidate]
         deviation = None
         if signal:
-            deviation = yield from self._measure(layer, hidden, loaded, candidate, signal)
-        kept = selector.keep(layer, candidates, deviation, len(self._hit_positions))
+            measuring = self._measure(layer, hidden, loaded, candidate, signal)
+            deviation = yield from self._timed(measuring)
+        attention = self._attention
+        if attention is not None:
+            attention = attention[torch.searchsorted(self._hit_positions, positions)]
+        offsets = self._offsets[positions - self.region.start]
+        kept = selector.keep(
+            layer, Candidates(positions, offsets, len(self._hit_positions), attention, deviation)
+        )
         stays = ~candidate
         stays[candidate.nonzero()[:, 0][kept]] = True
         index = stays.nonzero()[:, 0]
@@ -255,8 +307,7 @@ class BlendPass(SlicedWork):
     ) -> Units[Tensor]:
         """Squared deviation of loaded from fresh K and V, fp32 `[candidates]`, summed over heads."""
         parts: list[Tensor] = []
-        for rows, batch in self._units_of_active:
-            started = time.perf_counter()
+        for rows, batch in self._cut.units:
             wanted = candidate[rows]
             fresh = self._stack.project_kv(layer, hidden.take(rows), batch)
             positions = self._active[rows][wanted]
@@ -269,30 +320,12 @@ class BlendPass(SlicedWork):
                 part += _squared_distance(value, loaded.value[row])
             parts.append(part)
             self._stack.write_kv(layer, positions, key, value)
-            self.tally.compute_s += time.perf_counter() - started
             yield batch.num_tokens * self._stack.projection_share
         return self._stack.sum_over_ranks(torch.cat(parts)).cpu()
 
     def prefill_layer(self, layer: int, hidden: Hidden) -> Units[None]:
-        """Run one layer over the active tokens, in units; `hidden` becomes the layer's output.
-
-        Units go in ascending position, so that a unit finds the fresh K and V of the units before it.
-        """
-        outputs: list[Hidden] = []
-        for rows, batch in self._units_of_active:
-            started = time.perf_counter()
-            part = hidden.take(rows)
-            self._stack.run_layer(layer, part, batch)
-            outputs.append(part)
-            self.tally.compute_s += time.perf_counter() - started
-            yield float(batch.num_tokens)
-        if outputs:
-            hidden.states = torch.cat([part.states for part in outputs])
-            hidden.residual = (
-                None
-                if outputs[0].residual is None
-                else torch.cat([part.residual for part in outputs if part.residual is not None])
-            )
+        """Run one layer over the active tokens; `hidden` becomes the layer's output."""
+        yield from self._timed(run_in_units(self._stack, layer, hidden, self._cut))
 
     def synchronize(self) -> Units[None]:
         """Wait until everything that the pass queued on the device is done."""
@@ -302,13 +335,16 @@ class BlendPass(SlicedWork):
         yield 0.0
 
     def _activate(self, positions: Tensor) -> None:
-        """Make `positions` the active set, cut into units."""
+        """Make `positions` the active set."""
         self._active = positions
-        size = self._unit_tokens_max
-        cuts = [slice(start, start + size) for start in range(0, len(positions), size)]
-        self._units_of_active: list[tuple[slice, Batch]] = [
-            (rows, self._stack.batch(positions[rows])) for rows in cuts
-        ]
+        self._prepared: Cut | None = None
+
+    @property
+    def _cut(self) -> Cut:
+        """The active set in units: prepared when first used, as a set may be filtered before that."""
+        if self._prepared is None:
+            self._prepared = Cut.of(self._stack, self._active, self._unit_tokens_max)
+        return self._prepared
 
 
 def _squared_distance(fresh: Tensor, loaded: Tensor) -> Tensor:

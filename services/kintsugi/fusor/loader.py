@@ -1,7 +1,7 @@
 """Loads layer i + 1 while layer i is computed: one thread, a bounded number of layers ahead.
 
-The thread does everything that needs no model: wait for the store, decode, cut to the tokens that are
-wanted, rotate keys to their positions, move to the device. The blend pass finds finished layers.
+The thread does everything that needs no model: wait for the store, move to the device, decode, cut to
+the tokens that are wanted, rotate keys to their positions. The blend pass finds finished layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kintsugi.core.errors import KintsugiError
+from kintsugi.core.errors import Corrupted, KintsugiError
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.spaces import ChunkKey
@@ -177,25 +177,26 @@ class LayerLoader:
                 lost[key_lost] = f"chunk_lost: {key_lost} at layer {frame.layer}, {frame.reason}"
                 continue
             assert (frame.layer, frame.chunk) == (layer, expected), "stores stream layer-major, in key order"
-            key, value = self._decode(placement, frame)
+            try:
+                key, value = self._decode(placement, frame)
+            except Corrupted as error:
+                lost[placement.manifest.key] = (
+                    f"corrupted: {placement.manifest.key} at layer {layer}, {error}"
+                )
+                continue
             keys.append(key)
             values.append(value)
             num_bytes += len(frame.data)
         if lost:
             raise LoadFailed(frozenset(lost), "; ".join(lost.values()))
         key, value = torch.cat(keys), torch.cat(values)
-        if self._device.type != "cpu":
-            key, value = (t.pin_memory().to(self._device, non_blocking=True) for t in (key, value))
         key = self._rotary_of_layer[layer].rotate(key, self._positions)
         on_device = None if self._stream is None else self._stream.record_event()
         return LoadedLayer(layer, key, value, num_bytes, started, time.perf_counter(), on_device)
 
-    @staticmethod
-    def _decode(placement: Placement, frame: LayerFrame) -> tuple[Tensor, Tensor]:
+    def _decode(self, placement: Placement, frame: LayerFrame) -> tuple[Tensor, Tensor]:
         manifest = placement.manifest
-        key, value = decode_frame(frame.data, manifest.layout, manifest.codec, manifest.num_tokens)
         rows = slice(placement.first_row, placement.first_row + len(placement.positions))
-        # The frame's bytes are the store's until the next one is taken: copy, token-major. (`contiguous`
-        # would not always: a view of one head, or of one token, is contiguous as it is.)
-        layout = torch.contiguous_format
-        return key[rows].clone(memory_format=layout), value[rows].clone(memory_format=layout)
+        return decode_frame(
+            frame.data, manifest.layout, manifest.codec, manifest.num_tokens, rows, self._device
+        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 
 
@@ -25,6 +25,7 @@ class PlanRequest:
     ratio: float | None
     """What the request demands; None leaves it to the planner."""
     selector: SelectorName | None
+    adaptive_mass: float | None = None
 
 
 class Planner(Protocol):
@@ -32,10 +33,19 @@ class Planner(Protocol):
 
     def plan(self, request: PlanRequest) -> BlendPlan: ...
 
+    @property
+    def selection(self) -> Selection:
+        """What a request that names nothing is blended with."""
+        ...
+
+    def with_selection(self, selection: Selection) -> Planner:
+        """The same planner with another default: what a calibration report says."""
+        ...
+
     def configuration(
-        self, ratio: float | None, selector: SelectorName | None
-    ) -> tuple[float, SelectorName, int]:
-        """Ratio, selector and check layer that a request with these constraints is blended with.
+        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
+    ) -> Selection:
+        """What a request with these constraints is blended with.
 
         Known before the store has answered, so that the engine can name the KV it will produce.
         """
@@ -46,20 +56,28 @@ class Planner(Protocol):
 class FixedRatioPlanner:
     """Load every hit, recompute a fixed share."""
 
-    ratio: float = 0.15
-    selector: SelectorName = SelectorName.HKVD
-    check_layer: int = 1
+    selection: Selection
+    """Where a request says nothing else. Layers are the engine's to set: a request cannot name any."""
+
+    def with_selection(self, selection: Selection) -> FixedRatioPlanner:
+        return replace(self, selection=selection)
 
     def configuration(
-        self, ratio: float | None, selector: SelectorName | None
-    ) -> tuple[float, SelectorName, int]:
-        return self.ratio if ratio is None else ratio, selector or self.selector, self.check_layer
+        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
+    ) -> Selection:
+        ours = self.selection
+        return replace(
+            ours,
+            ratio=ours.ratio if ratio is None else ratio,
+            selector=selector or ours.selector,
+            adaptive_mass=ours.adaptive_mass if adaptive_mass is None else adaptive_mass,
+        )
 
     def plan(self, request: PlanRequest) -> BlendPlan:
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
-        ratio, selector, check_layer = self.configuration(request.ratio, request.selector)
-        return BlendPlan(request.hits, ratio, selector, check_layer)
+        selection = self.configuration(request.ratio, request.selector, request.adaptive_mass)
+        return BlendPlan(request.hits, selection)
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:

@@ -28,9 +28,21 @@ class Hidden:
 class FreshKV:
     """K (before RoPE, and after) and V of some tokens, each `[tokens, kv_heads of this rank, head_dim]`."""
 
+    query: Tensor
+    """After RoPE, `[tokens, query heads of this rank, head_dim]`."""
     key_before_rope: Tensor
     key: Tensor
     value: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a layer turns queries and keys into weights, the causal mask apart."""
+
+    scale: float
+    sliding_window: int | None = None
+    """A token sees this many positions, its own included."""
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,8 @@ class DecoderStack(Protocol):
     def run_layer(self, layer: int, hidden: Hidden, batch: Batch, capture: bool = False) -> FreshKV | None:
         """Run the layer; `hidden` becomes its output. With `capture`, the tokens' K and V."""
         ...
+
+    def attention_rule(self, layer: int) -> AttentionRule: ...
 
     def synchronize(self) -> None:
         """Return once everything that was queued on the device is done."""

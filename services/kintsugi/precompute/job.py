@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 from kintsugi.client.chunking import Chunker
-from kintsugi.client.interface import ChunkStore
 from kintsugi.client.registry import open_store
 from kintsugi.core.errors import (
     DeadlineExceeded,
@@ -321,7 +320,7 @@ class Job:
         if self._pool is None:
             spec = self.spec
             ensure_ray(spec.workers, spec.cpus_per_worker)
-            url = durable(spec.store, has_disk(self._store))
+            url = durable(spec.store, self._store.stats().durable)
             worker = WorkerSpec(
                 spec.model_folder, url, self.facts.space, self.facts.layout, self.facts.dtype, spec.engine
             )
@@ -408,14 +407,3 @@ class Job:
             self.progress.engine_start_s = start_s
             self.progress.fill_s = now_s - self._fill_started_s - start_s
         self._on_progress(replace(self.progress, failures=list(self.progress.failures)))
-
-
-def has_disk(store: ChunkStore) -> bool:
-    """Whether every shard has a tier that outlives it."""
-    from kintsugi.client.admin import ShardAdmin
-    from kintsugi.client.grpc_store import GrpcStore
-    from kintsugi.client.sharded import ShardedStore
-
-    shards = store.members() if isinstance(store, ShardedStore) else [store]
-    stats = [ShardAdmin(shard).stats() for shard in shards if isinstance(shard, GrpcStore)]
-    return bool(stats) and all(any(tier.name != "ram" for tier in one.tiers) for one in stats)

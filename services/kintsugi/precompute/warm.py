@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kintsugi.client.admin import ShardAdmin
-from kintsugi.client.grpc_store import GrpcStore
-from kintsugi.client.interface import ChunkStore
+from kintsugi.client.blocking import BlockingStore
 from kintsugi.client.registry import open_store
-from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.precompute.ledger import Edition, Ledger
 
@@ -38,12 +35,12 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> Pinned:
     edition = serving(ledger, corpus)
     store = open_store(store_url)
     try:
-        admins = [ShardAdmin(shard) for shard in _shards(store)]
+        if not isinstance(store, BlockingStore):
+            raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
         chunks = pinned = 0
         for page in ledger.keys(edition.id):
             chunks += len(page)
-            # Each shard pins those that it has; with replicas a chunk counts once.
-            pinned += min(len(page), sum(admin.pin(edition.namespace, page, lease_s)[1] for admin in admins))
+            pinned += store.pin(edition.namespace, page, lease_s).chunks
         return Pinned(chunks, pinned)
     finally:
         store.close()
@@ -71,11 +68,3 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
             return deleted
     finally:
         store.close()
-
-
-def _shards(store: ChunkStore) -> list[GrpcStore]:
-    members = store.members() if isinstance(store, ShardedStore) else [store]
-    shards = [member for member in members if isinstance(member, GrpcStore)]
-    if not shards:
-        raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
-    return shards

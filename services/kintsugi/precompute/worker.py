@@ -178,9 +178,9 @@ class Worker:
         return os.getpid()
 
 
-def durable(store_url: str, has_disk: bool) -> str:
+def durable(store_url: str, outlives: bool) -> str:
     """The URL with which puts are on disk when they return, where the store has one: what was counted as
     prefilled then outlives a shard that is killed."""
-    if not has_disk or "ack=" in urlsplit(store_url).query:
+    if not outlives or "ack=" in urlsplit(store_url).query:
         return store_url
     return f"{store_url}{'&' if urlsplit(store_url).query else '?'}ack=durable"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kintsugi.core.errors import ResourceExhausted
+from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.disk_tier import DiskTier
 from kintsugi.store.entry import Entry, Residence
@@ -21,6 +21,18 @@ class ShardConfig:
 
     quota_bytes: Mapping[str, int] = field(default_factory=dict)
     """Most bytes that a namespace may hold; it evicts its own chunks first. `*` is everyone else's."""
+
+    recompute_ms_per_token: float = 0.0
+    """What prefilling a token costs the writers that do not say: decides where `auto` puts a chunk. 0:
+    unknown."""
+
+    def __post_init__(self) -> None:
+        if not (self.recompute_ms_per_token >= 0 and math.isfinite(self.recompute_ms_per_token)):
+            raise InvalidField("recompute_ms_per_token", f"{self.recompute_ms_per_token} is not a duration")
+
+    def recompute_ms(self, manifest: ChunkManifest, said_ms: float) -> float:
+        """What computing a chunk again takes: what its writer said, or else what is configured."""
+        return said_ms or self.recompute_ms_per_token * manifest.num_tokens
 
     def quota_of(self, namespace: str) -> float:
         return self.quota_bytes.get(namespace, self.quota_bytes.get("*", math.inf))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kintsugi.client import wire
-from kintsugi.core.errors import InvalidField, VersionMismatch
+from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.catalog import Catalog, catalog_key
 from kintsugi.store.entry import Address, Entry, Residence
@@ -21,12 +21,15 @@ from kintsugi.store.extents import BLOCK_BYTES, Extent, ExtentAllocator, stride_
 from kintsugi.store.home import Home
 from kintsugi.store.policy import EvictionPolicy, Lru
 from kintsugi.store.slab import Slab
+from kintsugi.store.uses import UNKNOWN, Use
 
 log = logging.getLogger(__name__)
 
 READ_BYTES_PER_S_ASSUMED = 1e9
-"""Until the first read."""
+"""Of a disk that cannot be read when it is opened."""
 READ_RATE_WEIGHT = 0.1
+TOUCHES_REPLAYED_MAX = 3
+"""Of a chunk that was used before a restart: S3-FIFO tells no more apart."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class DiskTier:
         self.policy = policy(self.slab.capacity_bytes)
         self.evictions = 0
         self.chunks = 0
-        self.read_bytes_per_s = READ_BYTES_PER_S_ASSUMED
-        """Moving average over recent reads."""
+        self.read_bytes_per_s = self._measured()
+        """Moving average over recent reads, from a measurement on."""
         self.failure = ""
         """Why nothing is written here any more; empty: all is well."""
         self._recorded: dict[Address, Residence] = {}
@@ -68,6 +71,13 @@ class DiskTier:
         self._graveyard: list[Residence] = []
         """Nobody reads them any more."""
         self._catalog_lock = threading.Lock()
+
+    def _measured(self) -> float:
+        try:
+            return self.slab.measured_read_bytes_per_s()
+        except (OSError, Corrupted) as error:
+            log.error("%s: %s; its speed is not known", self._name, error)
+            return READ_BYTES_PER_S_ASSUMED
 
     @property
     def name(self) -> str:
@@ -125,6 +135,9 @@ class DiskTier:
 
         Raises `lmdb.Error`; then nothing changed.
         """
+        with lock:
+            if not self._unlinked and not self._graveyard:
+                return 0  # and wait for no commit
         with self._catalog_lock:
             with lock:
                 unlinked, self._unlinked = self._unlinked, []
@@ -176,9 +189,10 @@ class DiskTier:
         rate = residence.stride * len(frames) / max(time.perf_counter() - began_s, 1e-6)
         self.read_bytes_per_s += READ_RATE_WEIGHT * (rate - self.read_bytes_per_s)
 
-    def recover(self, known: Callable[[Address], bool]) -> Recovered:
+    def recover(self, known: Callable[[Address], bool], uses: Mapping[bytes, Use]) -> Recovered:
         """Entries of the catalog, before anything else uses the tier. Chunks that `known` says a faster
-        tier has, damaged records and frames beyond the end of the slab are forgotten."""
+        tier has, damaged records and frames beyond the end of the slab are forgotten. `uses`: by catalog
+        key; what was used long ago leaves first again."""
         kept: list[tuple[Entry, Residence]] = []
         doomed: list[bytes] = []
         damaged = 0
@@ -198,10 +212,18 @@ class DiskTier:
         damaged += len(overlapping)
         if damaged:
             log.error("%s: dropped %d damaged records of %d", self.name, damaged, damaged + len(kept))
-        for entry, residence in kept:
+        self._adopt_by_use(kept, uses)
+        return Recovered([entry for entry, _ in kept], damaged)
+
+    def _adopt_by_use(self, found: list[tuple[Entry, Residence]], uses: Mapping[bytes, Use]) -> None:
+        """Let the policy see the past once more: oldest use first, a few touches for what was used often."""
+        for entry, _ in found:
+            entry.uses, entry.used_at_s = uses.get(catalog_key(entry.address), UNKNOWN)
+        for entry, residence in sorted(found, key=lambda pair: pair[0].used_at_s):
             self._recorded[entry.address] = residence
             self.adopt(entry, residence)
-        return Recovered([entry for entry, _ in kept], damaged)
+            for _ in range(min(entry.uses, TOUCHES_REPLAYED_MAX)):
+                self.policy.touch(entry)
 
     def _recovered(self, record: pb.CatalogRecord) -> tuple[Entry, Residence] | None:
         """None for a record whose frames cannot be where it says."""

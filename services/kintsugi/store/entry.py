@@ -100,6 +100,9 @@ class Entry:
     gone: bool = False
     """Forgotten; what still works on it throws its result away."""
     pins: int = 0
+    uses: int = 0
+    used_at_s: float = 0.0
+    """Unix seconds: when it was put or last used."""
 
     @property
     def address(self) -> Address:

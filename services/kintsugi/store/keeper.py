@@ -1,4 +1,4 @@
-"""The shard's housekeeper: ends leases, forgets expired chunks, and reads old bytes before anyone needs them.
+"""The shard's housekeeper: ends leases, forgets expired chunks, keeps uses, reads old bytes early.
 
 One thread. Scrubbing is bounded by a rate, because it shares the disk with loads; a chunk at a time.
 """
@@ -11,6 +11,7 @@ from collections import deque
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.entry import Address
 from kintsugi.store.shard import Shard
+from kintsugi.store.uses import SAVE_PERIOD_S
 
 TURN_S = 1.0
 
@@ -27,6 +28,7 @@ class Keeper:
         self._scrub_bytes_per_turn = scrub_bytes_per_s * turn_s
         self._turn_s = turn_s
         self._budget_bytes = 0.0
+        self._unsaved_s = 0.0
         self._round: deque[Address] = deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kintsugi-keeper", daemon=True)
@@ -48,6 +50,10 @@ class Keeper:
     def turn(self) -> None:
         """What is done every `turn_s`."""
         self.shard.expire()
+        self._unsaved_s += self._turn_s
+        if self._unsaved_s >= SAVE_PERIOD_S:
+            self.shard.save_uses()
+            self._unsaved_s = 0.0
         self._budget_bytes = min(
             self._budget_bytes + self._scrub_bytes_per_turn, 2 * self._scrub_bytes_per_turn
         )

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import grpc
 
 from kintsugi.client import wire
-from kintsugi.client.status import ERROR_METADATA, error_name, status_of
+from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
     KintsugiError,
     NotFound,
+    ResourceExhausted,
     VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -43,6 +45,8 @@ PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
 WAITING_PUTS_MAX = 16
 DRAIN_S_MAX = 3600.0
+STREAM_BYTES_MAX = 2 << 30
+"""Of messages that streams may hold for slow readers, two each: 512 streams of 2 MiB frames."""
 
 
 def _checked_protocol(context: Any) -> None:
@@ -57,7 +61,7 @@ def _checked_protocol(context: Any) -> None:
 
 async def _refuse(context: Any, error: KintsugiError) -> None:
     context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
-    await context.abort(status_of(error), str(error))
+    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
 
 
 def _answers(
@@ -86,11 +90,17 @@ class ChunkStoreService:
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
         self.metrics = ShardMetrics(shard, self.bytes_read)
         self._door = door
+        self._stream_bytes = 0
         self.durable_by_default = durable_by_default
         self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
 
     @_answers
     async def lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        if len(request.keys) > wire.LOOKUP_KEYS_BATCH:  # others' lookups need not wait for so many
+            return await asyncio.to_thread(self._looked_up, request)
+        return self._looked_up(request)
+
+    def _looked_up(self, request: pb.LookupRequest) -> pb.LookupResponse:
         keys = wire.keys_from_wire(request.keys)
         return pb.LookupResponse(found=map(_found, self.shard.lookup(request.namespace, keys)))
 
@@ -178,10 +188,26 @@ class ChunkStoreService:
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
             stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
-            await stream.write_frames(context)
+            with self._room_for_messages(stream.message_bytes_max):
+                await stream.write_frames(context)
         finally:
             self.shard.close_reading(reading)
         self.bytes_read["grpc"] += stream.bytes_sent
+
+    @contextmanager
+    def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:
+        """Bound what slow readers cost. Raises `ResourceExhausted`."""
+        size = 2 * message_bytes_max  # gRPC has one while the next is joined
+        if self._stream_bytes + size > STREAM_BYTES_MAX:
+            raise ResourceExhausted(
+                f"streams under way may hold {self._stream_bytes} bytes of messages, at most "
+                f"{STREAM_BYTES_MAX}; try again when some have ended"
+            )
+        self._stream_bytes += size
+        try:
+            yield
+        finally:
+            self._stream_bytes -= size
 
     @_answers
     async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:
@@ -259,6 +285,10 @@ class ChunkStoreService:
 
     @_answers
     async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        return await asyncio.to_thread(self._listed, request)
+
+    def _listed(self, request: pb.ListRequest) -> pb.ListResponse:
+        """A page: thousands of manifests take a tenth of a second, which lookups must not wait for."""
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
         response = pb.ListResponse()

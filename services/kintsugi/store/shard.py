@@ -32,6 +32,7 @@ from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.reading import HeldChunk, Reading
 from kintsugi.store.reports import Reports
 from kintsugi.store.reuse import ReuseGaps
+from kintsugi.store.uses import Uses
 from kintsugi.store.writeback import WriteBack
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Shard:
         self.config = config or ShardConfig()
         self.counters = Counters()
         self.reports = Reports(None if home is None else home.path / "reports")
+        self._uses = Uses(None if home is None or not disks else home.path / "uses")
         self._home = home
         self.draining = False
         self.failure: BaseException | None = None
@@ -106,10 +108,12 @@ class Shard:
         return (self.ram, *self.disks)
 
     def _recover(self) -> None:
+        uses = self._uses.load()
         for disk in self.disks:
-            recovered = disk.recover(lambda address: self._index.get(address) is not None)
+            recovered = disk.recover(lambda address: self._index.get(address) is not None, uses)
             self.counters.quarantined += recovered.damaged
             for entry in recovered.entries:
+                entry.used_at_s = min(entry.used_at_s, self._wall_clock())  # unknown, or the clock went back
                 self._index.add(entry)
 
     def fail(self, error: BaseException) -> None:
@@ -143,6 +147,8 @@ class Shard:
         return entry
 
     def _touch(self, entry: Entry) -> None:
+        entry.uses += 1
+        entry.used_at_s = self._wall_clock()
         if entry.ram is not None:
             self.ram.policy.touch(entry)
         if entry.disk is not None:
@@ -190,6 +196,7 @@ class Shard:
         """
         options = options or PutOptions()
         self._admission.check_sizes(manifest)
+        recompute_ms = self.config.recompute_ms(manifest, options.recompute_ms)
         deadline_s = self._clock() + wait_s
         with self.lock:
             while True:
@@ -198,7 +205,7 @@ class Shard:
                     raise Unavailable("this shard is draining; put to another")
                 if self._living((manifest.namespace, manifest.key)) is not None:
                     return None
-                tier = self._tier_for(manifest, options)
+                tier = self._tier_for(manifest, options, recompute_ms)
                 residence = self._admission.room_for_put(manifest, tier)
                 if residence is not None:
                     break
@@ -211,12 +218,12 @@ class Shard:
                 self._changed.wait(deadline_s - self._clock())
             residence.acquire()
         expires_at_s = self._wall_clock() + options.ttl_s
-        entry = Entry(manifest, expires_at_s, options.recompute_ms)
+        entry = Entry(manifest, expires_at_s, recompute_ms, used_at_s=self._wall_clock())
         return ChunkPut(entry, residence, self.ram, tier)
 
-    def _tier_for(self, manifest: ChunkManifest, options: PutOptions) -> str:
+    def _tier_for(self, manifest: ChunkManifest, options: PutOptions, recompute_ms: float) -> str:
         speeds = [TierSpeed(disk.name, disk.read_bytes_per_s) for disk in self.disks]
-        tier = chosen_tier(options.tier, speeds, manifest.chunk_bytes, options.recompute_ms, options.durable)
+        tier = chosen_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
         for disk in self.disks:
             if disk.name == tier and manifest.chunk_bytes > disk.capacity_bytes:
                 raise ResourceExhausted(
@@ -369,9 +376,10 @@ class Shard:
                     chunk.residence.release()
 
     def verify(self, namespace: str, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
-        """Read chunks from every tier that holds them; those whose digests are wrong are quarantined.
+        """Read chunks from every tier that holds them; copies whose digests are wrong are quarantined.
 
-        Key -> whether intact; absent ones are left out. Blocks; one xxh3 pass over the bytes.
+        Key -> whether all its copies are intact; absent ones are left out. Blocks; one xxh3 pass over the
+        bytes.
         """
         checked_namespace(namespace)
         intact: dict[ChunkKey, bool] = {}
@@ -385,11 +393,29 @@ class Shard:
                 reading = Reading([HeldChunk(entry.manifest, residence, heads) for residence in whole])
                 for residence in whole:
                     residence.acquire()
-            intact[key] = all(chunk is None or chunk.is_intact() for chunk in reading.chunks)
+            damaged = [chunk.residence for chunk in reading.chunks if chunk and not chunk.is_intact()]
             self.close_reading(reading)
-            if not intact[key]:
-                self._quarantine(entry)
+            intact[key] = not damaged
+            if damaged:
+                self._quarantine_copies(entry, damaged)
         return intact
+
+    def _quarantine_copies(self, entry: Entry, damaged: Sequence[Residence]) -> None:
+        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it. What
+        only RAM is left to hold goes to disk again."""
+        with self.lock:
+            copies = [residence for residence in (entry.ram, entry.disk) if residence is not None]
+            at_rest = entry.writing is None and not any(residence.unloaded for residence in copies)
+            if entry.gone or not at_rest or all(residence in damaged for residence in copies):
+                self._quarantine(entry)
+                return
+            self.counters.quarantined += 1
+            log.error("quarantined a copy of chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
+            if entry.ram in damaged:
+                self.ram.drop(entry)
+            elif entry.disk is not None:
+                disk_of(entry.disk).drop(entry)
+                self.writers[0].submit(entry)
 
     def _quarantine(self, entry: Entry) -> None:
         with self.lock:
@@ -424,6 +450,12 @@ class Shard:
             for entry in due:
                 self._living(entry.address)
 
+    def save_uses(self) -> None:
+        """Remember over a restart how chunks were used."""
+        with self.lock:
+            entries = list(self._index)
+        self._uses.save(entry for entry in entries if entry.disk is not None)
+
     def addresses(self) -> list[Address]:
         """Every chunk, for the scrubber."""
         with self.lock:
@@ -457,6 +489,7 @@ class Shard:
         self._promoter.close()
         for writer in self.writers:
             writer.close()
+        self.save_uses()
         for disk in self.disks:
             disk.close()
         self.reports.close()

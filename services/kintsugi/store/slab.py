@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from kintsugi.store.extents import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
 
+PROBE_BYTES = 4 << 20
+"""As much as one turn of a promotion reads."""
 _IOV_MAX = 1024
 
 
@@ -67,6 +71,17 @@ class Slab:
                 if not count:
                     raise Corrupted(f"{self.path} ends before byte {position + _size(part)}")
                 left = _after(left, count)
+
+    def measured_read_bytes_per_s(self) -> float:
+        """How fast its first blocks are read, written first where the slab is new: blocks that never were
+        cost no read. Before anything else uses it. Takes some 10 ms on an SSD."""
+        block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, self.capacity_bytes)))
+        if not self.intact_bytes:
+            self.write(0, [block])
+            self.sync()
+        began_s = time.perf_counter()
+        self.read(0, [block])
+        return len(block) / max(time.perf_counter() - began_s, 1e-6)
 
     def sync(self) -> None:
         """Everything written so far survives a crash."""

@@ -51,6 +51,15 @@ class LayerStream:
         self._layers = layers
         self._deadline_s = deadline_s
 
+    @property
+    def message_bytes_max(self) -> int:
+        """What the largest message of `write_frames` holds: frames are joined until they reach the target."""
+        held = [chunk for chunk in self._reading.chunks if chunk is not None]
+        largest = max((stop - start for start, stop in map(_head_range, held)), default=0)
+        if largest >= wire.MESSAGE_BYTES_TARGET:
+            return largest
+        return min(wire.MESSAGE_BYTES_TARGET + largest, len(held) * len(self._layers) * largest)
+
     async def write_frames(self, context: Any) -> None:
         """As `StreamLayersResponse` messages. Raises `DeadlineExceeded`."""
         batch = _Batch()
@@ -70,12 +79,14 @@ class LayerStream:
         """
         if any(chunk is not None and not chunk.in_ram for chunk in self._reading.chunks):
             raise ResourceExhausted("RAM has no room for these chunks now; read them over gRPC")
+        frames_max = len(self._reading.chunks)  # the first layer goes ahead: describing all takes a while
         async for item in self._items():
             if isinstance(item, _Ready):
                 message.frames.append(self._descriptor(item))
-            if message.frames and (isinstance(item, _Wait) or len(message.frames) >= DESCRIPTORS_MAX):
+            if message.frames and (isinstance(item, _Wait) or len(message.frames) >= frames_max):
                 await _written(context, message.SerializeToString())
                 del message.frames[:]
+                frames_max = DESCRIPTORS_MAX
         message.last = True
         await _written(context, message.SerializeToString())
 
@@ -134,6 +145,10 @@ class LayerStream:
                 progress.clear()
                 chunk.when_progressed(partial(_set, loop, progress))
             await progress.wait()
+
+
+def _head_range(chunk: HeldChunk) -> tuple[int, int]:
+    return chunk.manifest.head_range_bytes(chunk.heads)
 
 
 def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -51,6 +53,33 @@ def test_an_operator_sees_pins_verifies_and_removes_chunks(server: ShardServer) 
     assert "1 intact" in run("verify", "-n", "acme", *at)
     assert "1 chunks forgotten" in run("rm", "-n", "acme", manifest.key.hex, *at)
     assert "0 chunks forgotten" in run("rm", "-n", "acme", "--all", *at)
+
+
+def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None:
+    store = GrpcStore(server.address)
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    store.close()
+
+    def said(*arguments: str, status: int = 0) -> Any:
+        result = runner.invoke(app, [*arguments, "--json"])
+        assert result.exit_code == status, result.output
+        return json.loads(result.stdout)
+
+    at, key = ("--address", server.address), manifest.key.hex
+    status = said("status", *at)
+    assert (status["chunks"], status["draining"]) == (1, False)
+    assert status["tiers"][0] | {"name": "ram", "chunks": 1} == status["tiers"][0]
+    (row,) = said("ls", "-n", "acme", *at)["chunks"]
+    assert (row["key"], row["bytes"], row["tier"]) == (key, manifest.chunk_bytes, "ram")
+    assert said("pin", "-n", "acme", key, *at)["pinned"] == 1
+    assert said("verify", "-n", "acme", *at) == {"intact": 1, "absent": 0, "quarantined": []}
+    assert said("rm", "-n", "acme", key, *at) == {"deleted": 1}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1, 2, 1]}\n')
+    assert said("simulate", str(trace))["policies"][0]["policy"] == "belady"
+    error = said("status", "--address", "127.0.0.1:1", status=ExitCode.UNAVAILABLE)["error"]
+    assert error["type"] == "Unavailable"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ PREFIX = [0]
 """The factory's BOS."""
 VOCAB = 1000
 
+UNCALIBRATED = {"allow_uncalibrated": True}
+"""Random weights have no quality to calibrate."""
+
 PATIENT = {"lookup_deadline_ms": 60_000, "layer_deadline_ms": 60_000}
 """A busy machine is no reason to decline: tests that mean a deadline set it."""
 
@@ -44,7 +47,7 @@ class EngineSlot:
                 "kv_cache_memory_bytes": 128 << 20,
                 **vllm_args,
             }
-            config = {"store": f"ram://{shape}", **PATIENT, **(extra_config or {})}
+            config = {"store": f"ram://{shape}", **PATIENT, **UNCALIBRATED, **(extra_config or {})}
             self.engine = LocalEngine.start(cached_checkpoint(shape), extra_config=config, **arguments)
             self.wanted = wanted
         assert self.engine is not None

@@ -18,6 +18,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 els
 
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ShardServer
@@ -25,6 +26,7 @@ from kintsugi.store.shard import Shard
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
+    UNCALIBRATED,
     Rag,
     ask_cold,
     chunks_of,
@@ -34,7 +36,10 @@ from tests.integration.engine.conftest import (
 )
 
 SIZES = (33, 100, 257, 64)
+QUERY_LAYERS = (1, 2)
 RANKS = 2
+ATTENDING = (SelectorName.QUERY, SelectorName.HYBRID)
+"""Selectors that look at attention, of which each rank has a part."""
 
 
 def answer(full: Generation, blended: Generation) -> dict[str, Any]:
@@ -71,6 +76,9 @@ def checks(engine: LocalEngine, shard: Shard) -> dict[str, Any]:
     for name, ratio in (("ratio .15", 0.15), ("ratio 0", 0.0)):
         blended = ask_cold(engine, prompt.token_ids, prompt.params(ratio), max_tokens=32)
         seen[name] = answer(full, blended)
+    for selector in ATTENDING:
+        params = prompt.params(0.15, selector, explain=True)
+        seen[selector.value] = answer(full, ask_cold(engine, prompt.token_ids, params, max_tokens=32))
     seen["gaps"] = answer(
         ask_cold(engine, gaps.token_ids), ask_cold(engine, gaps.token_ids, gaps.params(1.0))
     )
@@ -95,7 +103,12 @@ def main(shape: str) -> None:
     with ShardServer(Shard(RamTier(64 << 20)), "127.0.0.1:0") as server:
         engine = LocalEngine.start(
             cached_checkpoint(shape),
-            extra_config={"store": f"grpc://{server.address}", "layer_deadline_ms": 20_000},
+            extra_config={
+                "store": f"grpc://{server.address}",
+                "layer_deadline_ms": 20_000,
+                "query_layers": list(QUERY_LAYERS),
+                **UNCALIBRATED,
+            },
             dtype="bfloat16",
             max_model_len=2048,
             block_size=32,

@@ -149,12 +149,19 @@ def test_exact_prefixes_are_found_and_never_poisoned(
     supports(shape, "prefix caching", "exact")
 
 
+QUERY_LAYERS = {4: (1, 2), 6: (1, 2, 3)}
+"""The fusor's choice by the number of layers."""
+
 SELECTIONS = [
     (SelectorName.HKVD, 0.0),
     (SelectorName.HKVD, 0.15),
     (SelectorName.HKVD, 0.5),
     (SelectorName.HKVD_GRADUAL, 0.15),
     (SelectorName.HKVD_GRADUAL, 0.5),
+    (SelectorName.CHUNK_HEAD, 0.15),
+    (SelectorName.QUERY, 0.15),
+    (SelectorName.HYBRID, 0.15),
+    (SelectorName.HYBRID, 0.5),
     (SelectorName.RANDOM, 0.15),
     (SelectorName.RANDOM, 0.5),
 ]
@@ -193,6 +200,29 @@ def test_any_ratio_is_what_the_oracle_says(
         assert worst <= 0.02, (selector, ratio)
         apart = max(apart, *(abs(float(full[t]) - lp) for t, lp in got.top_logprobs[0].items()))
     assert apart > 0.1, "else this would compare full prefill with itself"
+
+
+@pytest.mark.parametrize("behind_last_block", [False, True])
+def test_the_question_attends_to_what_the_oracle_says(
+    float32_engine: LocalEngine, oracle: Oracle, behind_last_block: bool
+) -> None:
+    prompt = saved(float32_engine, 0)
+    if behind_last_block:
+        # The prompt's last token, which asks as well, has no cache block while the blend runs.
+        length = -(-len(prompt.token_ids) // 32) * 32 + 1
+        prompt.question += random_tokens(length - len(prompt.token_ids), 98)
+    hits = [(span.start, span.end) for span in prompt.spans]
+    hit = {p for first, end in hits for p in range(first, end)}
+    attended = oracle.attended(prompt.token_ids, PREFIX, hits, QUERY_LAYERS[oracle.num_layers])
+    for ratio in (0.05, 0.3):
+        params = prompt.params(ratio, SelectorName.QUERY, explain=True)
+        accounting = ask_cold(float32_engine, prompt.token_ids, params, max_tokens=1).accounting
+        assert accounting is not None
+        chosen = hit & {*next(iter(accounting["recomputed_positions"].values()))}
+        best = set(attended.topk(len(chosen)).indices.tolist())
+        assert len(chosen) == accounting["tokens_recomputed"] == round(ratio * len(hit))
+        # Tokens that are attended to alike may change places.
+        assert len(chosen & best) >= 0.95 * len(best)
 
 
 def test_lengths_from_1_to_1000(engine_slot: EngineSlot, figure: Figure) -> None:

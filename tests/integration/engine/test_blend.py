@@ -119,6 +119,25 @@ def test_every_selector_recomputes_what_it_says(
     assert len(accounting["timeline"]) == 4
 
 
+@pytest.mark.parametrize("selector", [SelectorName.QUERY, SelectorName.HYBRID, SelectorName.HKVD])
+def test_kv_chosen_for_one_question_is_not_used_for_another(
+    engine: LocalEngine, chunks: list[list[int]], selector: SelectorName
+) -> None:
+    one, other = rag(*chunks), rag(*chunks)
+    other.question = random_tokens(21, 55)
+    alone = ask_cold(engine, other.token_ids, other.params(0.1, selector))
+    ask_cold(engine, one.token_ids, one.params(0.1, selector))
+    behind = ask(engine, other.token_ids, other.params(0.1, selector))
+    again = ask(engine, other.token_ids, other.params(0.1, selector))
+    assert behind.accounting is not None
+    assert again.accounting is not None
+    depends = selector is not SelectorName.HKVD
+    assert behind.accounting["tokens_prefix_cached"] == (0 if depends else 448)
+    assert again.accounting["tokens_prefix_cached"] == 448
+    if depends:
+        assert behind.token_ids == alone.token_ids
+
+
 def test_chunks_are_found_by_content(engine: LocalEngine, chunks: list[list[int]]) -> None:
     prompt = Rag([("gap", random_tokens(40, 5)), ("chunk", chunks[3]), ("gap", [9]), ("chunk", chunks[2])])
     explicit = ask_cold(engine, prompt.token_ids, prompt.params(0.5))

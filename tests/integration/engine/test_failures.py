@@ -295,6 +295,27 @@ def test_a_defect_in_a_pass_costs_one_blend(
     assert max_dlogprob(full, again) <= 0.01
 
 
+@pytest.mark.parametrize("method", ["__init__", "run_layer"])
+def test_a_defect_in_a_save_costs_its_chunks(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    fresh = chunks_of(40, 60, seed=33)
+
+    def broken(*_arguments: object, **_keywords: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmStack, method, broken)
+        failed = engine.save(PREFIX, fresh, NAMESPACE)
+    for answer in failed:
+        assert answer.accounting is not None
+        assert answer.accounting["outcome"] == "failed"
+        assert answer.accounting["reason"].startswith("defect")
+    assert blocks_in_use(engine) == 0
+    again = engine.save(PREFIX, fresh, NAMESPACE)
+    assert [(answer.accounting or {})["outcome"] for answer in again] == ["saved", "saved"]
+
+
 def test_more_blends_than_may_run_at_once_are_all_answered(
     engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

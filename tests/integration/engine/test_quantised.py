@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.engine.local import LocalEngine
 from tests.conftest import Figure, Supports
-from tests.integration.engine.conftest import EngineSlot
+from tests.integration.engine.conftest import UNCALIBRATED, EngineSlot
 from tests.integration.engine.test_architectures import assert_exact, saved
 
 pytestmark = pytest.mark.engine
@@ -57,7 +57,7 @@ def engine(engine_slot: EngineSlot, tmp_path: Path) -> Iterator[LocalEngine]:
     quantise(folder)
     with LocalEngine.start(
         folder,
-        extra_config={"store": "ram://quantised"},
+        extra_config={"store": "ram://quantised", **UNCALIBRATED},
         dtype="bfloat16",
         max_model_len=2048,
         block_size=32,

@@ -21,7 +21,7 @@ from kintsugi.engine.local import save_prompt, transfer_config
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ShardServer
 from kintsugi.store.shard import Shard
-from tests.integration.engine.conftest import NAMESPACE, PREFIX, EngineSlot, chunks_of, rag
+from tests.integration.engine.conftest import NAMESPACE, PREFIX, UNCALIBRATED, EngineSlot, chunks_of, rag
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,10 @@ def server(
         "--kv-cache-memory-bytes",
         "134217728",
     ]
-    command += ["--kv-transfer-config", json.dumps(transfer_config({"store": f"grpc://{shard.address}"}))]
+    command += [
+        "--kv-transfer-config",
+        json.dumps(transfer_config({"store": f"grpc://{shard.address}", **UNCALIBRATED})),
+    ]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

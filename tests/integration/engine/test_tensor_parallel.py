@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.checkpoints.shapes import TINY_SHAPES
+from kintsugi.core.request import SelectorName
 from tests.conftest import Figure, Supports
-from tests.integration.engine.tensor_parallel import SIZES
+from tests.integration.engine.conftest import PREFIX, chunks_of, rag
+from tests.integration.engine.tensor_parallel import ATTENDING, QUERY_LAYERS, SIZES
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
@@ -80,6 +84,24 @@ def test_less_than_everything_is_recomputed(seen: dict[str, Any]) -> None:
     assert seen["ratio 0"]["accounting"]["tokens_recomputed"] == 0
     assert seen["ratio .15"]["accounting"]["tokens_recomputed"] == round(0.15 * sum(SIZES))
     assert seen["ratio 0"]["max_abs_dlogprob"] > 0.1
+
+
+@pytest.mark.parametrize("selector", ATTENDING)
+def test_ranks_put_their_attention_together(seen: dict[str, Any], shape: str, selector: SelectorName) -> None:
+    accounting = seen[selector.value]["accounting"]
+    assert accounting["outcome"] == "blended", accounting
+    assert accounting["tokens_recomputed"] == round(0.15 * sum(SIZES))
+    if selector is not SelectorName.QUERY:
+        return
+    prompt = rag(*chunks_of(*SIZES, seed=3))
+    oracle = Oracle(cached_checkpoint(shape))
+    attended = oracle.attended(
+        prompt.token_ids, PREFIX, [(s.start, s.end) for s in prompt.spans], QUERY_LAYERS
+    )
+    best = set(attended.topk(accounting["tokens_recomputed"]).indices.tolist())
+    chosen = {*accounting["recomputed_positions"]["0"]}
+    # The oracle computes in float32; one rank's heads alone agree on about half.
+    assert len(chosen & best) >= 0.9 * len(best)
 
 
 def test_a_chunk_lost_on_one_rank_restarts_all(seen: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
         "store": spec.store,
         "prefix_token_ids": list(space.prefix_token_ids),
         "lookup_deadline_ms": 60_000,
+        "allow_uncalibrated": True,
     }
     with LocalEngine.start(spec.model, extra_config=config, dtype="bfloat16", **ENGINE) as engine:
         for piece in pieces_of(spec.source):

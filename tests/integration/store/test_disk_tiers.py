@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kintsugi.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.interface import ChunkLost
+from kintsugi.client.registry import open_store
+from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.admission import ShardConfig
+from kintsugi.store.disk_tier import READ_BYTES_PER_S_ASSUMED
+from kintsugi.store.keeper import Keeper
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.put import PutOptions
+from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ShardServer
 from kintsugi.store.shard import Shard
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
@@ -48,6 +59,16 @@ def store(shard: Shard) -> Iterator[GrpcStore]:
 
 class TestDurableStore(StoreContract):
     pass
+
+
+def test_stats_say_whether_what_is_stored_outlives_the_shards(shard: Shard) -> None:
+    volatile = Shard(RamTier(2 * MIB), shard_id="ram")
+    with ShardServer(shard, "127.0.0.1:0") as first, ShardServer(volatile, "127.0.0.1:0") as second:
+        disk, ram = ShardAddress("disk", first.address), ShardAddress("ram", second.address)
+        for shards, durable in (((disk,), True), ((ram,), False), ((disk, ram), False)):
+            several = ShardedStore(FixedDirectory(ShardMap(1, shards)))
+            assert several.stats().durable is durable
+            several.close()
 
 
 def put(shard: Shard, manifest: ChunkManifest, frames: list[bytes], durable: bool = True) -> None:
@@ -156,6 +177,48 @@ def test_a_chunk_put_to_ram_is_written_when_it_has_to_leave(tmp_path: Path) -> N
         shard.close()
 
 
+@pytest.mark.parametrize(
+    ("said_ms", "configured_ms", "tier"),
+    [(0.0, 0.0, 0), (1.0, 0.0, 1), (0.1, 1.0, 0), (0.0, 1.0, 1), (0.0, 0.1, 0)],
+    ids=["unknown", "writer: slow to compute", "writer first", "config: slow", "config: fast"],
+)
+def test_auto_takes_the_cheapest_tier_that_hides_behind_recompute(
+    tmp_path: Path, said_ms: float, configured_ms: float, tier: int
+) -> None:
+    manifest, frames = make_chunk(range(400))  # 0.3 MB: 0.3 ms from the fast disk, 100 ms from the slow one
+    config = ShardConfig(recompute_ms_per_token=configured_ms)
+    shard = open_shard(replace(spec(tmp_path, ssd_mib=(8, 8)), config=config))
+    shard.disks[0].read_bytes_per_s, shard.disks[1].read_bytes_per_s = 1e9, 3e6
+    with ShardServer(shard, "127.0.0.1:0") as server:
+        store = open_store(f"grpc://{server.address}?ack=durable&recompute_ms_per_token={said_ms}")
+        assert store.put(manifest, frames)
+        assert [disk.chunks for disk in shard.disks] == [tier == 0, tier == 1]
+        store.close()
+    shard.close()
+
+
+def test_a_disk_is_measured_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def slow(fd: int, views: list[memoryview], offset: int) -> int:
+        time.sleep(0.2)
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    for _ in range(2):  # new, and found again
+        shard = open_shard(spec(tmp_path))
+        assert shard.disks[0].read_bytes_per_s < (4 * MIB) / 0.2
+        shard.close()
+
+    def broken(fd: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    shard = open_shard(spec(tmp_path))
+    assert shard.disks[0].read_bytes_per_s == READ_BYTES_PER_S_ASSUMED
+    shard.close()
+
+
 def test_a_flipped_bit_on_disk_is_lost_and_quarantined(tmp_path: Path) -> None:
     manifest, frames = make_chunk(range(400))
     shard = open_shard(spec(tmp_path))
@@ -177,6 +240,33 @@ def test_a_flipped_bit_on_disk_is_lost_and_quarantined(tmp_path: Path) -> None:
     shard.close()
     shard = open_shard(spec(tmp_path))
     assert len(shard) == 0
+    shard.close()
+
+
+@pytest.mark.parametrize("damaged", ["ram", "disk"])
+def test_a_damaged_copy_goes_and_the_whole_one_stays(tmp_path: Path, damaged: str) -> None:
+    manifest, frames = make_chunk(range(400))
+    shard = open_shard(spec(tmp_path))
+    put(shard, manifest, frames)
+    (entry,) = shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    assert entry.ram is not None
+    assert entry.disk is not None
+    if damaged == "ram":
+        shard.ram.frame(entry.ram, 1, 5, 6)[0] ^= 1
+    else:
+        page = memoryview(mmap.mmap(-1, 4096))
+        shard.disks[0].slab.write(entry.disk.offsets[1], [page])
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: False}
+    assert shard.counters.quarantined == 1
+    for flushed in shard.flushed():
+        flushed.result(10.0)
+    assert (entry.ram is None) == (damaged == "ram")
+    assert entry.disk is not None  # written anew, where it was the damaged one
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
     shard.close()
 
 
@@ -248,6 +338,57 @@ def test_an_io_error_leaves_the_chunk_in_ram_and_says_so(
     assert store.put(other, other_frames)
 
 
+def test_a_flush_hears_of_the_batch_before_it(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, frames = make_chunk(range(40))
+    syncing, go_on = threading.Event(), threading.Event()
+
+    def broken() -> None:
+        syncing.set()
+        assert go_on.wait(30.0)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shard.disks[0].slab, "sync", broken)
+    begun = shard.begin_put(manifest, PutOptions(durable=True))
+    assert begun is not None
+    for layer, frame in enumerate(frames):
+        begun.write(layer, memoryview(frame))
+    durable = shard.commit(begun).durable
+    assert durable is not None
+    assert syncing.wait(10.0)
+    (flushed,) = shard.flushed()
+    go_on.set()
+    for waiting in (durable, flushed):
+        with pytest.raises(Unavailable, match="Input/output error"):
+            waiting.result(10.0)
+
+
+def test_a_batch_is_written_while_the_one_before_is_committed(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab = shard.disks[0].slab
+    sync, write = slab.sync, slab.write
+    syncing, writing = threading.Event(), threading.Event()
+
+    def slow_sync() -> None:
+        syncing.set()
+        assert writing.wait(10.0), "the next batch is not written meanwhile"
+        sync()
+
+    def noted(offset: int, views: list[memoryview]) -> None:
+        if syncing.is_set():
+            writing.set()
+        write(offset, views)
+
+    monkeypatch.setattr(slab, "sync", slow_sync)
+    monkeypatch.setattr(slab, "write", noted)
+    first, second = many(2, tokens=40)
+    put(shard, *first, durable=False)
+    assert syncing.wait(10.0)
+    put(shard, *second, durable=False)
+    assert shard.drain(20.0) == 0
+    assert shard.disks[0].chunks == 2
+
+
 def test_the_death_of_a_thread_is_fatal_and_visible(
     shard: Shard, store: GrpcStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +402,40 @@ def test_the_death_of_a_thread_is_fatal_and_visible(
         store.put(manifest, frames)
     with pytest.raises(Unavailable, match="a bug"):
         store.lookup("acme", [ChunkKey(b"\1" * 32)])
+
+
+def test_the_death_of_a_reader_or_the_keeper_is_fatal_and_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    manifest, frames = make_chunk(range(40))
+    shard = open_shard(spec(tmp_path))
+    put(shard, manifest, frames)
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard.disks[0], "read", bug)
+        assert shard.prefetch("acme", [manifest.key]) == 1
+        until_failed(shard)
+    shard.close()
+    shard = open_shard(spec(tmp_path))
+    monkeypatch.setattr(shard, "expire", bug)
+    keeper = Keeper(shard, turn_s=0.01)
+    keeper.start()
+    until_failed(shard)
+    keeper.stop()
+    shard.close()
+
+
+def until_failed(shard: Shard) -> None:
+    deadline_s = time.monotonic() + 10
+    while shard.failure is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    with pytest.raises(Unavailable, match="a bug"):
+        shard.lookup("acme", [ChunkKey(b"\1" * 32)])
 
 
 _WRITER = """

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from kintsugi.client import wire
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import HeadRange
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ShardServer
 from kintsugi.store.shard import Shard
@@ -24,7 +30,7 @@ def server() -> Iterator[ShardServer]:
 
 
 @pytest.fixture
-def store(server: ShardServer) -> Iterator[ChunkStore]:
+def store(server: ShardServer) -> Iterator[GrpcStore]:
     store = GrpcStore(server.address, GrpcOptions(same_host=False))
     yield store
     store.close()
@@ -125,3 +131,33 @@ def test_options_in_a_url_are_taken(server: ShardServer) -> None:
     assert read_all(store, [manifest.key])[0] == (0, 0, frames[0])
     assert store.stats().transport == "grpc"
     store.close()
+
+
+@pytest.mark.parametrize("slow", ["page", "lookup"])
+def test_large_answers_keep_nobody_waiting(
+    server: ShardServer, store: GrpcStore, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    began, release = threading.Event(), threading.Event()
+    method = getattr(server.shard, slow)
+
+    def dawdle(namespace: str, *arguments: Any) -> object:
+        if slow == "page" or len(arguments[0]) > 1:
+            began.set()
+            assert release.wait(30.0)
+        return method(namespace, *arguments)
+
+    monkeypatch.setattr(server.shard, slow, dawdle)
+    many = pb.LookupRequest(namespace="acme", keys=[bytes(32)] * (wire.LOOKUP_KEYS_BATCH + 1))
+    calls: dict[str, Callable[[], object]] = {
+        "page": lambda: store.list("acme"),
+        "lookup": lambda: store.call("Lookup", many, pb.LookupResponse),
+    }
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(calls[slow])
+        try:
+            assert began.wait(10.0)
+            assert store.lookup("acme", [ChunkKey(bytes(32))]) == [None]
+            assert not large.done()
+        finally:
+            release.set()
+        large.result(10.0)

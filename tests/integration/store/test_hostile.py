@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
@@ -12,15 +14,17 @@ import pytest
 from kintsugi.client import wire
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.status import ERROR_METADATA
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store import service as service_module
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ServerOptions, ShardServer
 from kintsugi.store.shard import Shard
 from tests.contracts.store_contract import make_chunk, read_all
 
 CONNECTIONS = 1000
+CONNECTION_KIB_MAX = 256
 
 
 @pytest.fixture
@@ -72,7 +76,8 @@ FRAMES = make_chunk(range(40))[1]
         ([header(), frames_message(0, FRAMES[0], commit=True)], "INVALID_ARGUMENT", "last layer"),
         ([header(), frames_message(0, FRAMES[1])], "DATA_LOSS", "digest"),
         ([header(codec=99)], "INVALID_ARGUMENT", "codec"),
-        ([header(format_version=9)], "FAILED_PRECONDITION", "format_version"),
+        ([header(format_version=9)], "INVALID_ARGUMENT", "format_version"),
+        ([header(num_tokens=200_000)], "RESOURCE_EXHAUSTED", "67108864"),
         ([header(key=b"short")], "INVALID_ARGUMENT", "32"),
         ([header(namespace="")], "INVALID_ARGUMENT", "namespace"),
         ([header(num_tokens=1 << 31)], "INVALID_ARGUMENT", "num_tokens"),
@@ -91,7 +96,7 @@ def test_an_unknown_protocol_is_refused_by_name(channel: grpc.Channel) -> None:
     call = channel.unary_unary(f"/{wire.SERVICE}/Stats", pb.StatsRequest.SerializeToString)
     with pytest.raises(grpc.RpcError) as failure:
         call(pb.StatsRequest(), metadata=((wire.PROTOCOL_METADATA, "99"),), timeout=5.0)
-    assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert dict(failure.value.trailing_metadata())[ERROR_METADATA] == "VersionMismatch"
 
 
@@ -135,15 +140,72 @@ def test_a_reader_that_dawdles_harms_nobody(server: ShardServer) -> None:
     quick.close()
 
 
+def test_slow_readers_may_hold_only_so_much(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, frames = make_chunk(range(20_000))
+    small, small_frames = make_chunk(range(40))
+    slow, quick = (GrpcStore(server.address, GrpcOptions(same_host=False)) for _ in range(2))
+    quick.put(manifest, frames)
+    quick.put(small, small_frames)
+    monkeypatch.setattr(service_module, "STREAM_BYTES_MAX", 3 * len(frames[0]))
+    everything = ("acme", [manifest.key], range(3), HeadRange(0, 4), 30.0)
+    streams = [slow.stream(*everything) for _ in range(2)]
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.callback(stream.close)  # type: ignore[attr-defined]
+        assert bytes(next(streams[0]).data) == frames[0]  # type: ignore[union-attr]
+        with pytest.raises(ResourceExhausted, match="try again"):
+            list(streams[1])
+        assert read_all(quick, [small.key])[0] == (0, 0, small_frames[0])
+        assert quick.lookup("acme", [small.key]) == [small]
+    deadline_s = time.monotonic() + 10
+    while True:  # the shard hears of the end a moment later
+        try:
+            assert read_all(quick, [manifest.key])[2] == (0, 2, frames[2])
+            break
+        except ResourceExhausted:
+            assert time.monotonic() < deadline_s
+    slow.close()
+    quick.close()
+
+
+def test_a_client_that_dies_with_pins_lets_go_when_its_lease_ends(server: ShardServer) -> None:
+    store, other = GrpcStore(server.address), GrpcStore(server.address)
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    assert store.pin("acme", [manifest.key], lease_s=1.5).chunks == 1
+    store.close()
+    (entry,) = server.shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    assert entry.pins == 1
+    deadline_s = time.monotonic() + 10
+    while entry.pins:
+        assert other.lookup("acme", [manifest.key]) == [manifest]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    other.close()
+
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What opens an HTTP/2 connection, with empty settings."""
+
+
 def test_a_thousand_connections_leave_room_for_one_more(server: ShardServer) -> None:
     host, _, port = server.address.rpartition(":")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     crowd = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS)]
     try:
+        for connection in crowd:
+            connection.sendall(_PREFACE)
+        for connection in crowd:
+            connection.settimeout(30.0)
+            assert connection.recv(9)[3] == 4  # the shard's own settings: the connection stands
         store = GrpcStore(server.address)
         manifest, frames = make_chunk(range(40))
         assert store.put(manifest, frames)
         assert store.lookup("acme", [manifest.key]) == [manifest]
         store.close()
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown_kib < CONNECTION_KIB_MAX * CONNECTIONS
     finally:
         for connection in crowd:
             connection.close()

@@ -8,12 +8,16 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from kintsugi.client.breaker import FAILURES_MAX
 from kintsugi.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
+from kintsugi.client.grpc_store import GrpcOptions
 from kintsugi.client.interface import ChunkLost, LayerFrame
 from kintsugi.client.registry import open_store
 from kintsugi.client.sharded import ShardedStore
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store import service as service_module
 from kintsugi.store.directory_service import DirectoryService
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ServerOptions, ShardServer
@@ -49,10 +53,12 @@ def store(request: pytest.FixtureRequest, servers: list[ShardServer]) -> Iterato
 
 
 class TestShardedStore(StoreContract):
-    def test_stats_count_what_is_held(self, store: ShardedStore) -> None:  # type: ignore[override]
+    def test_stats_count_what_is_held(  # type: ignore[override]
+        self, store: ShardedStore, request: pytest.FixtureRequest
+    ) -> None:
         manifest, frames = make_chunk(range(40))
         store.put(manifest, frames)
-        replicas = store._map().replicas
+        replicas = request.node.callspec.params["store"]
         assert store.stats().chunks == replicas
         assert store.stats().bytes_used >= replicas * manifest.chunk_bytes
 
@@ -74,12 +80,14 @@ def test_what_a_silent_shard_owns_is_not_called_missing(stack: ExitStack) -> Non
         for manifest, frames in (make_chunk(range(start, start + 40)) for start in range(0, 2400, 100)):
             twice.put(manifest, frames)
         assert single.tiers("acme", keys) == twice.tiers("acme", keys) == ["ram"] * len(keys)
-        assert len(single.members()) == 2
-    owned = [key for key in keys if single._map().owners(key)[0].shard_id == "shard-1"]
+    owned = [key for key in keys if shard_map(servers).owners(key)[0].shard_id == "shard-1"]
     assert single.tiers("acme", owned) == ["ram"] * len(owned)
     with pytest.raises(Unavailable, match="does not answer"):
         single.tiers("acme", keys)
     assert twice.tiers("acme", keys) == ["ram"] * len(keys)
+    nowhere = stack.enter_context(closing(ShardedStore(FixedDirectory(ShardMap(1, ())))))
+    with pytest.raises(Unavailable, match="shard map is empty"):
+        nowhere.tiers("acme", keys)
 
 
 def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> None:
@@ -91,7 +99,7 @@ def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> N
         chunks = fill(store)
         keys = [manifest.key for manifest, _ in chunks]
         assert all(store.lookup("acme", keys))
-        mine = [key for key in keys if store._map().owners(key)[0].shard_id == "shard-0"]
+        mine = [key for key in keys if shard_map(servers).owners(key)[0].shard_id == "shard-0"]
         assert mine
     found = store.lookup("acme", keys)
     assert [key for key, manifest in zip(keys, found, strict=True) if manifest is None] == mine
@@ -115,6 +123,42 @@ def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> N
         except Unavailable:
             time.sleep(0.1)
     assert store.lookup("acme", [mine[0]]) == [returned[0]]
+
+
+def test_a_shard_that_leaves_the_map_and_returns_is_used_again(servers: list[ShardServer]) -> None:
+    directory = FixedDirectory(shard_map(servers))
+    store = ShardedStore(directory)
+    chunks = fill(store)
+    keys = [manifest.key for manifest, _ in chunks]
+    gone = servers[0].shard.shard_id
+    mine = [key for key in keys if directory.shards.owners(key)[0].shard_id == gone]
+    assert 0 < len(mine) < len(keys)
+    directory.shards = shard_map(servers[1:])
+    began_s = time.monotonic()
+    found = store.lookup("acme", keys)
+    items = list(store.stream("acme", keys, range(3), HeadRange(0, 4), deadline_s=5.0))
+    assert time.monotonic() - began_s < 2.0, "nobody waits for a shard that is not in the map"
+    assert [key for key, manifest in zip(keys, found, strict=True) if manifest is None] == mine
+    assert {keys[item.chunk] for item in items if isinstance(item, ChunkLost)} == set(mine)
+    moved = next(chunk for chunk in chunks if chunk[0].key == mine[0])
+    assert store.put(*moved), "its new owner takes it"
+    directory.shards = shard_map(servers)
+    assert all(store.lookup("acme", keys))
+    assert read_all(store, mine)[0] == (0, 0, moved[1][0])
+    store.close()
+
+
+def test_a_crowded_shard_is_read_around(servers: list[ShardServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ShardedStore(FixedDirectory(shard_map(servers)), GrpcOptions(same_host=False))
+    (chunk,) = fill(store, count=1)
+    key = chunk[0].key
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "STREAM_BYTES_MAX", 0)
+        for _ in range(FAILURES_MAX + 1):
+            (item,) = store.stream("acme", [key], range(3), HeadRange(0, 4), deadline_s=5.0)
+            assert isinstance(item, ChunkLost)
+    assert read_all(store, [key])[0] == (0, 0, chunk[1][0]), "its breaker is closed"
+    store.close()
 
 
 def test_replicas_serve_what_a_lost_shard_held(stack: ExitStack) -> None:
@@ -150,3 +194,27 @@ def test_a_directory_over_grpc_is_followed(stack: ExitStack, servers: list[Shard
     assert store.put(manifest, frames)
     assert store.lookup("acme", [manifest.key]) == [manifest]
     store.close()
+
+
+def test_prefetch_and_pins_reach_the_shards_that_own_a_chunk(
+    servers: list[ShardServer], store: ShardedStore
+) -> None:
+    chunks = fill(store)
+    keys = [manifest.key for manifest, _ in chunks]
+    assert store.prefetch("acme", [*keys, ChunkKey(bytes(32))]) == len(keys)
+    pinned = store.pin("acme", [*keys[:5], ChunkKey(bytes(32))], lease_s=30.0)
+    assert pinned.chunks == 5
+    held = [entry.manifest.key for server in servers for entry in server.shard._index if entry.pins]
+    assert set(held) == set(keys[:5])
+    assert store.unpin(pinned.lease_id) == len(held)
+    assert not any(entry.pins for server in servers for entry in server.shard._index)
+    assert store.unpin(pinned.lease_id) == 0
+    with pytest.raises(InvalidField, match="what pin returned"):
+        store.unpin("no such lease")
+
+
+def test_a_closed_client_says_so(servers: list[ShardServer]) -> None:
+    store = ShardedStore(FixedDirectory(shard_map(servers)))
+    store.close()
+    with pytest.raises(Unavailable, match="closed"):
+        store.stats()

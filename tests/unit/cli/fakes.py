@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kintsugi.cli.rag import Chunk, RagPrompt
+from kintsugi.core.prompt import Chunk, RagPrompt
 from kintsugi.core.request import Op
 from kintsugi.engine.local import Generation, Prompt
 

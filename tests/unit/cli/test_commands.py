@@ -12,12 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kintsugi import __version__
+from kintsugi.checkpoints.bundled import BUNDLED_REPORT, Showcase
 from kintsugi.cli import demo, doctor, generate, session
 from kintsugi.cli.doctor import Check, Verdict
 from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
 from kintsugi.cli.rag import build_prompt
-from kintsugi.cli.session import Model, Session
+from kintsugi.cli.session import Model, Session, Trust
 from kintsugi.core import errors
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
 
@@ -31,25 +32,30 @@ def chunk(tmp_path: Path) -> Path:
     return path
 
 
-def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
-    """Let every command answer with `engine` and a tokenizer of words."""
+def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trust]:
+    """Let every command answer with `engine` and a tokenizer of words; what each trusted is listed."""
+    trusted: list[Trust] = []
 
     @contextmanager
     def opened(
         screen: Any,
         model: Model,
         texts: Sequence[tuple[str, str]],
-        question: str,
+        ending: str,
         namespace: str,
         length: int,
+        trust: Trust,
     ) -> Iterator[Session]:
-        prompt = build_prompt(FakeTokenizer(), texts, question)
+        trusted.append(trust)
+        prompt = build_prompt(FakeTokenizer(), texts, ending)
         reason = session._store_chunks(engine, prompt, namespace)  # type: ignore[arg-type]
         yield Session(engine, FakeTokenizer(), prompt, reason)  # type: ignore[arg-type]
 
     for module in (demo, generate, doctor):
         monkeypatch.setattr(module, "opened", opened)
-        monkeypatch.setattr(module, "chosen_model", lambda screen, model: Model("m", "m", model is None))
+        monkeypatch.setattr(module, "named_model", lambda model: Model("m", "m"))
+    monkeypatch.setattr(demo, "random_model", lambda screen: Model("m", "m"))
+    return trusted
 
 
 def generate_arguments(chunk: Path, *more: str) -> list[str]:
@@ -111,15 +117,46 @@ def test_missing_options_are_code_2() -> None:
 
 
 def test_the_demo_compares_four_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_engine(monkeypatch, FakeEngine())
-    text = RUNNER.invoke(app, ["demo"], env={"COLUMNS": "120"})
+    trusted = use_engine(monkeypatch, FakeEngine())
+    arguments = ["demo", "--random-weights"]
+    text = RUNNER.invoke(app, arguments, env={"COLUMNS": "120"})
     assert text.exit_code == ExitCode.OK
     for word in ("full prefill", "prefix caching", "full KV reuse", "blend", "4.0×", "random weights"):
         assert word in text.stdout
-    document = json.loads(RUNNER.invoke(app, ["demo", "--json"]).stdout)
+    document = json.loads(RUNNER.invoke(app, [*arguments, "--json"]).stdout)
     assert document["random_weights"] is True
+    assert document["calibrated"] is False
     assert len(document["chunks"]) == 6
     assert [method["speedup"] for method in document["methods"]] == [1.0, 1.0, 20.0, 4.0]
+    assert [method["right"] for method in document["methods"]] == [None] * 4
+    assert trusted == [demo.REGARDLESS] * 2
+
+
+def test_the_demo_says_which_answers_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted = use_engine(monkeypatch, FakeEngine())
+    shown = Showcase(("one two", "three"), "who hid it", "1")
+    monkeypatch.setattr(demo, "showcase", lambda: shown)
+    text = RUNNER.invoke(app, ["demo"], env={"COLUMNS": "120"})
+    last_words = [line.split()[-1] for line in text.stdout.splitlines() if line.strip()]
+    assert (last_words.count("right"), last_words.count("wrong")) == (3, 1)
+    document = json.loads(RUNNER.invoke(app, ["demo", "--json"]).stdout)
+    assert (document["expected"], document["question"]) == ("1", "who hid it")
+    assert [method["right"] for method in document["methods"]] == [True, True, False, True]
+    assert document["calibrated"] is True
+    assert trusted == [Trust(report=BUNDLED_REPORT)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--question", "Why tides?"], "--random-weights"),
+        (["--model", "m", "--random-weights"], "leave --model away"),
+    ],
+)
+def test_the_demo_refuses_what_its_models_cannot_answer(arguments: list[str], word: str) -> None:
+    result = RUNNER.invoke(app, ["demo", *arguments])
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert word in " ".join(result.stderr.split())
 
 
 def test_the_demo_uses_the_visitors_files(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:
@@ -132,7 +169,7 @@ def test_the_demo_uses_the_visitors_files(monkeypatch: pytest.MonkeyPatch, chunk
 
 def test_a_demo_that_cannot_blend_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     use_engine(monkeypatch, FakeEngine("self_test_failed: shifted keys: K"))
-    result = RUNNER.invoke(app, ["demo"])
+    result = RUNNER.invoke(app, ["demo", "--random-weights"])
     assert result.exit_code == ExitCode.NOT_BLENDABLE
     assert result.stderr.splitlines()[-1] == "kintsugi: self_test_failed: shifted keys: K"
 
@@ -147,6 +184,22 @@ def test_generate_answers_and_accounts(monkeypatch: pytest.MonkeyPatch, chunk: P
     assert document["answer"] == "1 2 9 9"
     assert document["accounting"]["outcome"] == "blended"
     assert len(document["methods"]) == 4
+
+
+def test_generate_trusts_a_report_or_nobody_unless_told(
+    monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path
+) -> None:
+    trusted = use_engine(monkeypatch, FakeEngine())
+    plain = RUNNER.invoke(app, generate_arguments(chunk))
+    told = RUNNER.invoke(app, generate_arguments(chunk, "--allow-uncalibrated"))
+    RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
+    assert [trust.extra_config for trust in trusted] == [
+        {},
+        {"allow_uncalibrated": True},
+        {"report": str(tmp_path / "r.json")},
+    ]
+    assert "without a calibration report" in " ".join(told.stderr.split())
+    assert "without a calibration report" not in " ".join(plain.stderr.split())
 
 
 def test_generate_writes_a_page(monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path) -> None:

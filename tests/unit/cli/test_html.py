@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kintsugi.cli.html import LEGEND, Page, depth_class, parts_of, rendered, tick_step, timeline_of
-from kintsugi.cli.rag import Chunk, RagPrompt
+from kintsugi.core.prompt import Chunk, RagPrompt
 from tests.unit.cli.fakes import NUM_LAYERS, PROMPT, explained_accounting
 
 

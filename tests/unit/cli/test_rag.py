@@ -9,6 +9,7 @@ import pytest
 from kintsugi.cli.rag import CHUNK_BYTES_MAX, build_prompt, read_chunk
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.spaces import Span
+from kintsugi.quality.questions import asked
 from tests.unit.cli.fakes import PROMPT, FakeTokenizer
 
 
@@ -19,16 +20,17 @@ def test_spans_tile_the_prompt_between_prefix_and_question() -> None:
 
 
 def test_chunks_are_tokenised_alone() -> None:
-    prompt = build_prompt(FakeTokenizer(), [("a", "one two"), ("b", "three")], "why?")
+    prompt = build_prompt(FakeTokenizer(), [("a", "one two"), ("b", "three")], asked("why?"))
     assert prompt.prefix == (0,)
     assert [chunk.token_ids for chunk in prompt.chunks] == [(5, 5), (7,)]
     assert prompt.question == (11, 6, 9)
 
 
-@pytest.mark.parametrize(("texts", "question"), [([], "why?"), ([("a", "x")], "  ")])
-def test_nothing_to_ask_is_refused(texts: list[tuple[str, str]], question: str) -> None:
-    with pytest.raises(InvalidField):
-        build_prompt(FakeTokenizer(), texts, question)
+def test_nothing_to_ask_is_refused() -> None:
+    with pytest.raises(InvalidField, match="question"):
+        asked("  ")
+    with pytest.raises(InvalidField, match="0 chunks"):
+        build_prompt(FakeTokenizer(), [], asked("why?"))
 
 
 def test_a_chunk_file_is_named_in_errors(tmp_path: Path) -> None:

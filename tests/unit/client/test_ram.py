@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kintsugi.client.interface import ChunkLost
@@ -57,3 +59,23 @@ def test_a_url_names_a_store() -> None:
     assert open_store("ram://here") is not open_store("ram://there")
     with pytest.raises(InvalidField, match="ram://"):
         open_store("carrier-pigeon://home")
+
+
+def test_a_throttled_store_is_read_no_faster_than_its_rate() -> None:
+    manifest, frames = make_chunk(range(40))
+    bytes_per_s = 20 * manifest.chunk_bytes
+    store = open_store(f"ram://slow?bytes_per_s={bytes_per_s}")
+    assert open_store("ram://slow") is store
+    store.put(manifest, frames)
+    started = time.perf_counter()
+    items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=1.0))
+    assert time.perf_counter() - started >= 1 / 20
+    assert [item.layer for item in items] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "query", ["bytes_per_s=0", "bytes_per_s=", "bytes_per_s=fast", "bytes_per_s=inf", "rate=1"]
+)
+def test_an_impossible_rate_is_refused(query: str) -> None:
+    with pytest.raises(InvalidField, match="bytes_per_s"):
+        open_store(f"ram://impossible?{query}")

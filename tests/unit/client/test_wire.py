@@ -27,28 +27,6 @@ def test_a_payload_is_appended_and_split_off_again(parts: list[bytes], layer: in
     assert pb.PutChunkKVRequest.FromString(message).payload == b"".join(parts)
 
 
-@given(st.binary(max_size=400))
-def test_any_bytes_are_a_message_or_an_invalid_field(data: bytes) -> None:
-    for parse in (wire.parse_put, wire.parse_layers):
-        try:
-            parse(data)
-        except InvalidField:
-            continue
-
-
-@given(st.binary(max_size=400))
-def test_any_manifest_is_read_or_refused(data: bytes) -> None:
-    try:
-        manifest = pb.Manifest.FromString(data)
-    except Exception:  # noqa: BLE001 - protobuf's own refusal
-        return
-    manifest.format_version = 1
-    try:
-        wire.manifest_from_wire(manifest)
-    except KintsugiError:
-        return
-
-
 @pytest.mark.parametrize(
     ("field", "value", "error"),
     [

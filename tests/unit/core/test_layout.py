@@ -18,6 +18,7 @@ from kintsugi.core.layout import (
     HeadRange,
     KVLayout,
     checked_frames,
+    codec_named,
     digests_of,
 )
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
@@ -55,6 +56,27 @@ class TestSizes:
         assert layout.chunk_bytes(Codec.RAW, 1) == 128 << 10
         assert layout.chunk_bytes(Codec.RAW, 512) == 64 << 20
         assert layout.digests_bytes == 32 * 8 * DIGEST_BYTES
+
+    @pytest.mark.parametrize("codec", [Codec.INT8, Codec.FP8])
+    def test_eight_bits_take_half_and_their_scales(self, codec: Codec) -> None:
+        layout = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+        assert layout.head_bytes(codec, 512) == 2 * 512 * 128 + 2 * (128 + 512)
+        assert layout.head_bytes(codec, 1) == 2 * 128 + 2 * (128 + 1)
+
+    def test_sinks_stay_as_they_are(self) -> None:
+        assert SMALL.head_bytes(Codec.INT8_SINKS, 10) == 2 * 6 * 8 + 2 * 4 * 8 * 2 + 2 * (8 + 6)
+        for tokens in (1, 4):
+            everything = SMALL.head_bytes(Codec.RAW, tokens) + 2 * 8
+            assert SMALL.head_bytes(Codec.FP8_SINKS, tokens) == everything
+
+    @given(
+        codec=st.sampled_from([codec for codec in Codec if codec is not Codec.RAW]),
+        head_dim=st.sampled_from([32, 64, 96, 128, 256]),
+        tokens=st.integers(192, 8192),
+    )
+    def test_quantised_chunks_are_a_little_over_half(self, codec: Codec, head_dim: int, tokens: int) -> None:
+        layout = KVLayout(4, 2, head_dim, "bfloat16")
+        assert 0.5 < layout.chunk_bytes(codec, tokens) / layout.chunk_bytes(Codec.RAW, tokens) <= 0.53
 
     def test_fp32_takes_twice_as_much(self) -> None:
         wide = dataclasses.replace(SMALL, dtype="float32")
@@ -178,4 +200,16 @@ class TestManifest:
 
 
 def test_codec_ids_never_change() -> None:
-    assert {codec.name: codec.value for codec in Codec}["RAW"] == 1
+    assert {codec.name: codec.value for codec in Codec} == {
+        "RAW": 1,
+        "INT8": 2,
+        "FP8": 3,
+        "INT8_SINKS": 4,
+        "FP8_SINKS": 5,
+    }
+
+
+def test_codecs_have_names() -> None:
+    assert [codec_named(codec.name.lower()) for codec in Codec] == list(Codec)
+    with pytest.raises(InvalidField, match="codec: 'int4' is not one of raw, int8, fp8"):
+        codec_named("int4")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.core.plan import BlendPlan, ChunkHit, exact_end, plan_digest
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection, exact_end, plan_digest
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
 
@@ -50,37 +51,62 @@ def test_without_a_prefix_a_chunk_at_the_start_is_exact() -> None:
 def test_every_argument_decides_the_digest() -> None:
     spans = [Span(2, 8), Span(8, 12)]
     digests = [
-        plan_digest(SPACE, spans, 0.15, SelectorName.HKVD, 1),
-        plan_digest(BARE, spans, 0.15, SelectorName.HKVD, 1),
-        plan_digest(SPACE, spans[:1], 0.15, SelectorName.HKVD, 1),
-        plan_digest(SPACE, [Span(2, 9), Span(9, 12)], 0.15, SelectorName.HKVD, 1),
-        plan_digest(SPACE, spans, 0.16, SelectorName.HKVD, 1),
-        plan_digest(SPACE, spans, 0.15, SelectorName.HKVD_GRADUAL, 1),
-        plan_digest(SPACE, spans, 0.15, SelectorName.HKVD, 2),
-        plan_digest(SPACE, [], 0.15, SelectorName.HKVD, 1),
+        plan_digest(SPACE, spans, Selection(0.15)),
+        plan_digest(BARE, spans, Selection(0.15)),
+        plan_digest(SPACE, spans[:1], Selection(0.15)),
+        plan_digest(SPACE, [Span(2, 9), Span(9, 12)], Selection(0.15)),
+        plan_digest(SPACE, spans, Selection(0.16)),
+        plan_digest(SPACE, spans, Selection(0.15, SelectorName.HKVD_GRADUAL)),
+        plan_digest(SPACE, spans, Selection(0.15, check_layer=2)),
+        plan_digest(SPACE, spans, Selection(0.15, query_layers=(1,))),
+        plan_digest(SPACE, spans, Selection(0.15, query_layers=(1, 2))),
+        plan_digest(SPACE, spans, Selection(0.15, adaptive_mass=0.9)),
+        plan_digest(SPACE, spans, Selection(0.15, adaptive_mass=0.9, ratio_min=0.05)),
+        plan_digest(SPACE, [], Selection(0.15)),
+        plan_digest(SPACE, spans, Selection(0.15), PROMPT),
+        plan_digest(SPACE, spans, Selection(0.15), PROMPT[:-1]),
     ]
     assert len(set(digests)) == len(digests)
     assert {len(digest) for digest in digests} == {32}
 
 
 def test_equal_ratios_have_one_digest() -> None:
-    one = {plan_digest(SPACE, [], ratio, SelectorName.HKVD, 1) for ratio in (1, 1.0)}
-    zero = {plan_digest(SPACE, [], ratio, SelectorName.HKVD, 1) for ratio in (0, 0.0, -0.0)}
+    one = {plan_digest(SPACE, [], Selection(ratio)) for ratio in (1, 1.0)}
+    zero = {plan_digest(SPACE, [], Selection(ratio)) for ratio in (0, 0.0, -0.0)}
     assert len(one) == len(zero) == 1
 
 
 def test_a_key_beside_a_span_changes_nothing() -> None:
     """The block hashes that the digest is mixed into cover the tokens already."""
     with_key = [Span(2, 8, ChunkKey(bytes(32)))]
-    assert plan_digest(SPACE, with_key, 0.1, SelectorName.HKVD, 1) == plan_digest(
-        SPACE, [Span(2, 8)], 0.1, SelectorName.HKVD, 1
-    )
+    selection = Selection(0.1)
+    assert plan_digest(SPACE, with_key, selection) == plan_digest(SPACE, [Span(2, 8)], selection)
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True))
 def test_no_two_ratios_share_a_digest(ratios: list[float]) -> None:
-    digests = {plan_digest(SPACE, [Span(2, 8)], ratio, SelectorName.HKVD, 1) for ratio in ratios}
+    digests = {plan_digest(SPACE, [Span(2, 8)], Selection(ratio)) for ratio in ratios}
     assert len(digests) == len(ratios)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ratio", -0.1),
+        ("ratio", float("nan")),
+        ("ratio_min", 1.5),
+        ("check_layer", -1),
+        ("query_layers", (-1,)),
+        ("query_layers", (2, 1)),
+        ("query_layers", (1, 1)),
+        ("adaptive_mass", 0.0),
+        ("adaptive_mass", float("nan")),
+    ],
+)
+def test_an_impossible_selection_is_refused(field: str, value: object) -> None:
+    with pytest.raises(InvalidField) as raised:
+        dataclasses.replace(Selection(0.15), **{field: value})  # type: ignore[arg-type]
+    assert raised.value.field == field
 
 
 def test_without_misses_chunks_and_keeps_the_rest() -> None:
@@ -88,7 +114,7 @@ def test_without_misses_chunks_and_keeps_the_rest() -> None:
     hits = tuple(
         ChunkHit(start, start + 5, key) for start, key in zip((0, 5, 10), itertools.cycle(keys), strict=False)
     )
-    plan = BlendPlan(hits, 0.15, SelectorName.HKVD, 1)
+    plan = BlendPlan(hits, Selection(0.15))
     assert plan.without(frozenset()) == plan
     assert plan.without(frozenset(keys[:1])) == dataclasses.replace(plan, hits=hits[1:2])
     assert plan.without(frozenset(keys)).hits == ()

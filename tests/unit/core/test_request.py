@@ -36,10 +36,16 @@ def test_defaults_leave_the_choice_to_the_engine() -> None:
 
 def test_everything_is_read() -> None:
     found = parse(
-        version=1, op="blend", spans=[[3, 9], [9, 20, KEY.hex]], ratio=0, selector="random", explain=True
+        version=1,
+        op="blend",
+        spans=[[3, 9], [9, 20, KEY.hex]],
+        ratio=0,
+        selector="random",
+        adaptive_mass=0.9,
+        explain=True,
     )
     assert found == KintsugiParams(
-        "acme", Op.BLEND, (Span(3, 9), Span(9, 20, KEY)), 0.0, SelectorName.RANDOM, True
+        "acme", Op.BLEND, (Span(3, 9), Span(9, 20, KEY)), 0.0, SelectorName.RANDOM, 0.9, True
     )
 
 
@@ -52,7 +58,11 @@ def test_everything_is_read() -> None:
         ({"ratio": float("inf")}, "ratio", r"\[0, 1\]"),
         ({"ratio": True}, "kintsugi.ratio", "number"),
         ({"ratio": "0.5"}, "kintsugi.ratio", "number"),
-        ({"selector": "hkdv"}, "selector", "hkvd, hkvd_k, hkvd_v, hkvd_gradual, random"),
+        ({"selector": "hkdv"}, "selector", "hkvd, hkvd_k, hkvd_v, hkvd_gradual, chunk_head, query"),
+        ({"adaptive_mass": 0.0}, "adaptive_mass", r"\(0, 1\]"),
+        ({"adaptive_mass": 1.01}, "adaptive_mass", r"\(0, 1\]"),
+        ({"adaptive_mass": float("nan")}, "adaptive_mass", r"\(0, 1\]"),
+        ({"adaptive_mass": True}, "kintsugi.adaptive_mass", "number"),
         ({"selector": 3}, "kintsugi.selector", "string"),
         ({"op": "blnd"}, "kintsugi.op", "'blend', 'save' or 'off'"),
         ({"version": 2}, "version", "is not 1"),
@@ -148,6 +158,7 @@ def params(draw: st.DrawFn) -> KintsugiParams:
         spans=draw(chosen if one else st.none() | chosen),
         ratio=draw(st.none() | st.floats(0.0, 1.0)),
         selector=draw(st.none() | st.sampled_from(SelectorName)),
+        adaptive_mass=draw(st.none() | st.floats(0.01, 1.0)),
         explain=draw(st.booleans()),
     )
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.client.ram import RamStore
+from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, Span, anchor_of
-from kintsugi.engine.matching import match_content, match_spans
+from kintsugi.engine.matching import in_codecs, match_content, match_spans
 from tests.contracts.store_contract import SPACE, make_chunk
 
 
@@ -58,6 +59,16 @@ def test_short_prompts_and_short_chunks_match_by_span_only() -> None:
     assert match_content(store, SPACE, tokens).spans == ()
     span = Span(0, len(tokens), ChunkKey.of(SPACE, tokens))
     assert list(match_spans(store, SPACE, [span]).manifests) == [span.key]
+
+
+def test_chunks_in_codecs_that_nobody_calibrated_are_missed() -> None:
+    tokens = list(range(40))
+    span = Span(0, 40, ChunkKey.of(SPACE, tokens))
+    match = match_spans(store_of(tokens), SPACE, [span])
+    assert in_codecs(match, None) is match
+    assert in_codecs(match, frozenset((Codec.RAW, Codec.INT8))) == match
+    foreign = in_codecs(match, frozenset((Codec.INT8,)))
+    assert (foreign.spans, foreign.manifests) == (match.spans, {})
 
 
 def test_spans_keep_their_misses() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.blend import BlendPass, Region
+from kintsugi.fusor.cost import Workload, token_layers
 from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, Status
 from tests.fakes.toy_chunks import Gate, ToyPrompt
@@ -23,8 +24,11 @@ from tests.fakes.toy_stack import HEAD_DIM, VOCAB, ToyModel, ToyStack
 LENGTH = 60
 SPANS = ((5, 20), (20, 33), (38, 52))
 """Two that touch, a gap, and a question of eight tokens."""
+NEXT = 7
+"""The token behind the prompt."""
 LAYERS = 4
 EVERY_SELECTOR = list(SelectorName)
+WITHOUT_DEVIATION = (SelectorName.RANDOM, SelectorName.CHUNK_HEAD, SelectorName.QUERY)
 STEPS_MAX = 100_000
 
 
@@ -51,7 +55,7 @@ def begin(
 ) -> tuple[BlendPass, ToyStack]:
     stack = stack or ToyStack(model())
     work = BlendPass(
-        Region(scene.token_ids[start:end], start),
+        Region(scene.token_ids[start:end], start, int(scene.token_ids[end]) if end < LENGTH else NEXT),
         plan,
         stack,
         lambda plan: scene.open_loader(plan, start, end),
@@ -91,8 +95,9 @@ def assert_cache(stack: ToyStack, key: Tensor, value: Tensor, tolerance: float) 
 
 
 def measures_at(selector: SelectorName, layer: int, check_layer: int, ratio: float) -> bool:
-    if not 0 < ratio < 1 or selector is SelectorName.RANDOM:
+    if not 0 < ratio < 1 or selector in WITHOUT_DEVIATION:
         return False
+    check_layer = min(check_layer, LAYERS - 1)
     return layer >= check_layer if selector is SelectorName.HKVD_GRADUAL else layer == check_layer
 
 
@@ -101,7 +106,8 @@ def fresh_of(work: BlendPass, check_layer: int) -> dict[int, list[int]]:
     active = work.tally.active_positions
     fresh = {}
     for layer, positions in active.items():
-        measured = measures_at(work.plan.selector, layer, check_layer, work.plan.ratio)
+        selection = work.plan.selection
+        measured = measures_at(selection.selector, layer, check_layer, selection.ratio)
         before = active[layer - 1] if layer else list(range(LENGTH))
         fresh[layer] = before if measured else positions
     return fresh
@@ -240,11 +246,12 @@ def test_the_tally_is_the_cost_formula(
     selector: SelectorName, ratio: float, check_layer: int, unit: int
 ) -> None:
     scene = prompt()
-    work, stack = blended(scene, scene.plan(ratio, selector, check_layer), unit=unit)
+    plan = scene.plan(ratio, selector, check_layer, query_layers=(1, 2))
+    work, stack = blended(scene, plan, unit=unit)
     must, hit = LENGTH - 42, 42
     active = [len(work.tally.active_positions[layer]) for layer in range(LAYERS)]
-    if selector is not SelectorName.HKVD_GRADUAL:
-        full_width = 0 if selector is SelectorName.RANDOM or not 0 < ratio < 1 else check_layer
+    if selector not in (SelectorName.HKVD_GRADUAL, SelectorName.HYBRID):
+        full_width = 0 if selector in WITHOUT_DEVIATION or not 0 < ratio < 1 else check_layer
         kept = quota(ratio, hit)
         assert sum(active) == LAYERS * must + full_width * hit + (LAYERS - full_width) * kept
     measured = [
@@ -252,11 +259,15 @@ def test_the_tally_is_the_cost_formula(
         for layer in range(LAYERS)
         if measures_at(selector, layer, check_layer, ratio)
     ]
-    expected = sum(active) + stack.projection_share * sum(measured)
+    asks = selector in (SelectorName.QUERY, SelectorName.HYBRID) and 0 < ratio < 1
+    ran = sum(active) + (2 * (must + 1) if asks else 0)
+    projected = sum(measured) + (must + 1 if asks else 0)
+    assert sum(count for what, _, count in stack.calls if what == "run") == ran
+    assert sum(count for what, _, count in stack.calls if what == "project") == projected
+    expected = ran + stack.projection_share * projected
     assert work.tally.token_layers == pytest.approx(expected)
-    ran = sum(count for what, _, count in stack.calls if what == "run")
-    projected = sum(count for what, _, count in stack.calls if what == "project")
-    assert (ran, projected) == (sum(active), sum(measured))
+    workload = Workload(hit, must, LAYERS, stack.projection_share)
+    assert token_layers(plan.selection, workload) == pytest.approx(expected)
     assert work.tally.tokens_hit == hit
     assert work.tally.tokens_recomputed == active[-1] - must
     assert work.tally.bytes_loaded == sum(m.chunk_bytes for m in scene.manifests.values())

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import ELEMENT_BYTES, Codec, HeadRange, KVLayout
 from kintsugi.fusor.codecs import DTYPES, decode_frame, encode_frame
 
@@ -83,22 +84,147 @@ def test_a_frame_does_not_follow_the_tensors_it_was_made_of() -> None:
     assert bytes(frame) == before
 
 
-@pytest.mark.parametrize("writable", [True, False])
-def test_writable_bytes_are_viewed_and_read_only_ones_copied(writable: bool) -> None:
-    key, value = kv((4, 2, 8))
-    data = bytearray(encode_frame(key, value, Codec.RAW))
-    view = memoryview(data) if writable else memoryview(data).toreadonly()
-    got, _ = decode_frame(view, layout_of((4, 2, 8)), Codec.RAW, 4)
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("shape", [(4, 2, 8), (4, 1, 8), (1, 2, 8), (1, 1, 1)])
+def test_tensors_are_the_callers_own(codec: Codec, shape: tuple[int, int, int]) -> None:
+    """A store may reuse a frame's bytes; one head, or one token, makes a view look contiguous already."""
+    key, value = kv(shape)
+    data = bytearray(encode_frame(key, value, codec))
+    got = decode_frame(memoryview(data), layout_of(shape), codec, shape[0])
+    read_only = decode_frame(memoryview(bytes(data)), layout_of(shape), codec, shape[0])
+    before = [tensor.clone() for tensor in got]
     data[:] = bytes(len(data))
-    assert torch.equal(got, torch.zeros_like(key) if writable else key)
+    for tensor, same, other in zip(got, before, read_only, strict=True):
+        assert torch.equal(tensor, same)
+        assert torch.equal(tensor, other)
+        assert tensor.is_contiguous()
+        assert tensor.shape == shape
 
 
+@pytest.mark.parametrize("codec", list(Codec))
 @pytest.mark.parametrize("offset", [1, 2, 3])
-def test_bytes_anywhere_in_a_buffer(offset: int) -> None:
+def test_bytes_anywhere_in_a_buffer(offset: int, codec: Codec) -> None:
     """A store's arena owes no alignment."""
-    key, value = kv((4, 2, 8))
-    frame = bytes(encode_frame(key, value, Codec.RAW))
+    key, value = kv((7, 2, 8))
+    frame = bytes(encode_frame(key, value, codec))
     data = memoryview(bytearray(bytes(offset) + frame + b"behind"))[offset : offset + len(frame)]
-    got_key, got_value = decode_frame(data, layout_of((4, 2, 8)), Codec.RAW, 4)
-    assert torch.equal(got_key, key)
-    assert torch.equal(got_value, value)
+    got = decode_frame(data, layout_of((7, 2, 8)), codec, 7)
+    for tensor, expected in zip(
+        got, decode_frame(memoryview(frame), layout_of((7, 2, 8)), codec, 7), strict=True
+    ):
+        assert torch.equal(tensor, expected)
+
+
+LOSSY = [codec for codec in Codec if codec is not Codec.RAW]
+LARGEST = {Codec.INT8: 127, Codec.INT8_SINKS: 127, Codec.FP8: 448, Codec.FP8_SINKS: 448}
+MANTISSA_STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
+TINY = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126}
+
+
+def error_allowed(wide: Tensor, over: int, codec: Codec, dtype: str) -> Tensor:
+    """The bound that the module states, for fp32 `wide` that share a scale along dimension `over`."""
+    scale = wide.abs().amax(over, keepdim=True) / LARGEST[codec] * (1 + 2.0**-7) + 1e-38
+    if codec in (Codec.INT8, Codec.INT8_SINKS):
+        coarse = (scale / 2).expand_as(wide)
+    else:
+        coarse = torch.maximum(wide.abs() / 16, (scale * 2.0**-10).expand_as(wide))
+    return coarse + (wide.abs() + coarse) * MANTISSA_STEP[dtype] + TINY[dtype]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    codec=st.sampled_from(LOSSY),
+    shape=SHAPES,
+    dtype=st.sampled_from(sorted(DTYPES)),
+    seed=st.integers(0, 999),
+    magnitude=st.integers(-12, 12),
+    data=st.data(),
+)
+def test_errors_stay_within_what_is_promised(
+    codec: Codec, shape: tuple[int, int, int], dtype: str, seed: int, magnitude: int, data: st.DataObject
+) -> None:
+    key, value = kv(shape, dtype, seed)
+    factor = 2.0 ** min(magnitude, 8)
+    # Channels and tokens of very different size, and some that are all zero.
+    key = key * factor * torch.logspace(-3, 1, shape[2])
+    value = value * factor * torch.logspace(-3, 1, shape[0])[:, None, None]
+    key[..., 0] *= data.draw(st.sampled_from([0.0, 1.0]))
+    key, value = (tensor.to(DTYPES[dtype]) for tensor in (key, value))
+    layout = layout_of(shape, dtype)
+    frame = encode_frame(key, value, codec)
+    assert len(frame) == layout.frame_bytes(codec, shape[0])
+    got_key, got_value = decode_frame(frame, layout, codec, shape[0])
+    sinks = codec.sinks_of(shape[0])
+    assert torch.equal(got_key[:sinks], key[:sinks])
+    assert torch.equal(got_value[:sinks], value[:sinks])
+    for got, tensor, over in ((got_key, key, 0), (got_value, value, 2)):
+        wide = tensor[sinks:].float()
+        assert got.dtype == tensor.dtype
+        if wide.numel():
+            error = (got[sinks:].float() - wide).abs()
+            assert bool((error <= error_allowed(wide, over, codec, dtype)).all())
+
+
+@settings(deadline=None)
+@given(codec=st.sampled_from(list(Codec)), shape=SHAPES.filter(lambda shape: shape[1] > 1), data=st.data())
+def test_heads_and_rows_are_decoded_alone(
+    codec: Codec, shape: tuple[int, int, int], data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, shape[1] - 1))
+    heads = slice(start, data.draw(st.integers(start + 1, shape[1])))
+    first = data.draw(st.integers(0, shape[0]))
+    rows = slice(first, data.draw(st.integers(first, shape[0])))
+    layout = layout_of(shape, "bfloat16")
+    frame = encode_frame(*kv(shape, "bfloat16"), codec)
+    size = layout.head_bytes(codec, shape[0])
+    whole = decode_frame(frame, layout, codec, shape[0])
+    part = decode_frame(frame[heads.start * size : heads.stop * size], layout, codec, shape[0], rows)
+    for tensor, every in zip(part, whole, strict=True):
+        assert torch.equal(tensor, every[rows, heads])
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_zeros_come_back_as_zeros(codec: Codec) -> None:
+    zeros = torch.zeros(9, 2, 16, dtype=torch.bfloat16)
+    for tensor in decode_frame(
+        encode_frame(zeros, zeros, codec), layout_of((9, 2, 16), "bfloat16"), codec, 9
+    ):
+        assert torch.equal(tensor, zeros)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf"), -0.5])
+@pytest.mark.parametrize("of_key", [True, False])
+def test_damaged_scales_are_refused(codec: Codec, scale: float, of_key: bool) -> None:
+    shape = (12, 2, 16)
+    layout = layout_of(shape, "bfloat16")
+    data = bytearray(encode_frame(*kv(shape, "bfloat16"), codec))
+    small = 12 - codec.sinks_of(12)
+    at = layout.head_bytes(codec, 12) + 2 * small * 16 + (0 if of_key else 2 * 16) + 2 * 3
+    data[at : at + 2] = bytes(torch.tensor([scale], dtype=torch.bfloat16).view(torch.uint8).tolist())
+    with pytest.raises(Corrupted, match="put the chunk again"):
+        decode_frame(memoryview(data), layout, codec, 12)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_kv_that_is_not_finite_is_refused_when_it_is_loaded(codec: Codec, bad: float) -> None:
+    shape = (12, 2, 16)
+    key, value = kv(shape, "bfloat16")
+    value[7, 1, 3] = bad
+    frame = encode_frame(key, value, codec)
+    with pytest.raises(Corrupted):
+        decode_frame(frame, layout_of(shape, "bfloat16"), codec, 12)
+
+
+def test_a_doubled_scale_is_not_damage_that_can_be_seen() -> None:
+    """Digests catch what changes behind the encoder; nothing here can tell a scale from another."""
+    shape = (12, 1, 16)
+    layout = layout_of(shape, "bfloat16")
+    data = bytearray(encode_frame(*kv(shape, "bfloat16"), Codec.INT8))
+    at = 2 * 12 * 16
+    scales = torch.frombuffer(data, dtype=torch.bfloat16, offset=at, count=16)
+    once, _ = decode_frame(memoryview(bytes(data)), layout, Codec.INT8, 12)
+    scales *= 2
+    twice, _ = decode_frame(memoryview(bytes(data)), layout, Codec.INT8, 12)
+    assert torch.equal(twice, 2 * once)

@@ -31,18 +31,20 @@ def rotary_of(layer: int) -> Rotary:
 class Chunks:
     """Chunks with random KV, streamed as a store would, and what should come out."""
 
-    def __init__(self, lengths: Sequence[int], heads: int = 2, layers: int = LAYERS) -> None:
+    def __init__(
+        self, lengths: Sequence[int], heads: int = 2, layers: int = LAYERS, codec: Codec = Codec.RAW
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.layers = layers
         layout = KVLayout(layers, heads, HEAD_DIM, "float32")
         self.keys = [torch.randn(layers, n, heads, HEAD_DIM, generator=generator) for n in lengths]
         self.values = [torch.randn(layers, n, heads, HEAD_DIM, generator=generator) for n in lengths]
         self.frames = [
-            [encode_frame(key[layer], value[layer], Codec.RAW) for layer in range(layers)]
+            [encode_frame(key[layer], value[layer], codec) for layer in range(layers)]
             for key, value in zip(self.keys, self.values, strict=True)
         ]
         self.manifests = [
-            manifest_of(range(index * 100, index * 100 + n), layout, self.frames[index])
+            manifest_of(range(index * 100, index * 100 + n), layout, self.frames[index], codec)
             for index, n in enumerate(lengths)
         ]
 
@@ -237,6 +239,46 @@ def test_chunks_lost_in_one_layer_are_named_together() -> None:
         loader.take(0, TIMEOUT_S)
     assert caught.value.keys == {chunks.manifests[0].key, chunks.manifests[2].key}
     assert caught.value.reason.count("absent") == 2
+    loader.close()
+
+
+def test_every_chunk_is_decoded_as_it_was_stored() -> None:
+    """Whoever stored them: an engine's codec may have been changed in between."""
+    lengths = [6, 9, 7]
+    same = {codec: Chunks(lengths, codec=codec) for codec in (Codec.RAW, Codec.INT8, Codec.FP8_SINKS)}
+    mixed = list(same.values())
+
+    def frames() -> Iterator[LayerFrame]:
+        for layer in range(LAYERS):
+            for index, chunks in enumerate(mixed):
+                yield LayerFrame(index, layer, chunks.frames[index][layer])
+
+    placements = [chunks.placement(index, 10 * index, 1) for index, chunks in enumerate(mixed)]
+    loader = loader_of(frames, placements)
+    expected = Chunks(lengths)
+    try:
+        for layer in range(LAYERS):
+            loaded = taken(loader, layer)
+            key, value = expected.expected(layer, list(enumerate(placements)))
+            assert torch.equal(loaded.key[:5], key[:5])
+            assert torch.equal(loaded.value[:5], value[:5])
+            for got, exact in ((loaded.key, key), (loaded.value, value)):
+                error = (got - exact).norm() / exact.norm()
+                assert 1e-4 < float(error) < 0.03
+            assert loaded.num_bytes == sum(m.manifests[i].frame_bytes for i, m in enumerate(mixed))
+    finally:
+        loader.close()
+
+
+def test_a_chunk_with_damaged_scales_is_lost_alone() -> None:
+    chunks = Chunks([6, 4], codec=Codec.INT8)
+    damaged = bytearray(chunks.frames[1][0])
+    damaged[2 * 4 * HEAD_DIM : 2 * 4 * HEAD_DIM + 2] = b"\xff\xff"
+    frames = [LayerFrame(0, 0, chunks.frames[0][0]), LayerFrame(1, 0, memoryview(damaged))]
+    loader = loader_of(lambda: iter(frames), [chunks.placement(0, 0), chunks.placement(1, 6)])
+    with pytest.raises(LoadFailed, match=r"corrupted: .* at layer 0, a frame has scales") as caught:
+        loader.take(0, TIMEOUT_S)
+    assert caught.value.keys == {chunks.manifests[1].key}
     loader.close()
 
 

@@ -68,6 +68,22 @@ def test_a_moved_chunk_is_approximate_and_exact_at_layer_0(oracle: Oracle) -> No
     assert not torch.equal(better.logprobs, answer.logprobs)
 
 
+def test_what_is_attended_to(folder: Path, oracle: Oracle) -> None:
+    """Of a chunk behind its own prefix, whose cached KV is exact: what the plain model attends to."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        attentions = plain(torch.tensor([PROMPT]), use_cache=False, output_attentions=True).attentions
+    hit = range(PREFIX, PREFIX + CHUNK)
+    expected = torch.zeros(len(PROMPT))
+    for layer in (0, 2):
+        weights = attentions[layer][0, :, hit.stop :].clone()
+        weights[..., : hit.start] = 0
+        expected += (weights / weights.sum(-1, keepdim=True)).sum((0, 1))
+    got = oracle.attended(PROMPT, PROMPT[:PREFIX], [(hit.start, hit.stop)], [0, 2])
+    assert torch.allclose(got[hit.start : hit.stop], expected[hit.start : hit.stop], atol=1e-4)
+    assert float(got[: hit.start].abs().sum() + got[hit.stop :].abs().sum()) == 0
+
+
 def test_bfloat16(folder: Path) -> None:
     oracle = Oracle(folder, torch.bfloat16)
     others = [p for p in range(len(PROMPT) - 1) if not PREFIX <= p < PREFIX + 40]
@@ -91,6 +107,9 @@ def test_what_is_fresh() -> None:
         ("hkvd_v", 0.15, [1]),
         ("hkvd_gradual", 0.15, [1, 2, 3]),
         ("random", 0.15, []),
+        ("chunk_head", 0.15, []),
+        ("query", 0.15, []),
+        ("hybrid", 0.15, [1]),
         ("hkvd", 0.0, []),
         ("hkvd_gradual", 1.0, []),
     ],

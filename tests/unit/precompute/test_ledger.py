@@ -10,10 +10,11 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.client.documents import DocumentRef
-from kintsugi.core.errors import Corrupted, NotFound, Unavailable
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.precompute.readers import Failure
+from kintsugi.precompute.warm import pin
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme")
 OTHER = ChunkSpace(ModelFingerprint(bytes([1]) * 32), "acme")
@@ -187,3 +188,9 @@ def test_a_state_folder_that_is_none_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match="--state"):
         Ledger(tmp_path / "file")
+
+
+def test_a_store_without_pins_cannot_keep_a_corpus(ledger: Ledger) -> None:
+    Corpus(ledger).run(document("a", 1, 2))
+    with pytest.raises(InvalidField, match="has no pins"):
+        pin(ledger, "ram://ledger-test", "tea", 60.0)

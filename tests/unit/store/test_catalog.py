@@ -50,11 +50,6 @@ def test_any_flipped_bit_is_found(bit: int) -> None:
     assert _decoded(KEY, bytes(value)) is None
 
 
-@given(st.binary(max_size=200), st.binary(max_size=200))
-def test_foreign_bytes_are_no_record(key: bytes, value: bytes) -> None:
-    assert _decoded(key, value) is None
-
-
 def test_a_record_under_anothers_key_is_none() -> None:
     other = catalog_key(("rival", MANIFEST.key))
     assert _decoded(KEY, _encoded(KEY, RECORD)) == RECORD

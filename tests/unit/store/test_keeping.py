@@ -181,6 +181,14 @@ def test_a_put_goes_to_the_cheapest_tier_that_hides(
     assert chosen_tier(wanted, SPEEDS, 2_000_000, recompute_ms, durable) == tier
 
 
+def test_a_recompute_cost_that_is_none_is_refused() -> None:
+    for cost_ms in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidField, match="recompute_ms"):
+            ShardConfig(recompute_ms_per_token=cost_ms)
+        with pytest.raises(InvalidField, match="recompute_ms"):
+            PutOptions(recompute_ms=cost_ms)
+
+
 def test_a_tier_that_is_not_there_is_named() -> None:
     with pytest.raises(InvalidField, match="ssd0, ssd1"):
         chosen_tier("tape", SPEEDS, 1, 0.0, False)

@@ -6,10 +6,8 @@ import re
 
 import pytest
 
-from benchmarks.testbed import words
 from benchmarks.testbed.generator import (
     ANSWER_WEIGHT,
-    APPOSITIVE_WEIGHT,
     CONTROL_TASK,
     CROSS_CHUNK_TASKS,
     END,
@@ -30,15 +28,15 @@ PATTERNS = {
     "alias": re.compile(r"(\w+) is (\w+)"),
     "code": re.compile(r"(\w+) means (\w+)"),
     "camp": re.compile(r"(\w+) lies here"),
-    "hid": re.compile(r"(\w+) hid by (\w+) in (\w+)"),
-    "sold": re.compile(r"(\w+) sold by (\w+) (?:in |at )?(\w+)"),
+    "hid": re.compile(r"(\w+) hid in (\w+) by (\w+)"),
+    "sold": re.compile(r"(\w+) sold by (\w+) in (\w+)"),
     "traded": re.compile(r"(\w+) traded by (\w+) for (\w+)"),
     "filler": re.compile(r"The \w+ \w+ \w+ \w+"),
 }
 
 
 def read(text: str) -> dict[tuple[str, str, str], str]:
-    """Reads a text from left to right, as a person would: (verb, person, object) to answer."""
+    """Reads a text from left to right, as a person would: (verb, subject, object) to answer."""
     meanings: dict[str, str] = {}
     answers: dict[tuple[str, str, str], str] = {}
     asked: set[tuple[str, str]] = set()
@@ -58,18 +56,19 @@ def read(text: str) -> dict[tuple[str, str, str], str]:
         elif kind == "camp":
             meanings[parts[0]] = meanings["here"]
         elif kind != "filler":
-            obj, person, answer = (meanings.get(part, part) for part in parts)
-            assert (kind, person) not in asked, "a question would have two answers"
-            asked.add((kind, person))
-            answers[kind, person, obj] = answer
+            obj, subject, answer = parts
+            assert (kind, subject) not in asked, "a question would have two answers"
+            asked.add((kind, subject))
+            answers[kind, subject, obj] = meanings.get(answer, answer)
     return answers
 
 
 def parse_question(question: str) -> tuple[str, str, str]:
-    found = re.fullmatch(r"Q: (?:where|what) were (\w+) (\w+) by (\w+)", question)
+    asked = r"Q: what (?:person|city|metal) were (\w+) (\w+) (?:in|by) (\w+) (?:in|by|for)"
+    found = re.fullmatch(asked, question)
     assert found is not None
-    obj, verb, person = found.groups()
-    return verb, person, obj
+    obj, verb, subject = found.groups()
+    return verb, subject, obj
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -83,20 +82,20 @@ def test_answers_follow_from_the_text(task: str) -> None:
 def test_the_fact_asked_for_cannot_be_resolved_inside_its_chunk(task: str) -> None:
     for index in range(60):
         example = eval_example(task, index)
-        verb, person, obj = parse_question(example.question)
+        verb, subject, obj = parse_question(example.question)
         for chunk in example.chunks:
             try:
                 alone = read(chunk)
             except KeyError:  # a link whose topic stands in an earlier chunk binds nothing here
                 continue
-            assert alone.get((verb, person, obj)) != example.answer, chunk
+            assert alone.get((verb, subject, obj)) != example.answer, chunk
 
 
 def test_control_is_stated_in_one_sentence() -> None:
     for index in range(60):
         example = eval_example(CONTROL_TASK, index)
-        verb, person, obj = parse_question(example.question)
-        sentence = re.compile(rf"{obj} {verb} by {person} (in|for) {example.answer}\.")
+        verb, subject, obj = parse_question(example.question)
+        sentence = re.compile(rf"{obj} {verb} (in|by) {subject} (in|by|for) {example.answer}\.")
         assert any(sentence.search(chunk) for chunk in example.chunks)
 
 
@@ -104,15 +103,14 @@ def test_same_seed_same_example_and_other_seed_another() -> None:
     for task in TASKS:
         assert eval_example(task, 5) == eval_example(task, 5)
         assert eval_example(task, 5) != eval_example(task, 6)
-    shape = Shape(appositive_rate=0.3)
-    assert make_training_text(5, shape, 256) == make_training_text(5, shape, 256)
+    assert make_training_text(5, Shape(), 256) == make_training_text(5, Shape(), 256)
 
 
 def test_the_first_example_is_what_it_was() -> None:
     """A change of this text makes published figures incomparable: bump them together."""
     example = eval_example("pronoun", 1)
-    assert example.question == "Q: where were flutes sold by Edith"
-    assert example.answer == "Oslo"
+    assert example.question == "Q: what person were books hid in attic by"
+    assert example.answer == "Karen"
 
 
 @pytest.mark.parametrize("seed", [EVAL_SEEDS.start, EVAL_SEEDS.stop - 1, -1])
@@ -131,21 +129,25 @@ def test_splits_are_disjoint() -> None:
     assert TRAIN_SEEDS.stop <= EVAL_SEEDS.start
 
 
-def test_evaluation_text_never_spells_a_reference_out() -> None:
-    names = "|".join(words.NAMES)
-    for task in TASKS:
-        example = eval_example(task, 3, Shape(appositive_rate=1.0))
-        assert re.search(rf"her ({names})|here \w", "".join(example.chunks)) is None
-
-
-def test_training_weights_mark_answers_and_appositives() -> None:
-    pieces, weights = make_training_text(11, Shape(appositive_rate=0.5), 384)
-    assert len(pieces) == len(weights) <= 384
-    ends = [index for index, piece in enumerate(pieces) if piece == END]
+def test_training_weights_mark_answers() -> None:
+    text = make_training_text(11, Shape(), 384)
+    assert len(text.pieces) == len(text.weights) == len(text.stands_for) <= 384
+    ends = [index for index, piece in enumerate(text.pieces) if piece == END]
     assert ends
-    assert all(weights[index - 1] == ANSWER_WEIGHT for index in ends)
-    assert weights.count(ANSWER_WEIGHT) == len(ends)
-    assert APPOSITIVE_WEIGHT in weights
+    assert all(text.weights[index - 1] == ANSWER_WEIGHT for index in ends)
+    assert text.weights.count(ANSWER_WEIGHT) == len(ends)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_pieces_stand_for_follows_from_the_text_before_them(seed: int) -> None:
+    text = make_training_text(seed, Shape(), 384)
+    stated = [index for index, value in enumerate(text.stands_for) if value is not None]
+    assert stated
+    for index in stated:
+        if text.pieces[index - 1] in (" is", " lies"):
+            continue  # a link states nothing that can be asked for
+        answers = read("".join(text.pieces[: index + 1]))
+        assert list(answers.values())[-1] == text.stands_for[index]
 
 
 def test_prompt_sizes_cover_what_they_should() -> None:

@@ -19,7 +19,7 @@ from benchmarks.testbed.tokenizer import build_vocabulary
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A small random checkpoint, exported and loaded again."""
     root: Path = tmp_path_factory.mktemp("bundle")
-    shape = ModelShape(vocab_size=len(build_vocabulary()), intermediate_size=96, num_hidden_layers=5)
+    shape = ModelShape(vocab_size=len(build_vocabulary()), intermediate_size=96, num_hidden_layers=6)
     model = TinyLlama(shape)
     initialise(model, 0)
     torch.manual_seed(1)
@@ -51,7 +51,7 @@ def bundle_config(bundle: Bundle) -> dict[str, object]:
 
 
 def test_a_continuation_equals_one_pass(bundle: Bundle) -> None:
-    ids = torch.tensor(bundle.encode("Now meet Alice. pearls hid by her in attic."))
+    ids = torch.tensor(bundle.encode("Now meet Alice. pearls hid in attic by her."))
     whole, _ = run_tokens(bundle.model, ids, [])
     _, past = run_tokens(bundle.model, ids[:5], [])
     rest, _ = run_tokens(bundle.model, ids[5:], past)

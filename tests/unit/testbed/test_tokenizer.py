@@ -42,7 +42,7 @@ def test_a_prompt_is_the_concatenation_of_its_parts(task: str) -> None:
 
 
 def test_pieces_are_tokens() -> None:
-    pieces, _ = make_training_text(3, Shape(appositive_rate=0.3), 384)
+    pieces = make_training_text(3, Shape(), 384).pieces
     assert piece_ids(pieces, VOCABULARY) == encode("".join(pieces))
 
 

@@ -1,0 +1,204 @@
+"""Five ways in which stored KV can be wrong, and what notices each: fingerprint, self-test, gate or shadow.
+
+The engine is gated by a real calibration report and its requests are shadowed, all of them. A damage is
+caught where no blend happens at all, or where shadowing trips the report within `SHADOWED_MAX` requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks.support import testbed_questions as testbed
+from benchmarks.support.calibrated import default_of
+from benchmarks.support.engines import say
+from benchmarks.support.figures import Figure
+from benchmarks.support.quality_curve import Setup
+from kintsugi.client.ram import RamStore
+from kintsugi.client.registry import open_store
+from kintsugi.core.layout import Codec, digests_of
+from kintsugi.core.request import KintsugiParams
+from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.fusor.codecs import decode_frame, encode_frame
+from kintsugi.quality import reports
+from kintsugi.quality.measure import NAMESPACE, Case
+from kintsugi.quality.session import EngineSpec, measuring_engine
+from kintsugi.quality.shadow import Shadow, ShadowConfig
+
+SHADOWED_MAX = 400
+Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def measure(setup: Setup) -> list[Figure]:
+    default_of(setup)
+    found = {
+        "rope_base": _another_checkpoint(setup, _other_rope),
+        "another_model": _another_checkpoint(setup, _other_weights),
+        "swapped_kv": _damaged(setup, lambda key, value: (value, key), every_layer=True),
+        "scales_doubled": _damaged(setup, lambda key, value: (2 * key, 2 * value), every_layer=False),
+        "stale_check_layer": _stale_check_layer(setup),
+        "undamaged": _damaged(setup, lambda key, value: (key, value), every_layer=True),
+    }
+    undamaged = found.pop("undamaged")
+    caught = sum(by is not None for by in found.values()) / len(found)
+    detail = ", ".join(f"{name}: {by or 'NOT CAUGHT'}" for name, by in found.items())
+    holds = caught == 1.0 and undamaged is None
+    detail += "; without damage " + ("nothing rings" if undamaged is None else f"FALSE ALARM: {undamaged}")
+    return [Figure("damage_caught", caught, "", "1.0, no false alarm", holds, detail)]
+
+
+@contextmanager
+def _gated(setup: Setup, model: Path, url: str) -> Iterator[LocalEngine]:
+    """An engine that goes by the report in its store."""
+    extra = {"allow_uncalibrated": False, "report_poll_ms": 60_000}
+    with measuring_engine(EngineSpec(str(model), store=url, extra_config=extra)) as running:
+        yield running
+
+
+def _cases(running: LocalEngine) -> list[Case]:
+    """Tasks take turns."""
+    count = SHADOWED_MAX // len(testbed.TASKS) + 1
+    asked = testbed.questions(testbed.TASKS, testbed.WATCHED_FROM, count)
+    return testbed.cases(running, asked)[:SHADOWED_MAX]
+
+
+def _store(running: LocalEngine, cases: Sequence[Case]) -> None:
+    distinct = list(dict.fromkeys(chunk.token_ids for case in cases for chunk in case.prompt.chunks))
+    for saved in running.save(cases[0].prompt.prefix, distinct, NAMESPACE):
+        assert (saved.accounting or {}).get("outcome") == "saved", saved.accounting
+
+
+def _publish(setup: Setup, running: LocalEngine, store: RamStore) -> None:
+    assert setup.report is not None
+    reports.publish(store, reports.read(setup.report))
+    running.refresh_gate()
+
+
+def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> str | None:
+    """Serve, shadowing everything. What stopped blending, or None where nothing did."""
+    shadow = Shadow(running, store, running.binding, ShadowConfig(share=1.0))
+    for number, case in enumerate(cases):
+        params = KintsugiParams(NAMESPACE, spans=case.prompt.spans)
+        prompt = shadow.marked(f"{number}", Prompt(case.prompt.token_ids, params, max_tokens=1))
+        (answer,) = running.generate([prompt])
+        accounting = answer.accounting or {}
+        if accounting.get("outcome") != "blended":
+            return f"no blend ({str(accounting.get('reason')).split(':')[0]} after {number})"
+        shadow.take(f"{number}", prompt, answer)
+        shadow.run_pending()
+        running.refresh_gate()
+    say(f"nothing rang: mean KL {shadow.counts.kl_sum / len(cases):.4f}, {shadow.counts.disagreed} differ")
+    return None
+
+
+def _fresh_store() -> tuple[str, RamStore]:
+    url = f"ram://damage-{uuid.uuid4().hex[:8]}"
+    store = open_store(url)
+    assert isinstance(store, RamStore)
+    return url, store
+
+
+def _damaged(setup: Setup, damage: Damage, every_layer: bool) -> str | None:
+    """Chunks whose bytes are wrong under right digests, as a defective writer would leave them."""
+    url, store = _fresh_store()
+    with _gated(setup, setup.model, url) as running:
+        _publish(setup, running, store)
+        cases = _cases(running)
+        _store(running, cases)
+        _rewrite(store, damage, every_layer)
+        caught = _watch(running, store, cases)
+    say(f"damaged chunks: {caught}")
+    return caught
+
+
+def _rewrite(store: RamStore, damage: Damage, every_layer: bool) -> None:
+    for address, chunk in list(store._chunks.items()):
+        manifest = chunk.manifest
+        layout, head_bytes = manifest.layout, manifest.layout.head_bytes(manifest.codec, manifest.num_tokens)
+        frames = []
+        for layer, frame in enumerate(chunk.frames):
+            if every_layer or layer == layout.num_layers // 2:
+                key, value = decode_frame(frame, layout, manifest.codec, manifest.num_tokens)
+                frame = memoryview(bytearray(encode_frame(*damage(key, value), manifest.codec)))
+            frames.append(frame)
+        digests = b"".join(digests_of(frame, head_bytes) for frame in frames)
+        store._chunks[address] = type(chunk)(dataclasses.replace(manifest, digests=digests), tuple(frames))
+    assert all(chunk.manifest.codec is Codec.RAW for chunk in store._chunks.values())
+
+
+def _another_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> str | None:
+    """Chunks and report of one checkpoint, an engine of another that looks the same."""
+    url, store = _fresh_store()
+    with _gated(setup, setup.model, url) as running:
+        _publish(setup, running, store)
+        binding, cases = running.binding, _cases(running)
+        _store(running, cases)
+    folder = Path(tempfile.mkdtemp(prefix="kintsugi-altered-")) / "model"
+    shutil.copytree(setup.model, folder)
+    alter(folder)
+    with _gated(setup, folder, url) as running:
+        # What a careless operator would do: let the old report speak for the new model.
+        forged = dataclasses.replace(reports.read(_report(setup)), binding=running.binding)
+        assert running.binding != binding
+        reports.publish(store, forged)
+        running.refresh_gate()
+        caught = _watch(running, store, cases)
+    say(f"another checkpoint: {caught}")
+    return caught
+
+
+def _report(setup: Setup) -> Path:
+    assert setup.report is not None
+    return setup.report
+
+
+def _other_rope(folder: Path) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_theta"] = 10_000.0
+    if "rope_parameters" in config:
+        config["rope_parameters"]["rope_theta"] = 10_000.0
+    path.write_text(json.dumps(config))
+
+
+def _other_weights(folder: Path) -> None:
+    """The same shapes, another training: as near as a copy can come, values rolled by one row."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = {name: tensor.roll(1, 0).contiguous() for name, tensor in load_file(path).items()}
+    path.unlink()
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def _stale_check_layer(setup: Setup) -> str | None:
+    """The report's numbers are of another check layer than the one that blends: an earlier one."""
+    url, store = _fresh_store()
+    with _gated(setup, setup.model, url) as running:
+        report = reports.read(_report(setup))
+        chosen = report.choice.selection
+        assert chosen is not None
+        stale = dataclasses.replace(chosen, check_layer=1, ratio=min(chosen.ratio, 0.15))
+        entries = [
+            dataclasses.replace(entry, selection=stale)
+            for entry in report.entries
+            if entry.selection == chosen
+        ]
+        forged = type(report).of(
+            running.binding, report.created, "stale", 0, report.noise, report.thresholds, entries
+        )
+        reports.publish(store, forged)
+        running.refresh_gate()
+        cases = _cases(running)
+        _store(running, cases)
+        caught = _watch(running, store, cases)
+    say(f"stale check layer: {caught}")
+    return caught

@@ -1,0 +1,113 @@
+"""Whether an engine may blend, and what: the pure side of the gate. `engine.gate` reads reports for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport
+from kintsugi.core.request import SelectorName
+
+CALIBRATE = "run: kintsugi calibrate --model MODEL --store URL (or --allow-uncalibrated, at your own risk)"
+
+
+@dataclass(frozen=True)
+class GateState:
+    """What the report allows. Replaced as a whole, never changed."""
+
+    reason: str | None
+    """Why nothing is blended, one word that metrics use; None where the gate is open."""
+    detail: str
+    default: Selection | None = None
+    """What a request without wishes gets; None: the engine's configuration decides."""
+    limits: Mapping[str, Selection] | None = field(default=None)
+    """By selector; None: anything goes."""
+    report_digest: str | None = None
+
+    @staticmethod
+    def uncalibrated(detail: str) -> GateState:
+        """Open, with nothing known: what `allow_uncalibrated` asks for."""
+        return GateState(None, detail)
+
+    @property
+    def is_open(self) -> bool:
+        return self.reason is None
+
+    def check_open(self) -> None:
+        """Raises `NotBlendable` where nothing is blended."""
+        if self.reason is not None:
+            raise NotBlendable(self.reason, self.detail)
+
+    def resolve(
+        self,
+        fallback: Selection,
+        ratio: float | None,
+        selector: SelectorName | None,
+        adaptive_mass: float | None = None,
+    ) -> Selection:
+        """The selection for a request that names some of it.
+
+        `fallback` is the engine's own where no report decides. Raises `NotBlendable` where the gate is
+        closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1 is
+        a full prefill by another way, and always allowed.
+        """
+        self.check_open()
+        default = self.default or fallback
+        chosen = selector or default.selector
+        limit = None if self.limits is None else self.limits.get(chosen.value)
+        if self.limits is not None and limit is None and ratio != 1.0:
+            raise NotBlendable(
+                "selector_not_calibrated",
+                f"{chosen.value} did not pass calibration at any ratio; "
+                f"those that did: {', '.join(sorted(self.limits))}",
+            )
+        wanted = default if limit is None or chosen is default.selector else limit
+        wanted = replace(wanted, selector=chosen)
+        if ratio is not None:
+            wanted = replace(wanted, ratio=ratio)
+        if limit is not None:
+            _check_minimum(wanted, limit, adaptive_mass)
+        return wanted if adaptive_mass is None else replace(wanted, adaptive_mass=adaptive_mass)
+
+
+def _check_minimum(wanted: Selection, limit: Selection, adaptive_mass: float | None) -> None:
+    if wanted.ratio < limit.ratio - RATIO_TOLERANCE:
+        raise BelowMinimum(
+            "ratio",
+            f"{wanted.ratio:g} is below {limit.ratio:g}, the least that passed calibration for "
+            f"{limit.selector.value}; ask for {limit.ratio:g} or more, or leave it out",
+        )
+    if adaptive_mass is not None and adaptive_mass < (limit.adaptive_mass or 1.0):
+        raise BelowMinimum(
+            "adaptive_mass",
+            f"{adaptive_mass:g} is below {limit.adaptive_mass or 1.0:g}, what passed calibration for "
+            f"{limit.selector.value}; leave it out",
+        )
+
+
+def decide(document: bytes | None, binding: Binding) -> GateState:
+    """What a stored document means for an engine of this binding. Never raises."""
+    if document is None:
+        return GateState("not_calibrated", f"no calibration report for this model; {CALIBRATE}")
+    try:
+        report = CalibrationReport.from_bytes(document)
+    except (Corrupted, VersionMismatch) as error:
+        return GateState("calibration_unreadable", f"{error}; {CALIBRATE}")
+    difference = binding.difference(report.binding)
+    if difference is not None:
+        return GateState(
+            "calibration_of_another",
+            f"the calibration report's {difference}; {CALIBRATE}",
+            None,
+            None,
+            report.digest,
+        )
+    if report.tripped is not None:
+        detail = f"{report.tripped.reason} (at {report.tripped.at}); {CALIBRATE}"
+        return GateState("drift", detail, None, None, report.digest)
+    choice = report.choice
+    if choice.selection is None:
+        return GateState("calibration_failed", choice.why, None, None, report.digest)
+    return GateState(None, choice.why, choice.selection, choice.limits, report.digest)

@@ -1,0 +1,121 @@
+"""The question's own pass: what it attends to among the loaded tokens, before any of them is recomputed.
+
+The tokens that are always computed (question, gaps, missed chunks) pass through the first layers over the
+loaded KV as it stands, which is full KV reuse; at the layers asked for, the attention weights of the
+tokens behind the last hit are added up per loaded token. The prompt's last token is among them, though the
+blend leaves it to the engine: it is the one that answers, and so the one that looks where the answer is.
+The blend pass selects by that, and begins anew with layer 0: layers that were fetched for this pass are
+kept in memory for it.
+
+The weights are those of the model's own softmax over the positions from the first hit on: what comes
+before may lie in the engine's prefix cache, which cannot be read back, and whether it does must not change
+the selection.
+
+Cost, in token-layers: the tokens, times the layers before the last one asked for and `projection_share`
+for that one. Beside it, at each layer asked for, ``question · tokens · query heads · head_dim``
+multiplications in fp32, half of that layer's attention. Memory: the K and V of the layers passed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kintsugi.fusor.loader import LoadedLayer
+from kintsugi.fusor.sliced import Units
+from kintsugi.fusor.stack import AttentionRule, DecoderStack, FreshKV, Hidden
+from kintsugi.fusor.units import Cut, run_in_units
+
+WEIGHTS_MAX = 1 << 23
+"""Attention weights that are in memory at a time: 32 MiB."""
+
+
+class QuestionPass:
+    """Call `pass_layer` for layers 0, 1, … `num_layers` - 1; `attention` is complete then."""
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        hit_positions: Tensor,
+        positions: Tensor,
+        query_layers: tuple[int, ...],
+        unit_tokens_max: int,
+    ) -> None:
+        """`positions` of the tokens that pass, one of them behind the last hit; int64, ascending."""
+        self.num_layers = max(query_layers) + 1
+        self.attention = torch.zeros(len(hit_positions))
+        """fp32 `[hit tokens]`, over this rank's query heads."""
+        self._stack = stack
+        self._query_layers = query_layers
+        self._hit_positions = hit_positions
+        self._positions = positions
+        self._asks = positions > hit_positions[-1]
+        assert bool(self._asks.any())
+        self._keyed = positions > hit_positions[0]
+        self._cut = Cut.of(stack, positions, unit_tokens_max)
+        self._hidden: Hidden | None = None
+
+    def begin(self, hidden: Hidden) -> None:
+        """`hidden` is the embedding of the tokens."""
+        self._hidden = hidden
+
+    def pass_layer(self, layer: int, loaded: LoadedLayer) -> Units[None]:
+        assert self._hidden is not None
+        asked = layer in self._query_layers
+        if layer == self.num_layers - 1:
+            fresh = yield from self._project(layer, self._hidden)
+        else:
+            self._stack.begin_layer(layer)
+            self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
+            fresh = yield from run_in_units(self._stack, layer, self._hidden, self._cut, capture=asked)
+            self._stack.end_layer(layer)
+        if asked:
+            self._add(layer, loaded, fresh)
+
+    def _project(self, layer: int, hidden: Hidden) -> Units[list[FreshKV]]:
+        """At the last layer only queries and keys are wanted."""
+        projected: list[FreshKV] = []
+        for rows, batch in self._cut.units:
+            projected.append(self._stack.project_kv(layer, hidden.take(rows), batch))
+            yield batch.num_tokens * self._stack.projection_share
+        return projected
+
+    def _add(self, layer: int, loaded: LoadedLayer, fresh: list[FreshKV]) -> None:
+        query = torch.cat([part.query for part in fresh])[self._asks]
+        key = torch.cat([loaded.key, torch.cat([part.key for part in fresh])[self._keyed]])
+        weights = attention_mass(
+            query,
+            self._positions[self._asks],
+            key,
+            torch.cat((self._hit_positions, self._positions[self._keyed])),
+            self._stack.attention_rule(layer),
+        )
+        self.attention += weights[: len(self._hit_positions)].cpu()
+
+
+def attention_mass(
+    query: Tensor, query_positions: Tensor, key: Tensor, key_positions: Tensor, rule: AttentionRule
+) -> Tensor:
+    """fp32 `[keys]`: attention weights summed over queries and heads.
+
+    `query` `[queries, heads, head_dim]` and `key` `[keys, kv_heads, head_dim]` after RoPE; positions int64,
+    keys in any order. Every query must see at least one key.
+    """
+    num_kv_heads = key.shape[1]
+    group = query.shape[1] // num_kv_heads
+    total = torch.zeros(len(key), device=key.device)
+    query_positions, key_positions = query_positions.to(key.device), key_positions.to(key.device)
+    rows = max(1, WEIGHTS_MAX // (len(key) * group))
+    for start in range(0, len(query), rows):
+        mine = slice(start, start + rows)
+        distance = query_positions[mine, None] - key_positions[None]
+        hidden = distance < 0
+        if rule.sliding_window is not None:
+            hidden |= distance >= rule.sliding_window
+        for head in range(num_kv_heads):
+            grouped = query[mine, head * group : (head + 1) * group].float()
+            logits = torch.einsum("qgd,kd->gqk", grouped, key[:, head].float()) * rule.scale
+            if rule.softcap is not None:
+                logits = rule.softcap * torch.tanh(logits / rule.softcap)
+            total += logits.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1))
+    return total

@@ -1,0 +1,246 @@
+"""Evaluation: quality, cost and time of every configuration on every shape of prompt that was asked for.
+
+Axes: selector, ratio and check layer; codec; tokens per chunk; number of chunks; prompts per batch; speed of
+the tier. Each codec and tier speed takes an engine of its own, one after the other. A row holds one
+configuration; two baselines, full prefill and full KV reuse, stand beside every group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import Chunk, RagPrompt
+from kintsugi.core.report import described
+from kintsugi.engine.local import LocalEngine
+from kintsugi.quality import metrics
+from kintsugi.quality.measure import Bench, Case, Scores, measured
+from kintsugi.quality.metrics import Interval
+
+FULL = "full prefill"
+REUSE = "full KV reuse"
+REUSE_SELECTION = Selection(0.0)
+RATE_PROMPTS_MAX = 64
+RATE_COST_MAX = 0.5
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is varied. One value each, unless more are asked for."""
+
+    selections: Sequence[Selection]
+    codecs: Sequence[str] = ("raw",)
+    chunk_tokens: Sequence[int | None] = (None,)
+    """None: the chunks as they come."""
+    chunk_counts: Sequence[int | None] = (None,)
+    """None: all of them. A number keeps the first so many."""
+    batches: Sequence[int] = (32,)
+    """Prompts submitted together: TTFT includes waiting for the others."""
+    tier_bytes_per_s: Sequence[float | None] = (None,)
+    """None: as fast as memory."""
+    rates_per_s: Sequence[float] = ()
+    """Poisson arrivals, for TTFT against request rate."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "chunk_counts", "batches"):
+            if any(value is not None and value < 1 for value in getattr(self, name)):
+                raise InvalidField(name, "must be at least 1")
+        for name in ("tier_bytes_per_s", "rates_per_s"):
+            if any(value is not None and not value > 0 for value in getattr(self, name)):
+                raise InvalidField(name, "must be above 0")
+        if not self.selections:
+            raise InvalidField("selectors", "no configuration to measure; name a selector and a ratio")
+
+    def engines(self) -> Iterator[tuple[str, float | None]]:
+        """(codec, tier speed) of each engine to start."""
+        for codec in self.codecs:
+            for speed in self.tier_bytes_per_s:
+                yield codec, speed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A point on all axes but the configuration."""
+
+    codec: str
+    tier_bytes_per_s: float | None
+    chunk_tokens: int | None
+    chunk_count: int | None
+    batch: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration in one setting. Intervals are 95 %, prompts resampled; losses are paired."""
+
+    setting: Setting
+    method: str
+    selection: Selection | None
+    cost: float
+    ttft: Interval
+    """Seconds."""
+    num_prompts: int
+    kl_mean: float = 0.0
+    kl_p99: float = 0.0
+    top1_agreement: float = 1.0
+    exact_match: Interval | None = None
+    f1: Interval | None = None
+    rouge_l: Interval | None = None
+    em_loss: Interval | None = None
+    """Full prefill's exact match less this one's, of the same prompts."""
+    by_task: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """TTFT of one method at one request rate."""
+
+    method: str
+    rate_per_s: float
+    ttft: Interval
+    ttft_p95_s: float
+    num_prompts: int
+
+
+def reshaped(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int | None) -> list[Case]:
+    """The same text in chunks of `chunk_tokens` (the last shorter), of which the first `chunk_count` stay."""
+    changed = []
+    for case in cases:
+        prompt = case.prompt
+        if chunk_tokens is not None:
+            ids = [token for chunk in prompt.chunks for token in chunk.token_ids]
+            pieces = range(0, len(ids), chunk_tokens)
+            chunks = tuple(Chunk("", tuple(ids[start : start + chunk_tokens])) for start in pieces)
+            prompt = RagPrompt(prompt.prefix, chunks, prompt.question)
+        if chunk_count is not None:
+            prompt = RagPrompt(prompt.prefix, prompt.chunks[:chunk_count], prompt.question)
+        changed.append(Case(case.question, prompt))
+    return changed
+
+
+def evaluate(
+    engine: LocalEngine,
+    cases: Sequence[Case],
+    axes: Axes,
+    codec: str,
+    speed: float | None,
+    max_tokens: int,
+    tell: Tell = lambda text: None,
+) -> list[Row]:
+    """Every row that this engine can give."""
+    rows: list[Row] = []
+    for chunk_tokens in axes.chunk_tokens:
+        for chunk_count in axes.chunk_counts:
+            shaped = reshaped(cases, chunk_tokens, chunk_count)
+            Bench(engine, shaped, max_tokens).store_chunks(
+                lambda done, total: tell(f"storing chunks, {done} of {total}")
+            )
+            for batch in axes.batches:
+                setting = Setting(codec, speed, chunk_tokens, chunk_count, batch)
+                rows += _setting_rows(Bench(engine, shaped, max_tokens, batch), setting, axes, tell)
+    return rows
+
+
+def _setting_rows(bench: Bench, setting: Setting, axes: Axes, tell: Tell) -> list[Row]:
+    everything = range(len(bench.cases))
+    # The first prompts of an engine pay for kernels that are compiled on first use.
+    Bench(bench.engine, bench.cases[:2], bench.max_tokens, bench.batch).full(range(min(2, len(everything))))
+    tell(FULL)
+    full = bench.full(everything)
+    rows = [row_of(FULL, None, setting, Scores(Selection(1.0), bench.cases, full, full))]
+    for method, selection in [(REUSE, REUSE_SELECTION), *((described(s), s) for s in axes.selections)]:
+        tell(method)
+        rows.append(row_of(method, selection, setting, measured(bench, selection, everything)))
+    return rows
+
+
+def row_of(method: str, selection: Selection | None, setting: Setting, scores: Scores) -> Row:
+    entry = scores.entry
+    exact = scores.scored(metrics.exact_match)
+    losses = [
+        before - after
+        for before, after in zip(scores.scored(metrics.exact_match, of_blend=False), exact, strict=True)
+    ]
+    tasks = sorted({case.question.task for case in scores.cases})
+    return Row(
+        setting,
+        method,
+        selection,
+        entry.cost,
+        metrics.bootstrap([answer.ttft_s for answer in scores.blend]),
+        entry.num_prompts,
+        entry.kl_mean,
+        entry.kl_p99,
+        entry.top1_agreement,
+        _interval(exact),
+        _interval(scores.scored(metrics.f1)),
+        _interval(scores.scored(metrics.rouge_l)),
+        _interval(losses),
+        {task: _task_row(scores.of_task(task)) for task in tasks} if len(tasks) > 1 else {},
+    )
+
+
+def _interval(values: Sequence[float]) -> Interval | None:
+    return metrics.bootstrap(values) if values else None
+
+
+def _task_row(scores: Scores) -> dict[str, float]:
+    exact = scores.scored(metrics.exact_match)
+    values = {"kl_mean": scores.entry.kl_mean, "top1_agreement": scores.entry.top1_agreement}
+    return {**values, "exact_match": metrics.mean(exact)} if exact else values
+
+
+def best_by_selector(rows: Sequence[Row]) -> list[Selection]:
+    """Of each selector in the first setting, the closest to full prefill among those of half its cost."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.selection is None or row.method == REUSE or row.setting != rows[0].setting:
+            continue
+        name = row.selection.selector.value
+        if name not in best or _preference(row) < _preference(best[name]):
+            best[name] = row
+    return [row.selection for row in best.values() if row.selection is not None]
+
+
+def _preference(row: Row) -> tuple[float, float]:
+    return max(0.0, row.cost - RATE_COST_MAX), row.kl_mean
+
+
+def rate_rows(
+    engine: LocalEngine,
+    bench: Bench,
+    selections: Sequence[Selection],
+    rates_per_s: Sequence[float],
+    tell: Tell,
+) -> list[RateRow]:
+    """TTFT under Poisson arrivals, the same for every method. The bench's chunks are stored."""
+    rows = []
+    count = min(RATE_PROMPTS_MAX, len(bench.cases))
+    methods: list[tuple[str, Selection | None]] = [(FULL, None), (REUSE, REUSE_SELECTION)]
+    methods += [(described(selection), selection) for selection in selections]
+    for rate in rates_per_s:
+        picks = random.Random(1)
+        arrivals_s, now_s = [], 0.0
+        for _ in range(count):
+            now_s += picks.expovariate(rate)
+            arrivals_s.append(now_s)
+        for method, selection in methods:
+            tell(f"{method} at {rate:g} requests per second")
+            if selection is not None:
+                engine.plan_with(selection)
+            engine.reset_prefix_cache()
+            prompts = [bench.prompt(index, selection) for index in range(count)]
+            ttfts = [answer.ttft_s for answer in engine.generate(prompts, arrivals_s=arrivals_s)]
+            rows.append(
+                RateRow(method, rate, metrics.bootstrap(ttfts), metrics.percentile(ttfts, 0.95), count)
+            )
+    return rows

@@ -1,0 +1,67 @@
+"""Which configurations to measure: every selector that exists, at ratios and check layers worth trying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kintsugi.core.plan import Selection
+from kintsugi.core.request import SelectorName
+from kintsugi.fusor.cost import Workload, configuration_cost
+from kintsugi.fusor.selectors import make_selector
+from kintsugi.quality.measure import Case
+
+RATIOS = (0.05, 0.1, 0.15, 0.25, 0.4)
+CANDIDATES = tuple(
+    name
+    for name in SelectorName
+    if name not in (SelectorName.RANDOM, SelectorName.HKVD_K, SelectorName.HKVD_V)
+)
+"""Not the control, and not the two halves of `hkvd`, which select alike."""
+
+DEPTHS = (0.0, 0.125, 0.25, 0.375)
+"""Check layers worth trying, as shares of the model's depth. Deeper ones cost too much."""
+COST_MAX = 0.6
+"""A configuration beyond it is not worth its loss."""
+
+
+def check_layers(num_layers: int) -> list[int]:
+    """At least 1: layer 0 sees no context, nothing deviates there."""
+    return sorted({max(1, min(round(depth * num_layers), num_layers - 1)) for depth in DEPTHS})
+
+
+def uses_check_layer(name: SelectorName, num_layers: int) -> bool:
+    """Whether another check layer makes it another selector."""
+    selector = make_selector(Selection(0.15, name), num_layers)
+    return any(selector.signal_at(layer) for layer in range(num_layers))
+
+
+def selections(
+    names: Sequence[SelectorName],
+    ratios: Sequence[float],
+    num_layers: int,
+    layers: Sequence[int] | None = None,
+) -> list[Selection]:
+    """Each selector at each ratio, and at each check layer where it has one."""
+    deep = check_layers(num_layers) if layers is None else list(layers)
+    return [
+        Selection(ratio, name, layer)
+        for name in names
+        for layer in (deep if uses_check_layer(name, num_layers) else deep[:1])
+        for ratio in ratios
+    ]
+
+
+def workload_of(cases: Sequence[Case], num_layers: int) -> Workload:
+    """The mean prompt. A projection's share of a layer is taken as 0.05: this only ranks candidates."""
+    hit = sum(len(chunk.token_ids) for case in cases for chunk in case.prompt.chunks)
+    other = sum(len(case.prompt.token_ids) for case in cases) - hit
+    count = len(cases)
+    return Workload(max(1, hit // count), max(1, other // count), num_layers, projection_share=0.05)
+
+
+def affordable(
+    candidates: Sequence[Selection], work: Workload, cost_max: float = COST_MAX
+) -> list[Selection]:
+    """Those predicted to cost at most `cost_max`, cheapest first."""
+    priced = [(configuration_cost(one, work), index) for index, one in enumerate(candidates)]
+    return [candidates[index] for cost, index in sorted(priced) if cost <= cost_max]

@@ -1,0 +1,328 @@
+"""Runs prompts through an engine, once in full and once per configuration, and compares.
+
+The engine is real vLLM: what is measured is what serves. Chunks are stored once; every method starts from
+an empty prefix cache, and many prompts share steps. Full prefill's greedy answer is the reference: a blend
+is compared with it token by token, forced to continue as it did (teacher forcing), so that one early
+difference does not count again at every later token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kintsugi.core.accounting import Outcome
+from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
+from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import Chunk, RagPrompt
+from kintsugi.core.report import Entry, Noise
+from kintsugi.core.request import KintsugiParams
+from kintsugi.engine.local import Generation, Prompt
+from kintsugi.quality import metrics
+from kintsugi.quality.questions import ROUGE_DATASETS, Question
+
+TOP_LOGPROBS = 20
+"""What vLLM gives at most unless told otherwise."""
+SAVE_BATCH = 256
+CONTINUATION_TOKENS = 8
+"""Of full prefill's own words that a blend is compared along, where nobody knows an answer."""
+ANSWER_TOKENS_MAX = 120
+ANSWER_SLACK_TOKENS = 8
+NAMESPACE = "quality"
+
+Say = Callable[[int, int], None]
+"""Done and total, in prompts."""
+
+
+class Engine(Protocol):
+    """What is needed of `engine.local.LocalEngine`."""
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
+
+    def save(
+        self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
+    ) -> list[Generation]: ...
+
+    def plan_with(self, selection: Selection) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question as the engine sees it."""
+
+    question: Question
+    prompt: RagPrompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one method said to one case."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    steps: tuple[dict[int, float], ...]
+    """Best logprobs at each position of the reference answer."""
+    cost: float
+    ttft_s: float
+
+
+def answer_tokens(questions: Sequence[Question], tokenizer: Any) -> int:
+    """How many tokens to generate: the longest answer's, and some more where the model writes freely."""
+    lengths = [
+        len(tokenizer(f" {a}", add_special_tokens=False).input_ids) for q in questions for a in q.answers
+    ]
+    if not lengths:
+        return CONTINUATION_TOKENS
+    longest = min(max(lengths), ANSWER_TOKENS_MAX)
+    return longest if longest == 1 else longest + ANSWER_SLACK_TOKENS
+
+
+def tokenised(
+    questions: Sequence[Question],
+    tokenizer: Any,
+    prefix: tuple[int, ...],
+    positions_max: int,
+    max_tokens: int,
+) -> tuple[list[Case], list[str]]:
+    """Cases that fit the model, and a warning about each that does not.
+
+    Raises `InvalidField` where none fits. Chunks are tokenised one by one, as they are stored.
+    """
+    ids: dict[str, tuple[int, ...]] = {}
+
+    def encoded(text: str) -> tuple[int, ...]:
+        if text not in ids:
+            ids[text] = tuple(tokenizer(text, add_special_tokens=False).input_ids)
+        return ids[text]
+
+    cases, warnings = [], []
+    for number, question in enumerate(questions, 1):
+        chunks = tuple(Chunk("", encoded(chunk)) for chunk in question.chunks)
+        prompt = RagPrompt(prefix, tuple(c for c in chunks if c.token_ids), encoded(question.tail))
+        length = len(prompt.token_ids) + max_tokens
+        if length > positions_max:
+            warnings.append(
+                f"question {number} is left out: {length} tokens with its answer, the model reads "
+                f"{positions_max}; use fewer or shorter chunks"
+            )
+        elif not prompt.chunks:
+            warnings.append(f"question {number} is left out: its chunks hold no token")
+        else:
+            if any(len(chunk.token_ids) == 1 for chunk in prompt.chunks):
+                warnings.append(f"question {number} has a chunk of one token: nothing of it can be skipped")
+            cases.append(Case(question, prompt))
+    if not cases:
+        raise InvalidField("questions", f"none can be asked; {warnings[0]}")
+    return cases, warnings
+
+
+class Bench:
+    """Cases on one engine, whose chunks are stored. One thread at a time."""
+
+    def __init__(self, engine: Engine, cases: Sequence[Case], max_tokens: int, batch: int = 64) -> None:
+        self.engine = engine
+        self.cases = list(cases)
+        self.max_tokens = max_tokens
+        self.batch = batch
+        self._full: dict[int, Answer] = {}
+        """By index, the reference answers."""
+
+    def store_chunks(self, say: Say) -> int:
+        """Prefill and store every distinct chunk; their number. Raises `NotBlendable` where one cannot be."""
+        prefix = self.cases[0].prompt.prefix
+        distinct = list(dict.fromkeys(chunk.token_ids for case in self.cases for chunk in case.prompt.chunks))
+        for start in range(0, len(distinct), SAVE_BATCH):
+            for saved in self.engine.save(prefix, distinct[start : start + SAVE_BATCH], NAMESPACE):
+                accounting = saved.accounting or {}
+                if accounting.get("outcome") != Outcome.SAVED.value:
+                    reason = str(accounting.get("reason") or "no_answer: the connector is not there")
+                    raise NotBlendable(*(reason.split(": ", 1) if ": " in reason else (reason, "")))
+            say(min(start + SAVE_BATCH, len(distinct)), len(distinct))
+        return len(distinct)
+
+    def full(self, indices: Sequence[int], say: Say = lambda done, total: None) -> list[Answer]:
+        """Full prefill's answers to some cases; computed once."""
+        missing = [index for index in indices if index not in self._full]
+        for index, generation in self._run(missing, None, {}, say):
+            self._full[index] = _answer(generation, generation)
+        return [self._full[index] for index in indices]
+
+    def noise(self, indices: Sequence[int]) -> Noise:
+        """Full prefill again, in other company: the floor below which nothing can be told apart."""
+        full = self.full(indices)
+        self.batch, batch = max(1, self.batch // 2 - 1), self.batch
+        forced = {index: answer.token_ids for index, answer in zip(indices, full, strict=True)}
+        again = dict(self._run(indices[::-1], None, forced, lambda done, total: None))
+        self.batch = batch
+        pairs = [
+            pair
+            for index, answer in zip(indices, full, strict=True)
+            for pair in zip(answer.steps, again[index].top_logprobs, strict=False)
+        ]
+        divergences = [metrics.kl_divergence(*pair) for pair in pairs]
+        agreement = metrics.mean([metrics.same_top(*pair) for pair in pairs])
+        return Noise(metrics.mean(divergences), metrics.percentile(divergences, 0.99), agreement)
+
+    def blend(
+        self, selection: Selection, indices: Sequence[int], say: Say = lambda done, total: None
+    ) -> list[Answer]:
+        """Blended answers to some cases, with distributions along full prefill's answers."""
+        full = dict(zip(indices, self.full(indices), strict=True))
+        self.engine.plan_with(selection)
+        free = dict(self._run(indices, selection, {}, say))
+        # Up to the first different token, a free answer is a forced one.
+        parted = [index for index in indices if tuple(free[index].token_ids) != full[index].token_ids]
+        parted = [index for index in parted if len(full[index].token_ids) > 1]
+        forced_ids = {index: full[index].token_ids for index in parted}
+        forced = dict(self._run(parted, selection, forced_ids, lambda done, total: None))
+        return [_answer(free[index], forced.get(index, free[index])) for index in indices]
+
+    def _run(
+        self,
+        indices: Sequence[int],
+        selection: Selection | None,
+        forced: dict[int, tuple[int, ...]],
+        say: Say,
+    ) -> list[tuple[int, Generation]]:
+        done: list[tuple[int, Generation]] = []
+        for start in range(0, len(indices), self.batch):
+            some = indices[start : start + self.batch]
+            prompts = [self.prompt(index, selection, forced.get(index)) for index in some]
+            self.engine.reset_prefix_cache()
+            generations = self.engine.generate(prompts)
+            if selection is not None:
+                for generation in generations:
+                    _insist_on_a_blend(generation)
+            done += zip(some, generations, strict=True)
+            say(len(done), len(indices))
+        return done
+
+    def prompt(
+        self, index: int, selection: Selection | None, forced: tuple[int, ...] | None = None
+    ) -> Prompt:
+        """The request for one case; None: full prefill."""
+        prompt = self.cases[index].prompt
+        params = None if selection is None else KintsugiParams(NAMESPACE, spans=prompt.spans)
+        length = self.max_tokens if forced is None else len(forced)
+        return Prompt(prompt.token_ids, params, length, top_logprobs=TOP_LOGPROBS, forced=forced)
+
+
+def _insist_on_a_blend(generation: Generation) -> None:
+    accounting = generation.accounting or {}
+    if accounting.get("outcome") != Outcome.BLENDED.value:
+        reason = str(accounting.get("reason") or accounting.get("outcome") or "no_answer")
+        label, _, detail = reason.partition(": ")
+        raise NotBlendable(label, f"{detail or 'a prompt was not blended'}; nothing was measured")
+    if accounting.get("chunks_missed"):
+        raise ResourceExhausted(
+            "the chunk store has dropped chunks that were just stored, so blends would be measured with what "
+            "was recomputed; use fewer questions, or a larger store: kintsugi store serve --ssd FOLDER:SIZE"
+        )
+
+
+def _answer(free: Generation, forced: Generation) -> Answer:
+    cost = 1.0 if free.accounting is None else float(free.accounting.get("cost", 1.0))
+    return Answer(free.text, tuple(free.token_ids), tuple(forced.top_logprobs), cost, free.ttft_s)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One configuration against full prefill: a value per case, in the order of the cases."""
+
+    selection: Selection
+    cases: Sequence[Case]
+    full: Sequence[Answer]
+    blend: Sequence[Answer]
+    elapsed_s: float = 0.0
+
+    @property
+    def divergences(self) -> list[float]:
+        """KL at every position of every reference answer."""
+        return [metrics.kl_divergence(*pair) for pair in self._pairs()]
+
+    @property
+    def agreements(self) -> list[float]:
+        return [float(metrics.same_top(*pair)) for pair in self._pairs()]
+
+    def _pairs(self) -> list[tuple[dict[int, float], dict[int, float]]]:
+        return [
+            pair
+            for full, blend in zip(self.full, self.blend, strict=True)
+            for pair in zip(full.steps, blend.steps, strict=False)
+        ]
+
+    @property
+    def cost(self) -> float:
+        return metrics.mean([answer.cost for answer in self.blend])
+
+    def scored(self, score: Callable[[str, Sequence[str]], float], of_blend: bool = True) -> list[float]:
+        """A score per case that has answers."""
+        answers = self.blend if of_blend else self.full
+        return [
+            score(answer.text, case.question.answers)
+            for case, answer in zip(self.cases, answers, strict=True)
+            if case.question.answers
+        ]
+
+    @property
+    def entry(self) -> Entry:
+        """For a calibration report."""
+        divergences = self.divergences
+        right = self.scored(accuracy_of(self.cases))
+        right_full = self.scored(accuracy_of(self.cases), of_blend=False)
+        return Entry(
+            selection=self.selection,
+            cost=round(self.cost, 6),
+            kl_mean=round(metrics.mean(divergences), 6),
+            kl_p99=round(metrics.percentile(divergences, 0.99), 6),
+            top1_agreement=round(metrics.mean(self.agreements), 6),
+            num_prompts=len(self.cases),
+            num_positions=len(divergences),
+            accuracy=round(metrics.mean(right), 6) if right else None,
+            accuracy_full=round(metrics.mean(right_full), 6) if right_full else None,
+        )
+
+    def joined(self, other: Scores) -> Scores:
+        """Of both sets of cases, the same configuration."""
+        assert other.selection == self.selection
+        return Scores(
+            self.selection,
+            [*self.cases, *other.cases],
+            [*self.full, *other.full],
+            [*self.blend, *other.blend],
+            self.elapsed_s + other.elapsed_s,
+        )
+
+    def of_task(self, task: str) -> Scores:
+        """The same, of one task's cases."""
+        keep = [index for index, case in enumerate(self.cases) if case.question.task == task]
+        return dataclasses.replace(
+            self,
+            cases=[self.cases[index] for index in keep],
+            full=[self.full[index] for index in keep],
+            blend=[self.blend[index] for index in keep],
+        )
+
+
+def accuracy_of(cases: Sequence[Case]) -> Callable[[str, Sequence[str]], float]:
+    """Exact match where answers are one word, as in the testbed; Rouge-L for summaries; else F1."""
+    if all(case.question.task in ROUGE_DATASETS for case in cases):
+        return metrics.rouge_l
+    one_word = all(len(answer.split()) == 1 for case in cases for answer in case.question.answers)
+    return metrics.exact_match if one_word else metrics.f1
+
+
+def measured(
+    bench: Bench, selection: Selection, indices: Sequence[int], say: Say = lambda done, total: None
+) -> Scores:
+    """Run and compare."""
+    full = bench.full(indices)
+    started = time.perf_counter()
+    blend = bench.blend(selection, indices, say)
+    elapsed_s = time.perf_counter() - started
+    return Scores(selection, [bench.cases[index] for index in indices], full, blend, elapsed_s)

@@ -1,0 +1,61 @@
+"""From a model to a running engine that is measured."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.errors import NotFound
+from kintsugi.engine.local import FORCING, LocalEngine
+
+PATIENCE_MS = 120_000
+"""A busy machine must not turn into declined blends."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to measure. It has to be started as it will serve: dtype, KV dtype and prefix are bound."""
+
+    model: str
+    codec: str = "raw"
+    store: str | None = None
+    """URL of the chunk store. None: memory of this process, gone with the engine."""
+    prefix_token_ids: tuple[int, ...] | None = None
+    extra_config: Mapping[str, object] = field(default_factory=dict)
+    vllm_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prefix_of_file(model: str, path: Path) -> tuple[int, ...]:
+    """Token ids of a system prompt in a file, as they begin a real prompt."""
+    from transformers import AutoTokenizer
+
+    if not path.is_file():
+        raise NotFound(f"{path} is not a file; name a text file with the system prompt")
+    return tuple(AutoTokenizer.from_pretrained(model)(path.read_text(encoding="utf-8")).input_ids)
+
+
+@contextmanager
+def measuring_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
+    """Start and close. Nothing is gated here, and no prefix is cached: a method answers from the start."""
+    extra: dict[str, object] = {
+        "store": spec.store or f"ram://quality-{uuid.uuid4().hex[:8]}",
+        "allow_uncalibrated": True,
+        "codec": spec.codec,
+        "lookup_deadline_ms": PATIENCE_MS,
+        "layer_deadline_ms": PATIENCE_MS,
+        **spec.extra_config,
+    }
+    if spec.prefix_token_ids is not None:
+        extra["prefix_token_ids"] = list(spec.prefix_token_ids)
+    arguments: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "logits_processors": [FORCING],
+        "disable_log_stats": True,
+        **spec.vllm_args,
+    }
+    with LocalEngine.start(spec.model, extra_config=extra, **arguments) as engine:
+        yield engine

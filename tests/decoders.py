@@ -1,0 +1,210 @@
+"""Everything that decodes bytes which a peer or a disk made, and what each may do with bytes that are wrong.
+
+A decoder here takes any bytes and returns, or fails. It fails where the code under test raises anything but
+what it promises, or accepts what it must not. hypothesis drives them in `tests/unit`, a coverage-guided
+fuzzer in `scripts/fuzz.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from kintsugi.client import wire
+from kintsugi.client.directory import map_from_wire
+from kintsugi.client.received import Received
+from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, Unavailable, VersionMismatch
+from kintsugi.core.layout import HeadRange
+from kintsugi.rpc.v1 import catalog_pb2, directory_pb2
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store import uses
+from kintsugi.store.catalog import _CHECKSUM_BYTES, _decoded, _encoded, catalog_key
+from kintsugi.store.disk_tier import DiskTier
+from kintsugi.store.entry import Entry
+from kintsugi.store.extents import stride_of
+from kintsugi.store.home import Home
+from kintsugi.store.put import ChunkPut
+from kintsugi.store.ram_tier import RamTier
+from tests.contracts.store_contract import make_chunk
+
+MANIFEST, FRAMES = make_chunk(range(40))
+EVERY_HEAD = HeadRange(0, MANIFEST.layout.num_kv_heads)
+
+
+def put_message(data: bytes) -> None:
+    """A message of a put: parsed, or `InvalidField`; its payload is what follows the header."""
+    try:
+        request, payload = wire.parse_put(data)
+    except InvalidField:
+        return
+    assert bytes(payload) == data[len(data) - len(payload) :]
+    if request.HasField("header"):
+        _refused_or_sound(request.header.manifest)
+
+
+def layers_message(data: bytes) -> None:
+    """A message of a stream, read as a client does: frames that match their digests, losses, or an error."""
+    try:
+        response, payload = wire.parse_layers(data)
+        received = Received("fuzz", [MANIFEST], EVERY_HEAD, None)
+        position = 0
+        for header in response.frames:
+            item = received.frame(header, payload[position : position + header.size_bytes])
+            position += header.size_bytes
+            frame = getattr(item, "data", None)
+            assert frame is None or bytes(frame) == FRAMES[header.layer]
+    except (InvalidField, Unavailable):
+        return
+
+
+def manifest(data: bytes) -> None:
+    """A manifest of any build: one that fits every limit, or an error of ours."""
+    try:
+        message = pb.Manifest.FromString(data)
+    except DecodeError:
+        return
+    _refused_or_sound(message)
+
+
+def _refused_or_sound(message: pb.Manifest) -> None:
+    try:
+        found = wire.manifest_from_wire(message)
+    except (InvalidField, VersionMismatch):
+        assert wire.readable_manifest(message) is None
+        return
+    assert found.frame_bytes <= wire.FRAME_BYTES_MAX
+    assert wire.manifest_from_wire(wire.manifest_to_wire(found)) == found
+
+
+def catalog_value(data: bytes) -> None:
+    """A catalog's value under a wrong checksum is nothing; under a right one, frames inside the slab."""
+    key = catalog_key(("acme", MANIFEST.key))
+    body = data[_CHECKSUM_BYTES:]
+    checksum = xxhash.xxh3_128_digest(key + body)
+    assert _decoded(key, data) is None or data[:_CHECKSUM_BYTES] == checksum
+    record = _decoded(key, checksum + body)
+    if record is None:
+        return
+    tier = _disk_tier()
+    found = tier._recovered(record)
+    if found is None:
+        return
+    entry, residence = found
+    assert residence.stride == stride_of(entry.manifest.frame_bytes)
+    assert len(residence.offsets) == entry.manifest.layout.num_layers
+    assert all(offset + residence.stride <= tier.capacity_bytes for offset in residence.offsets)
+    tier._disjoint([found])
+
+
+@cache
+def _disk_tier() -> DiskTier:
+    folder = Path(tempfile.mkdtemp(prefix="kintsugi-decoders-"))
+    return DiskTier("ssd0", Home(folder / "tier"), 1 << 20)
+
+
+def checked_frames(data: bytes) -> None:
+    """A put's payload: in the arena only if it is the frames that the manifest announced."""
+    ram = RamTier(1 << 20)
+    residence = ram.allocate(MANIFEST)
+    assert residence is not None
+    residence.acquire()
+    put = ChunkPut(Entry(MANIFEST), residence, ram, "ram")
+    size = MANIFEST.frame_bytes
+    cut = data[0] * 256 % (size + 1) if data else 0
+    blob = b"".join(FRAMES)
+    payload = blob[:cut] + data[1:] + blob[cut + len(data[1:]) :] if data else b""
+    try:
+        put.write(data[-1] % 4 if data else 0, memoryview(payload))
+    except (InvalidField, Corrupted):
+        assert not put.complete
+    else:
+        assert payload == b"".join(FRAMES[: len(payload) // size])
+    finally:
+        residence.condemn()
+        residence.release()
+        ram.arena.close()
+
+
+def shard_map(data: bytes) -> None:
+    """A map of shards: sound, or `InvalidField`."""
+    try:
+        found = map_from_wire(directory_pb2.ShardMap.FromString(data))
+    except (DecodeError, InvalidField):
+        return
+    assert len(found.owners(MANIFEST.key)) <= found.replicas
+
+
+def uses_file(data: bytes) -> None:
+    """A snapshot of uses: nothing under a wrong checksum, whole rows under a right one."""
+    with contextlib.suppress(ValueError):
+        uses.decoded(data)
+    body = data[_CHECKSUM_BYTES:]
+    try:
+        found = uses.decoded(xxhash.xxh3_128_digest(body) + body)
+    except ValueError:
+        return
+    assert sum(14 + len(key) for key in found) <= len(body)
+
+
+def keys(data: bytes) -> None:
+    """A list of keys cut anywhere: all of 32 bytes, or an error of ours."""
+    size = data[0] if data else 0
+    parts = [data[start : start + size] for start in range(1, len(data), size or 1)] if size else [data]
+    try:
+        found = wire.keys_from_wire(parts)
+    except KintsugiError:
+        return
+    assert all(len(key.digest) == wire.DIGEST_BYTES for key in found)
+
+
+DECODERS: dict[str, Callable[[bytes], None]] = {
+    decoder.__name__: decoder
+    for decoder in (
+        put_message,
+        layers_message,
+        manifest,
+        catalog_value,
+        checked_frames,
+        shard_map,
+        uses_file,
+        keys,
+    )
+}
+
+
+def seeds(name: str) -> list[bytes]:
+    """Well-formed input of a decoder, for a fuzzer to start from."""
+    message = wire.manifest_to_wire(MANIFEST)
+    header = pb.PutChunkKVRequest(header=pb.PutHeader(manifest=message, tier="auto"))
+    frames = [pb.FrameHeader(chunk=0, layer=layer, size_bytes=len(FRAMES[0])) for layer in range(3)]
+    lost = pb.FrameHeader(chunk=0, layer=1, lost_reason="absent")
+    record = catalog_pb2.CatalogRecord(
+        manifest=message,
+        stride=stride_of(MANIFEST.frame_bytes),
+        extents=[catalog_pb2.CatalogExtent(offset=0, frames=3)],
+    )
+    shards = directory_pb2.ShardMap(
+        version=1, replicas=1, shards=[directory_pb2.ShardAddress(shard_id="a", address="b:1")]
+    )
+    found = {
+        "put_message": [
+            header.SerializeToString(),
+            wire.with_payload(pb.PutChunkKVRequest(first_layer=1).SerializeToString(), [b"payload"]),
+        ],
+        "layers_message": [
+            wire.with_payload(pb.StreamLayersResponse(frames=frames[:1]).SerializeToString(), FRAMES[:1]),
+            pb.StreamLayersResponse(frames=[lost, *frames]).SerializeToString(),
+        ],
+        "manifest": [message.SerializeToString()],
+        "catalog_value": [_encoded(catalog_key(("acme", MANIFEST.key)), record)],
+        "shard_map": [shards.SerializeToString()],
+        "uses_file": [uses.encoded([Entry(MANIFEST, uses=3, used_at_s=1e9)])],
+        "keys": [bytes([32]) + bytes(64)],
+    }
+    return found.get(name, [b"\0"])

@@ -1,0 +1,117 @@
+"""An engine blends what its calibration report allows, and says why it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kintsugi.client.ram import RamStore
+from kintsugi.core.layout import Codec
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import CalibrationReport, Entry, Noise, Thresholds
+from kintsugi.core.request import SelectorName
+from kintsugi.engine.local import LocalEngine
+from tests.integration.engine.conftest import (
+    NAMESPACE,
+    PREFIX,
+    EngineSlot,
+    Rag,
+    ask_cold,
+    chunks_of,
+    rag,
+    ram_store,
+)
+
+pytestmark = pytest.mark.engine
+
+CLOSED = {"allow_uncalibrated": False, "report_poll_ms": 600_000}
+"""Polled by hand, so that the tests wait for nothing."""
+
+
+def passing_report(engine: LocalEngine) -> CalibrationReport:
+    entry = Entry(Selection(0.3, SelectorName.HKVD, 2), 0.6, 0.01, 0.1, 1.0, 40, 40)
+    noise = Noise(0.0, 0.0, 1.0)
+    return CalibrationReport.of(engine.binding, "2026-01-01", "test", 1, noise, Thresholds(), [entry])
+
+
+def publish(engine: LocalEngine, store: RamStore, document: bytes) -> None:
+    store.put_report(engine.binding.model, engine.binding.report_name, document)
+    engine.refresh_gate()
+
+
+@pytest.fixture
+def gated(engine_slot: EngineSlot) -> tuple[LocalEngine, RamStore, Rag]:
+    engine = engine_slot.get("tiny-llama", CLOSED)
+    store = ram_store("tiny-llama")
+    store._reports.clear()
+    engine.refresh_gate()
+    chunks = chunks_of(120, 140, seed=31)
+    for saved in engine.save(PREFIX, chunks, NAMESPACE):
+        assert saved.accounting is not None
+        assert saved.accounting["outcome"] == "saved", "storing chunks needs no calibration"
+    return engine, store, rag(*chunks)
+
+
+def asked(engine: LocalEngine, prompt: Rag, **changes: Any) -> dict[str, Any]:
+    accounting = ask_cold(engine, prompt.token_ids, prompt.params(**{"ratio": None, **changes})).accounting
+    assert accounting is not None
+    return accounting
+
+
+def test_without_a_report_nothing_is_blended_until_there_is_one(
+    gated: tuple[LocalEngine, RamStore, Rag],
+) -> None:
+    engine, store, prompt = gated
+    declined = asked(engine, prompt)
+    assert declined["outcome"] == "declined"
+    assert declined["reason"].startswith("not_calibrated: ")
+    publish(engine, store, passing_report(engine).to_bytes())
+    blended = asked(engine, prompt)
+    assert (blended["outcome"], blended["ratio"], blended["selector"]) == ("blended", 0.3, "hkvd")
+    full_width = blended["token_layers_computed"] / len(prompt.token_ids)
+    assert full_width > 2, "the report's check layer counts, not the configuration's"
+
+
+def test_a_ratio_below_the_minimum_is_refused(gated: tuple[LocalEngine, RamStore, Rag]) -> None:
+    engine, store, prompt = gated
+    publish(engine, store, passing_report(engine).to_bytes())
+    refused = asked(engine, prompt, ratio=0.2)
+    assert refused["outcome"] == "declined"
+    assert refused["reason"].startswith("BelowMinimum: ratio: 0.2 is below 0.3")
+    assert asked(engine, prompt, ratio=0.31)["outcome"] == "blended"
+    unknown = asked(engine, prompt, ratio=0.5, selector=SelectorName.RANDOM)
+    assert unknown["reason"].startswith("selector_not_calibrated: ")
+
+
+def test_a_drift_trips_blending_off(gated: tuple[LocalEngine, RamStore, Rag]) -> None:
+    engine, store, prompt = gated
+    report = passing_report(engine)
+    publish(engine, store, report.to_bytes())
+    assert asked(engine, prompt)["outcome"] == "blended"
+    publish(engine, store, report.as_tripped("KL rose", "now").to_bytes())
+    assert asked(engine, prompt)["reason"].startswith("drift: KL rose")
+    publish(engine, store, report.to_bytes())
+    assert asked(engine, prompt)["outcome"] == "blended", "calibrated again"
+
+
+def test_chunks_in_another_codec_are_missed_where_a_calibration_counts(
+    gated: tuple[LocalEngine, RamStore, Rag],
+) -> None:
+    engine, store, prompt = gated
+    publish(engine, store, passing_report(engine).to_bytes())
+    for address, chunk in list(store._chunks.items()):
+        lossy = dataclasses.replace(chunk.manifest, codec=Codec.INT8)
+        store._chunks[address] = dataclasses.replace(chunk, manifest=lossy)
+    assert asked(engine, prompt)["reason"].startswith("no_chunk_cached")
+    store._chunks.clear()
+
+
+def test_an_edited_report_and_another_models_are_refused(
+    gated: tuple[LocalEngine, RamStore, Rag],
+) -> None:
+    engine, store, prompt = gated
+    edited = passing_report(engine).to_bytes().replace(b'"ratio": 0.3', b'"ratio": 0.1')
+    publish(engine, store, edited)
+    assert asked(engine, prompt)["reason"].startswith("calibration_unreadable: ")

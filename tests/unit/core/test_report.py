@@ -1,0 +1,225 @@
+"""The calibration report: what follows from measurements, and which documents are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import (
+    Binding,
+    CalibrationReport,
+    Choice,
+    Entry,
+    Noise,
+    Thresholds,
+    choose,
+    shortfalls,
+)
+from kintsugi.core.request import SelectorName
+from kintsugi.core.spaces import ModelFingerprint
+
+FINGERPRINT = ModelFingerprint.of({"weights": "report"})
+BINDING = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0")
+QUIET = Noise(0.0, 0.0, 1.0)
+BARS = Thresholds(prompts_min=10)
+HKVD, RANDOM = SelectorName.HKVD, SelectorName.RANDOM
+
+
+def entry(
+    ratio: float = 0.15, selector: SelectorName = HKVD, check_layer: int = 1, **changes: float | int | None
+) -> Entry:
+    """One that passes, but for the changes."""
+    values: dict[str, float | int | None] = {
+        "cost": ratio,
+        "kl_mean": 0.01,
+        "kl_p99": 0.5,
+        "top1_agreement": 0.99,
+        "num_prompts": 50,
+        "num_positions": 50,
+        **changes,
+    }
+    return Entry(Selection(ratio, selector, check_layer), **values)  # type: ignore[arg-type]
+
+
+def report(*entries: Entry) -> CalibrationReport:
+    return CalibrationReport.of(BINDING, "2026-01-02T03:04:05Z", "test", 7, QUIET, BARS, entries)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, []),
+        ({"kl_mean": 0.1}, []),
+        ({"kl_mean": 0.11}, ["KL mean"]),
+        ({"kl_p99": 5.1}, ["KL p99"]),
+        ({"top1_agreement": 0.94}, ["top-1"]),
+        ({"num_prompts": 9}, ["9 prompts"]),
+        ({"accuracy": 0.97, "accuracy_full": 1.0}, []),
+        ({"accuracy": 0.96, "accuracy_full": 1.0}, ["accuracy"]),
+        ({"accuracy": 0.0, "accuracy_full": None}, []),
+        ({"kl_mean": 9.0, "top1_agreement": 0.1}, ["KL mean", "top-1"]),
+    ],
+)
+def test_an_entry_says_what_it_misses(changes: dict[str, float], missing: list[str]) -> None:
+    found = shortfalls(entry(**changes), QUIET, BARS)
+    assert len(found) == len(missing)
+    assert all(text.startswith(start) for text, start in zip(found, missing, strict=True))
+
+
+def test_nobody_is_asked_for_more_than_full_prefill_gives_against_itself() -> None:
+    loud = Noise(kl_mean=0.2, kl_p99=4.0, top1_agreement=0.9)
+    noisy = entry(kl_mean=0.3, kl_p99=7.0, top1_agreement=0.91)
+    assert len(shortfalls(noisy, QUIET, BARS)) == 3
+    assert shortfalls(noisy, loud, BARS) == []
+
+
+def test_the_cheapest_passing_configuration_is_chosen() -> None:
+    entries = [entry(0.3), entry(0.15), entry(0.05, kl_mean=1.0), entry(0.2, RANDOM, kl_mean=1.0)]
+    choice = choose(entries, QUIET, BARS)
+    assert choice.selection == Selection(0.15, HKVD)
+    assert {name: limit.ratio for name, limit in choice.limits.items()} == {"hkvd": 0.15}
+
+
+def test_a_lucky_point_below_failing_ones_is_not_trusted() -> None:
+    lucky = [entry(0.05), entry(0.1, kl_mean=1.0), entry(0.2)]
+    assert choose(lucky, QUIET, BARS).selection == Selection(0.2, HKVD)
+    other_family = [entry(0.05), entry(0.1, check_layer=2, kl_mean=1.0)]
+    assert choose(other_family, QUIET, BARS).selection == Selection(0.05, HKVD)
+
+
+def test_a_screened_entry_neither_passes_nor_fails() -> None:
+    screened = [entry(0.05, num_prompts=5), entry(0.15), entry(0.3, num_prompts=5, kl_mean=9.0)]
+    assert choose(screened, QUIET, BARS).selection == Selection(0.15, HKVD)
+
+
+def test_what_costs_a_full_prefill_is_no_choice() -> None:
+    choice = choose([entry(1.0, cost=1.0)], QUIET, BARS)
+    assert choice.selection is None
+    assert "cost 1.000" in choice.why
+
+
+def test_ties_are_broken_by_quality_then_name() -> None:
+    first = choose([entry(0.15), entry(0.15, RANDOM, kl_mean=0.001)], QUIET, BARS)
+    assert first.selection == Selection(0.15, RANDOM)
+    entries = [entry(0.15), entry(0.15, RANDOM)]
+    assert choose(entries, QUIET, BARS) == choose(entries[::-1], QUIET, BARS)
+
+
+def test_every_small_set_of_measurements_is_decided_as_stated() -> None:
+    """All 3^6 outcomes of two selectors at three ratios: unmeasured, failing, passing."""
+    ratios = (0.05, 0.15, 0.3)
+    points = [(selector, ratio) for selector in (HKVD, RANDOM) for ratio in ratios]
+    for outcome in itertools.product((None, False, True), repeat=len(points)):
+        verdicts = dict(zip(points, outcome, strict=True))
+        entries = [
+            entry(ratio, selector, kl_mean=0.01 if passes else 1.0)
+            for (selector, ratio), passes in verdicts.items()
+            if passes is not None
+        ]
+        choice = choose(entries, QUIET, BARS)
+        trusted = [
+            (selector, ratio)
+            for selector, ratio in points
+            if verdicts[selector, ratio]
+            and not any(verdicts[selector, other] is False for other in ratios if other >= ratio)
+        ]
+        least = {
+            selector.value: min(r for s, r in trusted if s is selector) for selector, _ in sorted(trusted)
+        }
+        assert {name: limit.ratio for name, limit in choice.limits.items()} == least
+        if trusted:
+            assert choice.selection is not None
+            assert choice.selection.ratio == min(least.values())
+        else:
+            assert choice == Choice(None, choice.why)
+
+
+def test_a_report_survives_the_way_to_a_store_and_back() -> None:
+    first = report(entry(), entry(0.3, accuracy=0.9, accuracy_full=0.91))
+    again = CalibrationReport.from_bytes(first.to_bytes())
+    assert again == first
+    assert again.digest == first.digest
+    tripped = CalibrationReport.from_bytes(first.as_tripped("KL rose", "2026-02-03").to_bytes())
+    assert tripped.tripped is not None
+    assert tripped.digest != first.digest
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda values: values["thresholds"].update(kl_mean_max=99.0),
+        lambda values: values["entries"][0].update(kl_mean=0.0),
+        lambda values: values["binding"].update(fingerprint="00" * 32),
+        lambda values: values["choice"]["selection"].update(ratio=0.01),
+        lambda values: values.update(tripped={"reason": "", "at": ""}),
+        lambda values: values.pop("digest"),
+        lambda values: values.pop("noise"),
+        lambda values: values.update(extra=1),
+        lambda values: values["entries"][0].update(cost=float("nan")),
+    ],
+)
+def test_an_edited_report_is_refused(edit: object) -> None:
+    values = json.loads(report(entry()).to_bytes())
+    edit(values)  # type: ignore[operator]
+    with pytest.raises(Corrupted, match="calibrate again"):
+        CalibrationReport.from_bytes(json.dumps(values).encode())
+
+
+def test_a_choice_that_does_not_follow_is_refused_with_a_digest_too() -> None:
+    honest = report(entry(0.3), entry(0.1, kl_mean=3.0))
+    forged = dataclasses.replace(honest, choice=Choice(Selection(0.1, HKVD), "because"))
+    with pytest.raises(Corrupted, match="does not follow"):
+        CalibrationReport.from_bytes(forged.to_bytes())
+
+
+@pytest.mark.parametrize("document", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b" " * (2 << 20)])
+def test_what_is_no_report_is_refused(document: bytes) -> None:
+    with pytest.raises(Corrupted):
+        CalibrationReport.from_bytes(document)
+
+
+def test_another_format_is_told_apart() -> None:
+    values = json.loads(report(entry()).to_bytes())
+    values["version"] = 2
+    with pytest.raises(VersionMismatch, match="format 2"):
+        CalibrationReport.from_bytes(json.dumps(values).encode())
+
+
+def test_a_binding_names_its_report_and_what_differs() -> None:
+    others = [
+        Binding.of(ModelFingerprint.of({"weights": "other"}), (0,), "raw", "0.32.0", "0.1.0"),
+        Binding.of(FINGERPRINT, (0, 1), "raw", "0.32.0", "0.1.0"),
+        Binding.of(FINGERPRINT, (0,), "int8", "0.32.0", "0.1.0"),
+        Binding.of(FINGERPRINT, (0,), "raw", "0.33.0", "0.1.0"),
+        Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.2.0"),
+    ]
+    for name, other in zip(("fingerprint", "prefix", "codec", "vllm", "kintsugi"), others, strict=True):
+        difference = BINDING.difference(other)
+        assert difference is not None
+        assert difference.startswith(name)
+        assert (other.model, other.report_name) != (BINDING.model, BINDING.report_name)
+    assert BINDING.difference(BINDING) is None
+    assert len(BINDING.report_name) <= 128
+    assert BINDING.model == FINGERPRINT
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Selection(1.1, HKVD),
+        lambda: Selection(0.1, HKVD, -1),
+        lambda: Thresholds(top1_agreement_min=1.1),
+        lambda: Thresholds(kl_mean_max=0.0),
+        lambda: Thresholds(prompts_min=0),
+        lambda: entry(num_prompts=0),
+        lambda: entry(kl_p99=float("inf")),
+    ],
+)
+def test_impossible_values_are_refused(build: object) -> None:
+    with pytest.raises(InvalidField):
+        build()  # type: ignore[operator]

@@ -1,0 +1,93 @@
+"""An engine whose blends are as good as their ratio, and questions that it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import Chunk, RagPrompt
+from kintsugi.core.request import Op
+from kintsugi.engine.local import Generation, Prompt
+from kintsugi.quality.measure import Case
+from kintsugi.quality.questions import Question
+
+VOCABULARY = 8
+RIGHT = 5
+
+
+class WordTokenizer:
+    """One id per word, by its length; BOS in front where asked."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> SimpleNamespace:
+        ids = [len(word) for word in text.split()]
+        return SimpleNamespace(input_ids=[0, *ids] if add_special_tokens else ids)
+
+
+def case(index: int, answers: tuple[str, ...] = ("w5",), task: str = "alias") -> Case:
+    """Every case has a chunk of its own and one that all share."""
+    chunks = (Chunk("", (1, 2, 3)), Chunk("", (4, index + 10)))
+    return Case(Question(("one", "two"), "?", answers, task), RagPrompt((0,), chunks, (7, index)))
+
+
+def distribution(best: int, sure: float) -> dict[int, float]:
+    rest = (1 - sure) / (VOCABULARY - 1)
+    return {token: math.log(sure if token == best else rest) for token in range(VOCABULARY)}
+
+
+class FakeEngine:
+    """Full prefill answers `RIGHT`. A blend does, where `right_from(selection, index)` says so; a cost is
+    the selection's ratio."""
+
+    def __init__(self, full_is_right: bool = True) -> None:
+        self.full_token = RIGHT if full_is_right else 1
+        self.selection = Selection(0.15)
+        self.saved: list[tuple[int, ...]] = []
+        self.submitted: list[Prompt] = []
+        self.accounting: dict[str, Any] = {"outcome": "blended", "chunks_missed": 0}
+        self.save_outcome: dict[str, Any] = {"outcome": "saved"}
+        self.right_from = lambda selection, index: selection.ratio >= 0.15 or index % 2 == 0
+
+    def plan_with(self, selection: Selection) -> None:
+        self.selection = selection
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def save(
+        self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
+    ) -> list[Generation]:
+        self.saved += [tuple(chunk) for chunk in chunks]
+        return [answer(1, 0.9, self.save_outcome) for _ in chunks]
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
+        self.submitted += prompts
+        return [self._answer(prompt) for prompt in prompts]
+
+    def _answer(self, prompt: Prompt) -> Generation:
+        if prompt.params is None:
+            return answer(self.full_token, 0.99, None, prompt)
+        assert prompt.params.op is Op.BLEND
+        right = self.right_from(self.selection, prompt.token_ids[-1])
+        accounting = {**self.accounting, "cost": self.selection.ratio}
+        return answer(self.full_token if right else 2, 0.99, accounting, prompt)
+
+
+def answer(
+    token: int, sure: float, accounting: dict[str, Any] | None, prompt: Prompt | None = None
+) -> Generation:
+    length = 1 if prompt is None else prompt.max_tokens
+    chosen = list(prompt.forced) if prompt is not None and prompt.forced else [token] * length
+    return Generation(
+        token_ids=chosen,
+        text=" ".join(f"w{one}" for one in chosen),
+        ttft_s=0.1,
+        itl_s=[0.01] * (length - 1),
+        logprobs=[-0.01] * length,
+        top_logprobs=[distribution(token, sure)] * length,
+        finish_reason="length",
+        num_cached_tokens=0,
+        accounting=accounting,
+    )

@@ -1,0 +1,137 @@
+"""Evaluation: shapes of prompts, rows, plots; over an engine whose quality is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.plan import Selection
+from kintsugi.core.request import SelectorName
+from kintsugi.engine.local import Generation, Prompt
+from kintsugi.quality import plots
+from kintsugi.quality.evaluate import FULL, REUSE, Axes, best_by_selector, evaluate, rate_rows, reshaped
+from kintsugi.quality.measure import Bench
+from tests.unit.quality.fakes import FakeEngine, case
+
+SELECTIONS = (Selection(0.1), Selection(0.3), Selection(0.2, SelectorName.QUERY))
+
+
+class TimedEngine(FakeEngine):
+    """Also answers prompts that arrive one by one."""
+
+    def generate(self, prompts: Any, arrivals_s: list[float] | None = None) -> list[Generation]:
+        assert arrivals_s is None or arrivals_s == sorted(arrivals_s)
+        return super().generate(prompts)
+
+
+def rows_of(axes: Axes, engine: FakeEngine | None = None) -> list[Any]:
+    cases = [case(index, task="alias" if index % 2 else "code") for index in range(20)]
+    return evaluate(engine or FakeEngine(), cases, axes, "raw", None, 1)  # type: ignore[arg-type]
+
+
+def test_chunks_are_cut_anew_and_counted() -> None:
+    (one,) = reshaped([case(7)], 2, None)
+    assert [chunk.token_ids for chunk in one.prompt.chunks] == [(1, 2), (3, 4), (17,)]
+    (two,) = reshaped([case(7)], 2, 2)
+    assert [chunk.token_ids for chunk in two.prompt.chunks] == [(1, 2), (3, 4)]
+    assert two.prompt.question == (7, 7)
+    assert reshaped([case(7)], None, None) == [case(7)]
+
+
+def test_baselines_stand_beside_every_configuration() -> None:
+    rows = rows_of(Axes(SELECTIONS))
+    assert [row.method for row in rows] == [
+        FULL,
+        REUSE,
+        "hkvd r=0.1 @1",
+        "hkvd r=0.3 @1",
+        "query r=0.2 @1",
+    ]
+    full, reuse, worse, better, _ = rows
+    assert (full.cost, full.kl_mean, full.exact_match.mean) == (1.0, 0.0, 1.0)
+    assert (reuse.cost, reuse.exact_match.mean) == (0.0, 0.5)
+    assert worse.em_loss.mean == 0.5
+    assert worse.em_loss.low > 0
+    assert (better.exact_match.mean, better.em_loss.mean) == (1.0, 0.0)
+    assert worse.by_task["code"]["exact_match"] == 1.0, "even indices are right, and odd ones are wrong"
+    assert worse.by_task["alias"]["exact_match"] == 0.0
+    assert full.to_mapping()["setting"]["codec"] == "raw"
+
+
+def test_every_setting_is_measured() -> None:
+    axes = Axes(SELECTIONS[:1], chunk_tokens=(2, None), chunk_counts=(1, None), batches=(4, 8))
+    rows = rows_of(axes)
+    assert len({row.setting for row in rows}) == 8
+    assert len(rows) == 24
+    engines = list(Axes(SELECTIONS, codecs=("raw", "int8"), tier_bytes_per_s=(None, 1e6)).engines())
+    assert engines == [("raw", None), ("raw", 1e6), ("int8", None), ("int8", 1e6)]
+
+
+def test_rates_are_of_the_best_of_each_selector() -> None:
+    best = best_by_selector(rows_of(Axes(SELECTIONS)))
+    assert best == [Selection(0.3), Selection(0.2, SelectorName.QUERY)]
+    engine = TimedEngine()
+    bench = Bench(engine, [case(index) for index in range(5)], 1)
+    rates = rate_rows(engine, bench, best, (2.0, 8.0), lambda text: None)  # type: ignore[arg-type]
+    assert [(row.method, row.rate_per_s) for row in rates[:3]] == [
+        (FULL, 2.0),
+        (REUSE, 2.0),
+        ("hkvd r=0.3 @1", 2.0),
+    ]
+    assert len(rates) == 8
+    assert all(row.num_prompts == 5 and row.ttft_p95_s == 0.1 for row in rates)
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    axes = Axes(SELECTIONS)
+    engine = TimedEngine()
+    rows = rows_of(axes)
+    bench = Bench(engine, [case(index) for index in range(5)], 1)
+    rates = rate_rows(engine, bench, SELECTIONS, (2.0,), lambda text: None)  # type: ignore[arg-type]
+    paths = plots.draw(tmp_path / "plots", rows, rates)
+    assert sorted(path.name for path in paths) == [
+        f"{name}.{suffix}"
+        for name in ("quality-cost", "quality-ttft", "ttft-rate")
+        for suffix in ("png", "svg")
+    ]
+    svg = (tmp_path / "plots/quality-cost.svg").read_text()
+    assert svg.startswith("<?xml")
+    assert (tmp_path / "plots/ttft-rate.png").read_bytes().startswith(b"\x89PNG")
+    assert not plots.draw(tmp_path, rows[:1], []), "nothing but full prefill is no picture"
+
+
+def test_what_is_drawn_upwards() -> None:
+    rows = rows_of(Axes(SELECTIONS[:1]))
+    assert plots.quality_of(rows[0])[1] == "exact match"
+    silent = [case(index, ()) for index in range(4)]
+    (full, *_) = evaluate(FakeEngine(), silent, Axes(SELECTIONS[:1]), "raw", None, 1)  # type: ignore[arg-type]
+    assert full.exact_match is None
+    assert plots.quality_of(full)[1] == "top-1 agreement"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"selections": ()},
+        {"chunk_tokens": (0,)},
+        {"chunk_counts": (0,)},
+        {"batches": (0,)},
+        {"tier_bytes_per_s": (0.0,)},
+        {"rates_per_s": (-1.0,)},
+    ],
+)
+def test_impossible_axes_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField):
+        Axes(**{"selections": SELECTIONS, **values})
+
+
+def test_prompts_are_of_one_shape() -> None:
+    bench = Bench(FakeEngine(), [case(1)], 3)
+    assert bench.prompt(0, None) == Prompt([0, 1, 2, 3, 4, 11, 7, 1], None, 3, top_logprobs=20)
+    blend = bench.prompt(0, Selection(0.1), (5, 6))
+    assert blend.params is not None
+    assert (blend.max_tokens, blend.forced) == (2, (5, 6))

@@ -1,0 +1,120 @@
+"""Running and comparing, over an engine whose quality is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
+from kintsugi.core.plan import Selection
+from kintsugi.quality import metrics
+from kintsugi.quality.measure import Bench, accuracy_of, answer_tokens, measured, tokenised
+from kintsugi.quality.questions import Question
+from tests.unit.quality.fakes import RIGHT, FakeEngine, WordTokenizer, case, distribution
+
+GOOD, BAD = Selection(0.2), Selection(0.1)
+
+
+def bench(engine: FakeEngine, count: int = 10, max_tokens: int = 1) -> Bench:
+    return Bench(engine, [case(index) for index in range(count)], max_tokens, batch=4)
+
+
+def test_each_distinct_chunk_is_stored_once() -> None:
+    engine = FakeEngine()
+    assert bench(engine, 3).store_chunks(lambda done, total: None) == 4
+    assert engine.saved == [(1, 2, 3), (4, 10), (4, 11), (4, 12)]
+
+
+def test_a_chunk_that_cannot_be_stored_ends_it() -> None:
+    engine = FakeEngine()
+    engine.save_outcome = {"outcome": "declined", "reason": "lora: adapters"}
+    with pytest.raises(NotBlendable, match="lora: adapters"):
+        bench(engine).store_chunks(lambda done, total: None)
+
+
+def test_a_blend_is_compared_with_full_prefill() -> None:
+    one = bench(FakeEngine())
+    good = measured(one, GOOD, range(10)).entry
+    assert (good.accuracy, good.accuracy_full, good.top1_agreement) == (1.0, 1.0, 1.0)
+    assert (good.kl_mean, good.cost, good.num_prompts, good.num_positions) == (0.0, 0.2, 10, 10)
+    bad = measured(one, BAD, range(10)).entry
+    assert (bad.accuracy, bad.top1_agreement) == (0.5, 0.5)
+    wrong = metrics.kl_divergence(distribution(RIGHT, 0.99), distribution(2, 0.99))
+    assert bad.kl_mean == pytest.approx(wrong / 2, abs=1e-5)
+    assert bad.kl_p99 == pytest.approx(wrong, abs=1e-5)
+
+
+def test_full_prefill_runs_once() -> None:
+    engine = FakeEngine()
+    one = bench(engine)
+    measured(one, GOOD, range(10))
+    measured(one, BAD, range(10))
+    assert sum(prompt.params is None for prompt in engine.submitted) == 10
+
+
+def test_an_answer_that_parts_is_forced_along_full_prefills() -> None:
+    engine = FakeEngine()
+    scores = measured(bench(engine, max_tokens=3), BAD, range(10))
+    forced = [prompt for prompt in engine.submitted if prompt.forced is not None]
+    assert [prompt.forced for prompt in forced] == [(RIGHT,) * 3] * 5
+    assert all(prompt.params is not None for prompt in forced)
+    assert scores.entry.num_positions == 30
+    assert scores.blend[1].text == "w2 w2 w2", "what it says by itself is what is scored"
+
+
+def test_noise_is_full_against_full_in_other_company() -> None:
+    engine = FakeEngine()
+    noise = bench(engine).noise(range(10))
+    assert (noise.kl_mean, noise.kl_p99, noise.top1_agreement) == (0.0, 0.0, 1.0)
+    assert sum(prompt.params is None for prompt in engine.submitted) == 20
+
+
+@pytest.mark.parametrize(
+    ("accounting", "error"),
+    [
+        ({"outcome": "declined", "reason": "store_timeout: slow"}, NotBlendable),
+        ({"outcome": "failed"}, NotBlendable),
+        ({"outcome": "blended", "chunks_missed": 1}, ResourceExhausted),
+    ],
+)
+def test_what_was_not_blended_is_not_measured(accounting: dict[str, object], error: type[Exception]) -> None:
+    engine = FakeEngine()
+    engine.accounting = accounting
+    with pytest.raises(error):
+        measured(bench(engine), GOOD, range(10))
+
+
+def test_results_by_task_and_of_two_halves() -> None:
+    engine = FakeEngine()
+    cases = [case(index, task="alias" if index < 4 else "code") for index in range(10)]
+    one = Bench(engine, cases, 1)
+    scores = measured(one, BAD, range(10))
+    assert scores.of_task("alias").entry.num_prompts == 4
+    halves = measured(one, BAD, range(5)).joined(measured(one, BAD, range(5, 10)))
+    assert halves.entry == scores.entry
+
+
+def test_prompts_that_do_not_fit_are_left_out_with_a_warning() -> None:
+    short = Question(("a b c", "d"), "what is it")
+    long = Question(("word " * 50,), "what")
+    cases, warnings = tokenised([short, long], WordTokenizer(), (0,), 20, 2)
+    assert [one.question for one in cases] == [short]
+    assert cases[0].prompt.token_ids == [0, 1, 1, 1, 1, 4, 2, 2]
+    assert len(warnings) == 2
+    assert "one token" in warnings[0]
+    assert "question 2 is left out: 54 tokens" in warnings[1]
+    with pytest.raises(InvalidField, match=r"none can be asked; .* fewer or shorter chunks"):
+        tokenised([long], WordTokenizer(), (0,), 20, 2)
+
+
+def test_how_long_answers_are() -> None:
+    tokenizer = WordTokenizer()
+    assert answer_tokens([Question(("a",), "q", ("attic",))], tokenizer) == 1
+    assert answer_tokens([Question(("a",), "q", ("red attic",))], tokenizer) == 10
+    assert answer_tokens([Question(("a",), "q")], tokenizer) == 8
+    assert answer_tokens([Question(("a",), "q", ("word " * 500,))], tokenizer) == 128
+
+
+def test_the_measure_of_accuracy_follows_the_answers() -> None:
+    assert accuracy_of([case(0)]) is metrics.exact_match
+    assert accuracy_of([case(0, ("two words",))]) is metrics.f1
+    assert accuracy_of([case(0, ("x",), "samsum")]) is metrics.rouge_l

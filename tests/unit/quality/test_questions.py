@@ -1,0 +1,116 @@
+"""Every form of a file of questions, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.quality.questions import Question, asked, cut_context, question_of, read_questions
+
+OWN = {"chunks": ["one ", "two "], "question": "Which?", "answers": ["one"]}
+
+
+def written(folder: Path, *records: Any) -> Path:
+    path = folder / "questions.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+def test_ones_own_form() -> None:
+    assert question_of(OWN) == Question(("one ", "two "), "\nQuestion: Which?\nAnswer:", ("one",))
+    unanswered = question_of({"chunks": ["one"], "question": "Which?", "task": "mine"})
+    assert (unanswered.answers, unanswered.task) == ((), "mine")
+
+
+def test_the_testbeds_form_is_concatenated_as_it_is() -> None:
+    record = {"task": "alias", "chunks": [" a", " b"], "question": "Q: x", "answer": "attic", "seed": 1}
+    assert question_of(record) == Question((" a", " b"), "Q: x", ("attic",), "alias")
+
+
+def test_the_form_with_contexts() -> None:
+    record = {
+        "ctxs": [{"title": "", "text": "one"}, {"title": "T", "text": "two"}],
+        "question": "Which?",
+        "answers": ["one"],
+    }
+    assert question_of(record).chunks == ("one\n", "T\ntwo\n")
+
+
+def test_longbenchs_form() -> None:
+    context = "Passage 1:\nAda\nwas here.\nPassage 2:\nBob\nwas there."
+    record = {"input": "Who?", "context": context, "answers": ["Ada"], "dataset": "hotpotqa", "length": 9}
+    question = question_of(record)
+    assert question.chunks == ("Passage 1:\nAda\nwas here.\n", "Passage 2:\nBob\nwas there.")
+    assert (question.task, question.tail) == ("hotpotqa", asked("Who?"))
+    summary = question_of({**record, "input": "", "dataset": "multi_news"})
+    assert summary.tail == "\nSummary:"
+
+
+def test_a_context_without_passages_is_cut_at_paragraphs() -> None:
+    context = "".join(f"{'word ' * 100}{index}\n" for index in range(10))
+    chunks = cut_context(context)
+    assert "".join(chunks) == context
+    assert 2 < len(chunks) < 10
+    assert cut_context("short") == ["short"]
+
+
+def test_lines_and_lists_are_read(tmp_path: Path) -> None:
+    lines = read_questions(written(tmp_path, OWN, OWN, OWN))
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([OWN, OWN, OWN]))
+    assert read_questions(path) == lines
+    assert len(lines) == 3
+    assert len(read_questions(path, limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "word"),
+    [
+        ([], "not an object"),
+        ({}, "no fields"),
+        ({"text": "x"}, "expected chunks"),
+        ({**OWN, "chunks": []}, "0 chunks"),
+        ({**OWN, "chunks": ["a"] * 257}, "257 chunks"),
+        ({**OWN, "chunks": ["a", ""]}, "empty chunk"),
+        ({**OWN, "chunks": "text"}, "list of texts"),
+        ({**OWN, "question": " "}, "ask something"),
+        ({**OWN, "question": 3}, "must be text"),
+        ({**OWN, "answers": "one"}, "list of texts"),
+        ({"ctxs": ["x"], "question": "?"}, "title, text"),
+        ({"context": "x", "input": 3}, "not text"),
+    ],
+)
+def test_a_bad_record_is_named(tmp_path: Path, record: Any, word: str) -> None:
+    with pytest.raises(InvalidField, match=word) as caught:
+        read_questions(written(tmp_path, OWN, record))
+    assert "questions.jsonl:2" in str(caught.value)
+
+
+def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(InvalidField, match="holds no question"):
+        read_questions(empty)
+    with pytest.raises(NotFound, match="is not a file"):
+        read_questions(tmp_path / "absent")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidField, match="UTF-8"):
+        read_questions(binary)
+    broken = tmp_path / "broken"
+    broken.write_text("{")
+    with pytest.raises(InvalidField, match="broken:1 is not JSON"):
+        read_questions(broken)
+
+
+def test_the_authors_evaluation_file_is_read() -> None:
+    path = Path(__file__).parents[4] / "shared/data/musique_s.json"
+    if not path.is_file():
+        pytest.skip("the shared data folder is not here")
+    questions = read_questions(path)
+    assert len(questions) == 150
+    assert all(len(question.chunks) == 10 and question.answers for question in questions)

@@ -1,0 +1,199 @@
+"""Shadowing: who is sampled, what is compared, what trips, who hears of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kintsugi.client.ram import RamStore
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.gate import decide
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import CalibrationReport, Noise, Thresholds
+from kintsugi.core.request import KintsugiParams
+from kintsugi.engine.local import Prompt
+from kintsugi.quality.drift import DriftDetector, Observation
+from kintsugi.quality.reports import publish, published, trip
+from kintsugi.quality.shadow import Shadow, ShadowConfig, compared, is_sampled
+from tests.unit.core.test_report import BINDING, QUIET, entry
+from tests.unit.quality.fakes import FakeEngine, answer
+
+EVERYTHING = ShadowConfig(share=1.0)
+BLENDED = {"outcome": "blended"}
+
+
+def good_report(**changes: object) -> CalibrationReport:
+    return CalibrationReport.of(BINDING, "now", "test", 1, QUIET, Thresholds(), [entry()])
+
+
+@pytest.fixture
+def store() -> RamStore:
+    store = RamStore()
+    publish(store, good_report())
+    return store
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt([0, 1, 2, number], KintsugiParams("acme"), max_tokens=3)
+
+
+def serve(shadow: Shadow, engine: FakeEngine, numbers: range) -> None:
+    """As a serving layer does: mark, answer, hand in, shadow when there is time."""
+    for number in numbers:
+        marked = shadow.marked(f"request-{number}", prompt(number))
+        (generation,) = engine.generate([marked])
+        shadow.take(f"request-{number}", marked, generation)
+        shadow.run_pending()
+
+
+def test_a_share_is_sampled_and_everybody_agrees_on_it() -> None:
+    sampled = [number for number in range(20_000) if is_sampled(f"r{number}", 0.05)]
+    assert 800 < len(sampled) < 1200
+    assert sampled == [number for number in range(20_000) if is_sampled(f"r{number}", 0.05)]
+    assert not any(is_sampled(f"r{number}", 0.0) for number in range(1000))
+    assert all(is_sampled(f"r{number}", 1.0) for number in range(1000))
+
+
+def test_only_sampled_blends_ask_for_logprobs() -> None:
+    shadow = Shadow(FakeEngine(), RamStore(), BINDING, EVERYTHING)
+    assert shadow.marked("a", prompt(1)).top_logprobs == 20
+    assert shadow.marked("a", Prompt([1])).top_logprobs == 0
+    nobody = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=0.0))
+    assert nobody.marked("a", prompt(1)) == prompt(1)
+
+
+def test_answers_that_were_not_blended_are_not_shadowed() -> None:
+    shadow = Shadow(FakeEngine(), RamStore(), BINDING, EVERYTHING)
+    assert shadow.take("a", prompt(1), answer(5, 0.9, BLENDED))
+    assert not shadow.take("a", prompt(1), answer(5, 0.9, {"outcome": "declined"}))
+    assert not shadow.take("a", prompt(1), answer(5, 0.9, None))
+
+
+def test_a_comparison_by_hand() -> None:
+    same = compared(answer(5, 0.9, None), answer(5, 0.9, None))
+    assert (same.kl, same.disagreement) == (0.0, 0.0)
+    other = compared(answer(5, 0.9, None), answer(4, 0.9, None))
+    assert other.kl > 3
+    assert other.disagreement == 1.0
+
+
+def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
+    engine = FakeEngine()
+    shadow = Shadow(engine, RamStore(), BINDING, ShadowConfig(share=1.0, positions=2))
+    shadow.take("a", prompt(1), answer(5, 0.9, BLENDED, prompt(1)))
+    assert shadow.run_pending() == 1
+    (full,) = engine.submitted
+    assert (full.params, full.forced, full.max_tokens) == (None, (5, 5), 2)
+    assert shadow.run_pending() == 0
+
+
+def test_the_queue_is_bounded() -> None:
+    shadow = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=1.0, pending_max=2))
+    for number in range(5):
+        shadow.take(f"r{number}", prompt(number), answer(5, 0.9, BLENDED))
+    assert shadow.counts.dropped == 3
+    assert shadow.run_pending(10) == 2
+
+
+def test_good_blends_never_trip(store: RamStore) -> None:
+    engine = FakeEngine()
+    shadow = Shadow(engine, store, BINDING, EVERYTHING)
+    serve(shadow, engine, range(300))
+    assert (shadow.counts.compared, shadow.counts.trips, shadow.counts.disagreed) == (300, 0, 0)
+
+
+def test_a_drift_trips_blending_off_for_all_and_a_new_calibration_ends_it(store: RamStore) -> None:
+    engine = FakeEngine()
+    shadow = Shadow(engine, store, BINDING, EVERYTHING, now=lambda: "2026-01-01")
+    engine.plan_with(Selection(0.01))
+    engine.right_from = lambda selection, index: False
+    serve(shadow, engine, range(20))
+    assert shadow.counts.trips == 1
+    report = published(store, BINDING)
+    assert report is not None
+    assert report.tripped is not None
+    document = store.get_report(BINDING.model, BINDING.report_name)
+    state = decide(document, BINDING)
+    assert state.reason == "drift"
+    assert "KL" in state.detail
+    publish(store, good_report())
+    assert decide(store.get_report(BINDING.model, BINDING.report_name), BINDING).is_open
+    serve(shadow, engine, range(100, 120))
+    assert shadow.counts.trips == 2, "the watch starts anew with the new report"
+
+
+def test_without_a_report_nothing_is_judged() -> None:
+    engine = FakeEngine()
+    engine.right_from = lambda selection, index: False
+    shadow = Shadow(engine, RamStore(), BINDING, EVERYTHING)
+    serve(shadow, engine, range(30))
+    assert (shadow.counts.compared, shadow.counts.trips) == (30, 0)
+
+
+def test_only_the_report_that_was_judged_is_tripped(store: RamStore) -> None:
+    judged = published(store, BINDING)
+    assert judged is not None
+    newer = CalibrationReport.of(BINDING, "later", "test", 2, QUIET, Thresholds(), [entry()])
+    publish(store, newer)
+    assert not trip(store, judged, "KL", "now")
+    assert published(store, BINDING) == newer
+    assert trip(store, newer, "KL", "now")
+    assert trip(store, newer, "again", "later"), "off is off"
+    tripped = published(store, BINDING)
+    assert tripped is not None
+    assert tripped.tripped is not None
+    assert tripped.tripped.reason == "KL"
+
+
+@pytest.mark.parametrize(
+    ("kl", "disagreement", "within"),
+    [(9.0, 1.0, 10), (0.0, 0.5, 40), (1.0, 0.0, 40), (0.4, 0.05, 400), (0.1, 0.25, 400)],
+)
+def test_drifts_are_found_in_time(kl: float, disagreement: float, within: int) -> None:
+    """Means beyond the bounds of 0.1 nats and 5 %, as exponential and binary noise."""
+    for seed in range(20):
+        picks = random.Random(seed)
+        detector = DriftDetector(Thresholds(), QUIET)
+        found = [
+            detector.observe(
+                Observation(picks.expovariate(1 / kl) if kl else 0.0, float(picks.random() < disagreement))
+            )
+            for _ in range(within)
+        ]
+        assert any(found), f"seed {seed}"
+
+
+def test_no_alarm_at_the_bounds() -> None:
+    """5 % different and a mean KL of just 0.1 nats, mostly from a few large ones, is still allowed."""
+    alarms = 0
+    for seed in range(40):
+        picks = random.Random(seed)
+        detector = DriftDetector(Thresholds(), QUIET)
+        for _ in range(1000):
+            differs = picks.random() < 0.05
+            if detector.observe(Observation(2.0 if differs else 0.0, float(differs))):
+                alarms += 1
+                break
+    assert alarms <= 4
+
+
+def test_what_calibration_never_saw_is_a_drift_before_answers_suffer() -> None:
+    """A KL of 0.02 is far within the bounds, but calibration saw 0.008 once in a hundred."""
+    calm, odd = (DriftDetector(Thresholds(), QUIET, 0.008) for _ in range(2))
+    assert not any(calm.observe(Observation(0.02 if n % 40 == 0 else 0.001, 0.0)) for n in range(400))
+    reasons = [odd.observe(Observation(0.02 if n % 2 == 0 else 0.001, 0.0)) for n in range(60)]
+    assert any(reason is not None and "calibration's p99" in reason for reason in reasons)
+    unknown = DriftDetector(Thresholds(), QUIET)
+    assert not any(unknown.observe(Observation(0.02, 0.0)) for _ in range(400))
+
+
+def test_a_noisy_model_is_held_to_its_own_noise() -> None:
+    loud = DriftDetector(Thresholds(), Noise(0.5, 2.0, 0.8))
+    assert not any(loud.observe(Observation(0.9, float(number % 6 == 0))) for number in range(300))
+
+
+@pytest.mark.parametrize("values", [{"share": 1.1}, {"share": -0.1}, {"positions": 0}, {"pending_max": 0}])
+def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(InvalidField):
+        ShadowConfig(**values)  # type: ignore[arg-type]
