@@ -453,8 +453,8 @@ def churn(scale: Scale, folder: Path) -> list[Figure]:
     detail = f"{full:.3f} GB/s ÷ {spread(rates[1:], 'GB/s')}"
     return [
         Figure.at_most("churn_drop", max(0.0, 1 - full / empty), 0.2, "ratio", detail),
-        Figure("churn_memory_growth_mib", (ended[0] - began[0]) / MIB, "MiB"),
-        Figure("churn_open_files_growth", ended[1] - began[1], "files"),
+        Figure.at_most("churn_memory_growth_mib", (ended[0] - began[0]) / MIB, 32.0, "MiB"),
+        Figure.at_most("churn_open_files_growth", ended[1] - began[1], 0, "files"),
         Figure("churn_put_gb_per_s", full, "GB/s"),
     ]
 

@@ -33,10 +33,10 @@ class ModelShape:
 
 
 def rotation(shape: ModelShape, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE, each [tokens, head_dim] in fp32, in transformers' half-split order."""
+    """cos and sin of RoPE, each [..., tokens, head_dim] in fp32, in transformers' half-split order."""
     half = shape.head_dim // 2
     frequencies = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
-    angles = positions.float()[:, None] * frequencies[None, :]
+    angles = positions.float()[..., None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -64,7 +64,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """x [batch, tokens, width]; mask [tokens, tokens] is added to the scores."""
+        """x [batch, tokens, width]; cos and sin [batch or 1, 1, tokens, head_dim]; mask [tokens, tokens] is
+        added to the scores."""
         batch, tokens, _ = x.shape
         group = self.heads // self.kv_heads
         q = self.q_proj(x).view(batch, tokens, self.heads, self.head_dim).transpose(1, 2)

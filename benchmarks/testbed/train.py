@@ -35,12 +35,15 @@ class Stage:
         steps: optimiser steps.
         tokens: length of a row in tokens; batch: rows per step.
         shape: the documents.
+        stretch: position ids grow by up to this much in all at the ends of chunks, so that a short row
+            teaches the distances of a long document. 0 numbers tokens as vLLM does.
     """
 
     steps: int
     tokens: int
     batch: int
     shape: Shape
+    stretch: int = 0
 
 
 CURRICULUM = (
@@ -50,7 +53,7 @@ CURRICULUM = (
     Stage(1200, 304, 8, Shape((4, 6), (2, 5), (0, 3), (1, 2), 0.15, (1, 2), (1, 3), 0.25)),
     Stage(900, 336, 7, Shape((4, 6), (1, 4), (2, 4), (1, 2), 0.1, (1, 2), (1, 3), 0.2)),
     Stage(150, 768, 3, Shape((6, 12), (1, 4), (2, 5), (1, 2), 0.1, (1, 2), (2, 3), 0.2)),
-    Stage(250, 2304, 1, Shape((6, 12), (2, 4), (8, 24), (1, 2), 0.1, (1, 2), (2, 3), 0.2)),
+    Stage(900, 336, 7, Shape((4, 6), (2, 4), (1, 4), (1, 2), 0.1, (1, 2), (1, 3), 0.2), stretch=3600),
 )
 REFERENCE_WEIGHT = 0.5
 NO_REFERENCE = -100
@@ -128,7 +131,8 @@ class Muon:
 class Batch:
     """Token ids [batch, tokens]; targets and their weights, likewise; whether a target is an answer.
 
-    `references` [batch, tokens] is what each token stands for, `NO_REFERENCE` where it stands for nothing.
+    `references` [batch, tokens] is what each token stands for, `NO_REFERENCE` where it stands for nothing;
+    `positions` [batch, tokens] are RoPE's.
     """
 
     tokens: Tensor
@@ -136,6 +140,15 @@ class Batch:
     weights: Tensor
     answers: Tensor
     references: Tensor
+    positions: Tensor
+
+
+def stretched(tokens: Tensor, chunk_end: int, most: int, generator: torch.Generator) -> Tensor:
+    """Positions [batch, rows] that jump behind some tokens `chunk_end`, by at most `most` in all."""
+    gaps = torch.rand(tokens.shape, generator=generator) * (tokens == chunk_end)
+    scale = most * torch.rand(len(tokens), 1, generator=generator) / gaps.sum(1, keepdim=True).clamp_min(1.0)
+    before = (gaps * scale).cumsum(1) - gaps * scale
+    return torch.arange(tokens.shape[1]) + before.long()
 
 
 def make_batch(stage: Stage, first_seed: int, vocabulary: dict[str, int]) -> Batch:
@@ -153,12 +166,16 @@ def make_batch(stage: Stage, first_seed: int, vocabulary: dict[str, int]) -> Bat
             if word is not None:
                 references[row, column] = piece_ids([f" {word}"], vocabulary)[0]
     weights = weights[:, 1:].contiguous()
+    inputs = ids[:, :-1].contiguous()
+    (chunk_end,) = piece_ids(["\n"], vocabulary)
+    generator = torch.Generator().manual_seed(first_seed)
     return Batch(
-        tokens=ids[:, :-1].contiguous(),
+        tokens=inputs,
         targets=ids[:, 1:].contiguous(),
         weights=weights,
         answers=weights == ANSWER_WEIGHT,
         references=references[:, :-1].contiguous(),
+        positions=stretched(inputs, chunk_end, stage.stretch, generator),
     )
 
 
@@ -176,7 +193,7 @@ def forward_loss(
 ) -> Forward:
     """Cross entropy of the weighted targets, plus that of the references behind `READING_LAYERS`."""
     tokens = batch.tokens.shape[1]
-    cos, sin = rotation(shape, torch.arange(tokens))
+    cos, sin = (part[:, None] for part in rotation(shape, batch.positions))
     counted = batch.weights > 0
     referring = batch.references != NO_REFERENCE
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -104,16 +105,15 @@ def measured(screen: Screen, engine: LocalEngine, task: Task, given: list[Questi
     return dataclasses.replace(calibration, warnings=[*warnings, *calibration.warnings])
 
 
-HEADINGS = ("selector", "r", "@", "cost", "KL", "p99", "top-1", "right", "n", "misses")
+HEADINGS = ("selector", "r", "@", "cost", "KL", "p99", "top-1", "right", "n")
 
 
 def render(console: Console, report: CalibrationReport) -> None:
     """The entries, best first; the choice below them."""
-    table = Table(header_style="bold", title=f"{report.binding.codec}, {report.questions}")
+    console.print(Text(f"{report.binding.codec}, {report.questions}"), style="dim")
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
     for index, heading in enumerate(HEADINGS):
-        table.add_column(
-            heading, justify="left" if index in (0, len(HEADINGS) - 1) else "right", no_wrap=True
-        )
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     ordered = sorted(report.entries, key=lambda entry: (-entry.num_prompts, entry.cost))
     for entry in ordered[:ROWS_MAX]:
         chosen = entry.selection == report.choice.selection
@@ -126,8 +126,9 @@ def render(console: Console, report: CalibrationReport) -> None:
     noise = report.noise
     console.print(
         f"r: ratio · @: check layer · cost: of a full prefill's token-layers · n: questions, fewer than "
-        f"{report.thresholds.prompts_min} only screen\nfull prefill against itself: KL {noise.kl_mean:.2g}, "
-        f"top-1 agreement {noise.top1_agreement:.3f}" + _full_accuracy(report),
+        f"{report.thresholds.prompts_min} only screen · !: misses its threshold\n"
+        f"full prefill against itself: KL {noise.kl_mean:.2g}, "
+        f"top-1 agreement {noise.top1_agreement:.3f}{_full_accuracy(report)}",
         style="dim",
         highlight=False,
     )
@@ -139,24 +140,22 @@ def render(console: Console, report: CalibrationReport) -> None:
     console.print(f"least ratio by selector: {least}", highlight=False)
 
 
-def _cells(entry: Entry, report: CalibrationReport) -> list[str]:
+def _cells(entry: Entry, report: CalibrationReport) -> list[Text]:
     one = entry.selection
     missed = shortfalls(entry, report.noise, report.thresholds)
-    # The words before the figures: `KL mean 0.2 above 0.1` is known from its column.
-    misses = ", ".join(dict.fromkeys(text.split(" ", 1)[0] for text in missed if "prompts" not in text))
-    accuracy = "–" if entry.accuracy is None else f"{entry.accuracy:.3f}"
-    return [
-        one.selector.value,
-        f"{one.ratio:g}",
-        str(one.check_layer),
-        f"{entry.cost:.3f}",
-        f"{entry.kl_mean:.2g}",
-        f"{entry.kl_p99:.2g}",
-        f"{entry.top1_agreement:.3f}",
-        accuracy,
-        str(entry.num_prompts),
-        misses,
+    figures = {
+        "cost": f"{entry.cost:.3f}",
+        "KL mean": f"{entry.kl_mean:.2g}",
+        "KL p99": f"{entry.kl_p99:.2g}",
+        "top-1": f"{entry.top1_agreement:.3f}",
+        "accuracy": "–" if entry.accuracy is None else f"{entry.accuracy:.3f}",
+    }
+    plain = [Text(text) for text in (one.selector.value, f"{one.ratio:g}", str(one.check_layer))]
+    marked = [
+        Text(f"{figure}!", style="red") if any(text.startswith(name) for text in missed) else Text(figure)
+        for name, figure in figures.items()
     ]
+    return [*plain, *marked, Text(str(entry.num_prompts))]
 
 
 def _full_accuracy(report: CalibrationReport) -> str:

@@ -104,6 +104,8 @@ def serve(
     """Run a shard until it is told to stop; it drains first."""
     if ack not in ("ram", "durable"):
         raise InvalidField("ack", f"{ack!r} is neither ram nor durable")
+    if not drain_s >= 0:
+        raise InvalidField("drain-s", f"{drain_s} is not a duration")
     spec = ShardSpec(
         ram_bytes=parsed_size(ram),
         data_dir=data_dir,

@@ -43,11 +43,18 @@ class ShardAdmin:
         return stats
 
     def list(self, namespace: str, limit: int, after: ChunkKey | None = None) -> list[ListedChunk]:
-        """A page of chunks in key order."""
-        request = pb.ListRequest(namespace=namespace, limit=limit, after=after.digest if after else None)
-        found = self.store.call("List", request, pb.ListResponse).found
-        readable = [(wire.readable_manifest(entry.manifest), entry.tier) for entry in found]
-        return [ListedChunk(manifest, tier) for manifest, tier in readable if manifest is not None]
+        """The first `limit` chunks behind `after`, in key order: fewer only where there are no more."""
+        chunks: list[ListedChunk] = []
+        last = after.digest if after else None
+        while len(chunks) < limit:
+            request = pb.ListRequest(namespace=namespace, limit=limit - len(chunks), after=last)
+            found = self.store.call("List", request, pb.ListResponse).found
+            if not found:
+                break
+            last = found[-1].manifest.key
+            readable = [(wire.readable_manifest(entry.manifest), entry.tier) for entry in found]
+            chunks += [ListedChunk(manifest, tier) for manifest, tier in readable if manifest is not None]
+        return chunks
 
     def clear(self, namespace: str) -> int:
         """Forget a namespace's chunks; their number."""

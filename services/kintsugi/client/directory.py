@@ -179,6 +179,8 @@ class GrpcDirectory(ShardDirectory):
         while not self._closed.is_set():
             try:
                 self._call = self._watch(pb.WatchShardMapRequest())
+                if self._closed.is_set():  # `close` may have cancelled the call before this one
+                    self._call.cancel()
                 for message in self._call:
                     self._learn(map_from_wire(message))
                     wait_s = 0.1

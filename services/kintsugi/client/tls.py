@@ -17,6 +17,7 @@ from kintsugi.client.wire import CLIENT_OPTIONS
 from kintsugi.core.errors import InvalidField
 
 FILES_CHECK_S = 5.0
+PORT_MAX = 65535
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class ServerTls:
 def is_loopback(listen: str) -> bool:
     """Whether `host:port` can be reached from this machine alone. No other name is trusted."""
     host = listen.rsplit(":", 1)[0].strip("[]")
-    if host == "localhost" or listen.startswith("unix:"):
+    if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -140,8 +141,18 @@ def is_loopback(listen: str) -> bool:
         return False
 
 
+def checked_address(field: str, address: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises `InvalidField`: gRPC makes up a port for what names none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > PORT_MAX:
+        raise InvalidField(field, f"{address!r} is not host:port with a port of at most {PORT_MAX}")
+    return host.strip("[]"), int(port)
+
+
 def checked_listen(listen: str, tls: TlsFiles | None, insecure: bool) -> None:
-    """Raise `InvalidField` for an address beyond loopback without TLS, unless `insecure` says so."""
+    """Raise `InvalidField` for what is no address, and for one beyond loopback without TLS, unless
+    `insecure` says so."""
+    checked_address("listen", listen)
     if tls is None and not insecure and not is_loopback(listen):
         raise InvalidField(
             "listen",

@@ -28,13 +28,16 @@ MESSAGE_BYTES_TARGET = 2 << 20
 """Small frames are sent together up to this size: 1-8 MiB cost alike, 256 KiB doubles the CPU."""
 FRAME_BYTES_MAX = 64 << 20
 """A frame travels in one message, and both ends hold a message in memory."""
+DIGESTS_BYTES_MAX = 1 << 20
+"""Of one manifest, which a shard keeps in memory: 128 layers of 512 heads."""
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + (1 << 20)
 
 KEYS_MAX = 4096
 """Keys or anchors per call."""
 LIST_MAX = 10_000
 RESPONSE_BYTES_MAX = 32 << 20
-"""Of manifests in one response: a page of a listing ends there, candidates for anchors behind are misses."""
+"""Of manifests in one response: a page of a listing ends there, candidates for anchors behind are misses, a
+lookup of more is refused."""
 LOOKUP_KEYS_BATCH = 256
 """Keys that this client asks for at once: a manifest of a large model has 128 KiB."""
 
@@ -94,6 +97,10 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
         anchor=wire.anchor if wire.HasField("anchor") else None,
         digests=wire.digests,
     )
+    if len(manifest.digests) > DIGESTS_BYTES_MAX:
+        raise InvalidField(
+            "manifest.digests", f"has {len(manifest.digests)} bytes; at most {DIGESTS_BYTES_MAX} are carried"
+        )
     if manifest.frame_bytes > FRAME_BYTES_MAX:
         raise InvalidField(
             "manifest.num_tokens",

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -120,6 +123,17 @@ class Gate:
     def _poll(self) -> None:
         while not self._stop.wait(self._poll_s):
             self.refresh()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Meanwhile an open gate has no limits; its default stays. A closed one stays closed."""
+        kept = self.state
+        lifted = self.state = replace(kept, limits=None)
+        try:
+            yield
+        finally:
+            if self.state is lifted:  # else a newer report has come
+                self.state = kept
 
     def close(self) -> None:
         self._stop.set()

@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -237,6 +238,10 @@ class LocalEngine:
         """Blend requests that name nothing this way from now on. For measuring: an engine that serves
         takes it from its configuration or its calibration report."""
         self._scheduler.planner = self._scheduler.planner.with_selection(selection)
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        """Meanwhile ratios below what passed calibration are blended, too: to show what they would give."""
+        return self._scheduler.gate.lifted()
 
     @property
     def _scheduler(self) -> SchedulerSide:

@@ -86,12 +86,12 @@ class Admission:
         writer = self.writer(tier)
         if writer is not None and writer.is_full_for(manifest.chunk_bytes):
             return None
-        if not self._within_quota(manifest):
+        if not self.within_quota(manifest):
             return None
         return self.room(manifest)
 
-    def _within_quota(self, manifest: ChunkManifest) -> bool:
-        """Make a namespace's own chunks leave until another fits its quota."""
+    def within_quota(self, manifest: ChunkManifest) -> bool:
+        """Make a namespace's own chunks leave until another fits its quota; whether it does now."""
         namespace = manifest.namespace
         quota = self.config.quota_of(namespace)
         while self._index.bytes_by_namespace.get(namespace, 0) + manifest.chunk_bytes > quota:

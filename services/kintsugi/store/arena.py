@@ -39,8 +39,15 @@ class Arena:
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.file_bytes = BLOCK_BYTES + self.capacity_bytes
         self.fd = os.memfd_create("kintsugi-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, self.file_bytes)
-        self._map = mmap.mmap(self.fd, self.file_bytes)
+        try:
+            os.ftruncate(self.fd, self.file_bytes)
+            self._map = mmap.mmap(self.fd, self.file_bytes)
+        except OSError as error:
+            os.close(self.fd)
+            raise ResourceExhausted(
+                f"no address space for {self.capacity_bytes} bytes of RAM ({error.strerror}); "
+                "make the tier smaller"
+            ) from error
         fcntl.fcntl(
             self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
         )

@@ -8,6 +8,7 @@ transaction (a sync of some pages) per batch of puts or deletes; reading 100,000
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,12 +36,15 @@ def catalog_key(address: Address) -> bytes:
 
 
 class Catalog:
-    """Thread-safe: one writer at a time, because the map may only grow between transactions."""
+    """Thread-safe: one writer at a time, because the map may only grow between transactions.
+
+    A file that LMDB cannot make sense of raises `lmdb.Error`."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
         self._write_lock = threading.Lock()
         self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8)
+        self._fill_up(path / "data.mdb")
         self._grow_if_full()
 
     def records(self) -> Iterator[tuple[bytes, pb.CatalogRecord | None]]:
@@ -66,6 +70,13 @@ class Catalog:
             for address, record in puts:
                 key = catalog_key(address)
                 transaction.put(key, _encoded(key, record))
+
+    def _fill_up(self, file: Path) -> None:
+        """Zeros where a file was cut: reading them is an `lmdb.Error`, reading nothing would end the
+        process."""
+        size = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if file.stat().st_size < size:
+            os.truncate(file, size)
 
     def _grow_if_full(self) -> None:
         info, stat = self._env.info(), self._env.stat()

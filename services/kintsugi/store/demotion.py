@@ -46,9 +46,12 @@ class Demoter:
         with self._lock:
             for entry in victims:
                 target = placed.get(entry)
-                if entry.gone or entry.disk is None:
+                promoting = entry.ram is not None and entry.ram.unloaded
+                if entry.gone or entry.disk is None or promoting:
                     if target is not None and writer is not None:
                         writer.tier.discard(target)
+                    if promoting and entry.disk is not None:  # RAM does not hold it yet: its source stays
+                        tier.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
                     continue
                 tier.unlink(entry)
                 if target is not None and writer is not None:

@@ -26,6 +26,7 @@ TOKEN_BYTES = 32
 TOKENS_MAX = 64
 TOKEN_LIFE_S = 10.0
 _PEER_TIMEOUT_S = 2.0
+_CROWDED_S = 0.1
 
 
 class ArenaDoor:
@@ -60,7 +61,12 @@ class ArenaDoor:
 
     def _serve(self) -> None:
         while True:
-            peer, _ = self._listener.accept()
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:  # of descriptors, say: the peer waits in the backlog
+                log.warning("no peer can have the arena now: %s", error)
+                time.sleep(_CROWDED_S)
+                continue
             with peer:
                 if self._closed:
                     return

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kintsugi.client.tls import checked_address
 from kintsugi.store.shard import Shard
 
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -45,9 +46,9 @@ class ShardMetrics:
             yield
 
     def serve(self, address: str) -> Any:
-        """Answer scrapes at `host:port`; the HTTP server, to shut down."""
-        host, _, port = address.rpartition(":")
-        server, _ = start_http_server(int(port), host.strip("[]"), self.registry)
+        """Answer scrapes at `host:port`; the HTTP server, to shut down. Raises `InvalidField`, `OSError`."""
+        host, port = checked_address("metrics", address)
+        server, _ = start_http_server(port, host, self.registry)
         return server
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kintsugi.core.errors import InvalidField
+import lmdb
+
+from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.store.admission import ShardConfig
 from kintsugi.store.disk_tier import DiskTier
 from kintsugi.store.entry import Entry
+from kintsugi.store.extents import BLOCK_BYTES
 from kintsugi.store.home import Home
 from kintsugi.store.policies import DEFAULT_POLICY, policy_factory
 from kintsugi.store.policy import EvictionPolicy
@@ -19,6 +22,7 @@ from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.shard import Shard
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+SIZE_BYTES_MAX = 1 << 60
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB|TiB)")
 
 
@@ -27,7 +31,12 @@ def parsed_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InvalidField("size", f"{text!r} is not a number of bytes, KiB, MiB, GiB or TiB, such as 4GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > SIZE_BYTES_MAX:
+        raise InvalidField(
+            "size", f"{text[:40]} is more than the {SIZE_BYTES_MAX} bytes that can be addressed"
+        )
+    return int(size)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,10 @@ class SsdSpec:
         folder, separator, size = text.rpartition(":")
         if not separator or not folder:
             raise InvalidField("ssd", f"{text!r} must name a folder and a size, such as /mnt/nvme0:64GiB")
-        return SsdSpec(Path(folder), parsed_size(size))
+        capacity_bytes = parsed_size(size)
+        if capacity_bytes < BLOCK_BYTES:
+            raise InvalidField("ssd", f"{text!r} gives it less than one block of {BLOCK_BYTES} bytes")
+        return SsdSpec(Path(folder), capacity_bytes)
 
 
 @dataclass(frozen=True)
@@ -76,15 +88,30 @@ def open_shard(spec: ShardSpec) -> Shard:
             undo.callback(home.close)
             shard_id = home.identity.shard_id
         disks = [_opened_tier(f"ssd{i}", ssd, shard_id, policy, undo) for i, ssd in enumerate(spec.ssds)]
-        shard = Shard(
-            RamTier(spec.ram_bytes, policy),
-            disks,
-            shard_id=shard_id,
-            config=spec.config,
-            home=home,
-        )
+        folders = ", ".join(str(folder) for folder in (spec.data_dir, *(ssd.path for ssd in spec.ssds)))
+        with _explained(folders):
+            shard = Shard(
+                RamTier(spec.ram_bytes, policy),
+                disks,
+                shard_id=shard_id,
+                config=spec.config,
+                home=home,
+            )
         undo.pop_all()
     return shard
+
+
+@contextmanager
+def _explained(where: object) -> Iterator[None]:
+    """What a folder's files fail with, as our errors."""
+    try:
+        yield
+    except lmdb.Error as error:
+        raise Corrupted(
+            f"{where}: a catalog cannot be read ({error}); empty its folder: its chunks are computed again"
+        ) from error
+    except OSError as error:
+        raise InvalidField("data-dir", f"{where} cannot be used ({error})") from error
 
 
 def _opened_tier(
@@ -96,4 +123,5 @@ def _opened_tier(
 ) -> DiskTier:
     home = Home(ssd.path / "kintsugi-tier", shard_id)
     undo.callback(home.close)
-    return DiskTier(name, home, ssd.capacity_bytes, policy)
+    with _explained(ssd.path):
+        return DiskTier(name, home, ssd.capacity_bytes, policy)

@@ -44,7 +44,8 @@ class Pins:
             self._bytes += 0 if entry.pins else entry.manifest.chunk_bytes
             entry.pins += 1
         lease_id = secrets.token_hex(16)
-        self._pins[lease_id] = _Pin(entries, self._clock() + lease_s)
+        if entries:  # others need the place of a lease that holds nothing
+            self._pins[lease_id] = _Pin(entries, self._clock() + lease_s)
         return lease_id
 
     def unpin(self, lease_id: str) -> int:

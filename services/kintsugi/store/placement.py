@@ -9,6 +9,7 @@ from kintsugi.core.errors import InvalidField
 
 AUTO = "auto"
 RAM = "ram"
+NO_SSD_TIER = "durable needs an SSD tier; ask for ram, or start the shard with --ssd"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def chosen_tier(
     if wanted not in (AUTO, RAM, *names):
         raise InvalidField("tier", f"{wanted!r} is not one of {', '.join((AUTO, RAM, *names))}")
     if durable and (not tiers or wanted == RAM):
-        raise InvalidField("ack", "durable needs an SSD tier; ask for ram, or start the shard with --ssd")
+        raise InvalidField("ack", NO_SSD_TIER)
     if wanted != AUTO:
         return wanted
     if not tiers:

@@ -36,7 +36,7 @@ class Committed:
     inserted: bool
     """False where another put of the key was faster."""
     durable: Future[None] | None
-    """Done once the chunk is on disk; None where no SSD tier takes it."""
+    """Done once the chunk is on disk; None where it was not inserted or no SSD tier takes it."""
 
 
 class ChunkPut:

@@ -91,7 +91,8 @@ class ShardServer:
             self._end_loop()
             if isinstance(error, KintsugiError):
                 raise
-            raise Unavailable(f"cannot listen on {self._listen}: {error}") from error
+            hint = "" if self._options.tls is None else " (or the TLS files are no matching PEM files)"
+            raise Unavailable(f"cannot listen on {self._listen}: {error}{hint}") from error
 
     async def _started(self) -> None:
         self._server = grpc.aio.server(options=wire.CHANNEL_OPTIONS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from kintsugi.client import wire
+from kintsugi.client.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.core.errors import (
     DeadlineExceeded,
@@ -44,6 +45,8 @@ LEASE_S_MAX = 60.0
 PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
 WAITING_PUTS_MAX = 16
+VERIFIERS = 2
+"""Verifications at a time: each may take minutes, and readers of what only a disk has need threads, too."""
 DRAIN_S_MAX = 3600.0
 STREAM_BYTES_MAX = 2 << 30
 """Of messages that streams may hold for slow readers, two each: 512 streams of 2 MiB frames."""
@@ -92,6 +95,7 @@ class ChunkStoreService:
         self._door = door
         self._stream_bytes = 0
         self.durable_by_default = durable_by_default
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, "kintsugi-verify")
         self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
 
     @_answers
@@ -101,8 +105,14 @@ class ChunkStoreService:
         return self._looked_up(request)
 
     def _looked_up(self, request: pb.LookupRequest) -> pb.LookupResponse:
-        keys = wire.keys_from_wire(request.keys)
-        return pb.LookupResponse(found=map(_found, self.shard.lookup(request.namespace, keys)))
+        entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
+        size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
+        if size > wire.RESPONSE_BYTES_MAX:
+            raise ResourceExhausted(
+                f"manifests of {size} bytes; at most {wire.RESPONSE_BYTES_MAX} are answered per call, so "
+                "ask for fewer keys"
+            )
+        return pb.LookupResponse(found=map(_found, entries))
 
     @_answers
     async def lookup_anchors(
@@ -112,6 +122,11 @@ class ChunkStoreService:
             raise InvalidField(
                 "anchors", f"{len(request.anchors)} anchors; at most {wire.KEYS_MAX} are answered per call"
             )
+        if len(request.anchors) * ANCHOR_CANDIDATES_MAX > wire.LOOKUP_KEYS_BATCH:
+            return await asyncio.to_thread(self._anchors_looked_up, request)
+        return self._anchors_looked_up(request)
+
+    def _anchors_looked_up(self, request: pb.LookupAnchorsRequest) -> pb.LookupAnchorsResponse:
         found = self.shard.lookup_anchors(request.namespace, request.space_digest, request.anchors)
         response = pb.LookupAnchorsResponse()
         size = 0
@@ -138,14 +153,16 @@ class ChunkStoreService:
             self.shard.abort(put)
             raise
         committed = self.shard.commit(put)
+        if not committed.inserted:
+            return await self._present(manifest, durable)
         if durable and committed.durable is not None:
             await asyncio.wrap_future(committed.durable)
-        return pb.PutChunkKVResponse(inserted=committed.inserted)
+        return pb.PutChunkKVResponse(inserted=True)
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
         """The answer for a key that is there already: durable only once it is."""
-        writing = self.shard.writing(manifest.namespace, manifest.key)
-        if durable and writing is not None:
+        writing = self.shard.made_durable(manifest.namespace, manifest.key) if durable else None
+        if writing is not None:
             await asyncio.wrap_future(writing)
         return pb.PutChunkKVResponse(inserted=False)
 
@@ -154,8 +171,19 @@ class ChunkStoreService:
         try:
             return self.shard.begin_put(manifest, options)
         except NoRoomYet:
-            waiting = partial(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
-            return await asyncio.get_running_loop().run_in_executor(self._waiting_puts, waiting)
+            begun = self._waiting_puts.submit(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
+            try:
+                return await asyncio.wrap_future(begun)
+            except asyncio.CancelledError:  # the client is gone; its room may still come
+                begun.add_done_callback(self._give_up)
+                raise
+
+    def _give_up(self, begun: Future[ChunkPut | None]) -> None:
+        if begun.cancelled() or begun.exception() is not None:
+            return
+        put = begun.result()
+        if put is not None:
+            self.shard.abort(put)
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
         first, payload = wire.parse_put(message)
@@ -322,7 +350,8 @@ class ChunkStoreService:
     @_answers
     async def verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         keys = wire.keys_from_wire(request.keys)
-        intact = await asyncio.to_thread(self.shard.verify, request.namespace, keys)
+        verifying = partial(self.shard.verify, request.namespace, keys)
+        intact = await asyncio.get_running_loop().run_in_executor(self._verifiers, verifying)
         return pb.VerifyResponse(
             intact=sum(intact.values()),
             absent=len(set(keys)) - len(intact),

@@ -25,7 +25,7 @@ from kintsugi.store.entry import Address, Entry, Residence
 from kintsugi.store.home import Home
 from kintsugi.store.index import Index
 from kintsugi.store.pins import Pins
-from kintsugi.store.placement import TierSpeed, chosen_tier
+from kintsugi.store.placement import NO_SSD_TIER, TierSpeed, chosen_tier
 from kintsugi.store.promotion import Load, Promoter
 from kintsugi.store.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.ram_tier import RamTier
@@ -233,7 +233,8 @@ class Shard:
         return tier
 
     def commit(self, put: ChunkPut) -> Committed:
-        """Make the chunk visible. Raises `InvalidField` where frames are missing."""
+        """Make the chunk visible. Raises `InvalidField` where frames are missing, `NoRoomYet` where puts that
+        began together exceed a quota."""
         if not put.complete:
             self.abort(put)
             raise InvalidField("frames", "the put was committed before its last layer")
@@ -242,7 +243,10 @@ class Shard:
             present = self._living(entry.address)
             if present is not None:
                 self.abort(put)
-                return Committed(False, present.writing)
+                return Committed(False, None)
+            if not self._admission.within_quota(entry.manifest):
+                self.abort(put)
+                raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
             self._index.add(entry)
             self.ram.adopt(entry, put.residence)
             writer = self._admission.writer(put.tier)
@@ -256,11 +260,16 @@ class Shard:
             put.residence.condemn()
             put.residence.release()
 
-    def writing(self, namespace: str, key: ChunkKey) -> Future[None] | None:
-        """Done once a chunk that is on its way to disk is there; None where it is not on its way."""
+    def made_durable(self, namespace: str, key: ChunkKey) -> Future[None] | None:
+        """Done once a chunk that is here is on disk, which starts now where RAM alone has it; None where it
+        is there, or gone. Raises `InvalidField` without an SSD tier."""
         with self.lock:
             entry = self._index.get((namespace, key))
-            return None if entry is None else entry.writing
+            if not self.writers:
+                raise InvalidField("ack", NO_SSD_TIER)
+            if entry is None or entry.writing is not None or entry.disk is not None:
+                return None if entry is None else entry.writing
+            return self.writers[0].submit(entry)
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that was there. Durable once `flushed` is done."""
@@ -397,15 +406,17 @@ class Shard:
             self.close_reading(reading)
             intact[key] = not damaged
             if damaged:
-                self._quarantine_copies(entry, damaged)
+                self._quarantine_copies(entry, whole, damaged)
         return intact
 
-    def _quarantine_copies(self, entry: Entry, damaged: Sequence[Residence]) -> None:
-        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it. What
-        only RAM is left to hold goes to disk again."""
+    def _quarantine_copies(
+        self, entry: Entry, verified: Sequence[Residence], damaged: Sequence[Residence]
+    ) -> None:
+        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it, or made
+        a copy of it meanwhile. What only RAM is left to hold goes to disk again."""
         with self.lock:
             copies = [residence for residence in (entry.ram, entry.disk) if residence is not None]
-            at_rest = entry.writing is None and not any(residence.unloaded for residence in copies)
+            at_rest = entry.writing is None and all(residence in verified for residence in copies)
             if entry.gone or not at_rest or all(residence in damaged for residence in copies):
                 self._quarantine(entry)
                 return
@@ -413,7 +424,7 @@ class Shard:
             log.error("quarantined a copy of chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
             if entry.ram in damaged:
                 self.ram.drop(entry)
-            elif entry.disk is not None:
+            elif entry.disk is not None and entry.disk in damaged:
                 disk_of(entry.disk).drop(entry)
                 self.writers[0].submit(entry)
 
@@ -468,7 +479,11 @@ class Shard:
             return 0 if entry is None else entry.manifest.chunk_bytes
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write back what only RAM holds; the bytes that were not written in time."""
+        """Refuse puts and write back what only RAM holds; the bytes that were not written in time.
+
+        Raises `InvalidField` for a time that is none."""
+        if not timeout_s >= 0:
+            raise InvalidField("timeout_s", f"{timeout_s} is not a duration")
         with self.lock:
             self.draining = True
             if self.writers:

@@ -111,18 +111,23 @@ class Belady(EvictionPolicy[str]):
 
 
 def read_trace(path: Path) -> list[Access]:
-    """Raises `InvalidField` naming the line that is no access."""
+    """Raises `InvalidField` naming the file that cannot be read or the line that is no access."""
     accesses: list[Access] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                accesses += _accesses_of(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                raise InvalidField(f"{path}:{number}", f"is no access of a trace ({error!r})") from error
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidField("trace", f"{path} cannot be read ({error.strerror})") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            accesses += _accesses_of(json.loads(line))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise InvalidField(f"{path}:{number}", f"is no access of a trace ({error!r})") from error
     return accesses
 
 
-def _accesses_of(row: dict[str, Any]) -> list[Access]:
+def _accesses_of(row: Any) -> list[Access]:
+    if not isinstance(row, dict):
+        raise TypeError("not an object")
     if "hash_ids" in row:
         return [Access(str(block)) for block in row["hash_ids"]]
     size = int(row.get("size", 1))

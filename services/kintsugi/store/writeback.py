@@ -29,13 +29,20 @@ ROOM_BYTES_MIN = 64 << 20
 """Eviction makes room for so much at once, up to 1/16 of a tier: each round costs the catalog a commit."""
 
 
+def _promise() -> Future[None]:
+    """A future that whoever waits for it cannot cancel: others wait, too, and the writer settles it."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(eq=False)
 class WriteJob:
     """A chunk whose RAM copy is held until it is on disk."""
 
     entry: Entry
     source: Residence
-    done: Future[None] = field(default_factory=Future)
+    done: Future[None] = field(default_factory=_promise)
 
 
 _Placed = tuple[WriteJob, Residence]
@@ -93,7 +100,7 @@ class WriteBack:
 
     def flush(self) -> Future[None]:
         """Done once everything that was asked before is on disk, deletions included. Under the lock."""
-        done: Future[None] = Future()
+        done = _promise()
         self._flushes.append(done)
         self._changed.notify_all()
         return done

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.store import app
+from kintsugi.client import wire
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ServerOptions, ShardServer
@@ -96,6 +98,13 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
         (("serve", "--ram", "1MiB", "--policy", "fifo"), "s3fifo"),
         (("serve", "--ram", "1MiB", "--ack", "durable"), "--ssd"),
         (("serve", "--quota", "much"), "NAMESPACE=SIZE"),
+        (("serve", "--ram", "1MiB", "--listen", "127.0.0.1"), "host:port"),
+        (("serve", "--ram", "1MiB", "--listen", "127.0.0.1:99999"), "65535"),
+        (("serve", "--ram", "1MiB", "--listen", "127.0.0.1:0", "--metrics", "nine"), "metrics"),
+        (("serve", "--ram", "9" * 400), "addressed"),
+        (("serve", "--ssd", "disk:0"), "one block"),
+        (("serve", "--drain-s", "nan"), "drain-s"),
+        (("simulate", "/nowhere/at/all"), "cannot be read"),
     ],
 )
 def test_bad_input_is_explained_in_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -103,6 +112,19 @@ def test_bad_input_is_explained_in_one_line(arguments: tuple[str, ...], message:
     output = run(*arguments, status=status)
     assert message in output
     assert "Traceback" not in output
+
+
+def test_a_listing_goes_on_behind_a_full_response(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [make_chunk(range(start, start + 40)) for start in range(0, 500, 100)]
+    with closing(GrpcStore(server.address)) as store:
+        for manifest, frames in chunks:
+            store.put(manifest, frames)
+    monkeypatch.setattr(wire, "RESPONSE_BYTES_MAX", 2 * len(chunks[0][0].digests))
+    at = ("-n", "acme", "--address", server.address)
+    assert all(manifest.key.hex in run("ls", *at) for manifest, _ in chunks)
+    assert len(run("ls", "--limit", "3", *at).splitlines()) == 3
 
 
 def test_a_trace_is_simulated(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +21,17 @@ from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.interface import ChunkLost
 from kintsugi.client.registry import open_store
 from kintsugi.client.sharded import ShardedStore
-from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, VersionMismatch
+from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.admission import ShardConfig
 from kintsugi.store.disk_tier import READ_BYTES_PER_S_ASSUMED
+from kintsugi.store.entry import Residence
 from kintsugi.store.keeper import Keeper
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.put import PutOptions
 from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.reading import Reading
 from kintsugi.store.server import ShardServer
 from kintsugi.store.shard import Shard
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
@@ -142,6 +145,38 @@ def test_a_full_disk_demotes_to_the_next_before_it_drops(tmp_path: Path) -> None
         assert shard.verify("acme", keys) == dict.fromkeys(keys, True)
     finally:
         shard.close()
+
+
+def test_a_chunk_that_is_on_its_way_into_ram_keeps_its_source(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, frames = make_chunk(range(400))
+    put(shard, manifest, frames)
+    (entry,) = shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    (disk,), go_on, read = shard.disks, threading.Event(), shard.disks[0].read
+
+    def held_up(residence: Residence, first_layer: int, views: Sequence[memoryview]) -> None:
+        assert go_on.wait(10)
+        read(residence, first_layer, views)
+
+    monkeypatch.setattr(disk, "read", held_up)
+    with shard.lock:
+        shard.ram.drop(entry)
+        assert disk.policy.evict(lambda _: True) is entry
+        assert shard.prefetch("acme", [manifest.key]) == 1
+    shard.writers[0]._demote([entry], disk)
+    assert entry.disk is not None
+    go_on.set()
+    monkeypatch.undo()
+    assert shard.drain(10.0) == 0
+    assert entry.ram is not None
+    deadline_s = time.monotonic() + 10
+    while entry.ram.unloaded:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
+    assert disk.policy.evict(lambda _: True) is entry  # and may leave later
 
 
 def test_the_last_disk_drops_what_it_cannot_hold(tmp_path: Path) -> None:
@@ -268,6 +303,60 @@ def test_a_damaged_copy_goes_and_the_whole_one_stays(tmp_path: Path, damaged: st
     shard = open_shard(spec(tmp_path))
     assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
     shard.close()
+
+
+def test_a_damaged_copy_may_leave_before_it_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, frames = make_chunk(range(400))
+    with closing(open_shard(spec(tmp_path))) as shard:
+        put(shard, manifest, frames)
+        (entry,) = shard.lookup("acme", [manifest.key])
+        assert entry is not None
+        assert entry.ram is not None
+        shard.ram.frame(entry.ram, 1, 5, 6)[0] ^= 1
+        close_reading = shard.close_reading
+
+        def evicting(reading: Reading) -> None:
+            close_reading(reading)
+            with shard.lock:
+                shard.ram.drop(entry)
+
+        monkeypatch.setattr(shard, "close_reading", evicting)
+        assert shard.verify("acme", [manifest.key]) == {manifest.key: False}
+        monkeypatch.undo()
+        assert entry.disk is not None
+        assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "page"])
+def test_a_damaged_catalog_is_refused_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    with closing(open_shard(spec(tmp_path))) as shard:
+        for manifest, frames in [make_chunk(range(start, start + 20)) for start in range(0, 6000, 100)]:
+            put(shard, manifest, frames)
+    file = tmp_path / "disk0" / "kintsugi-tier" / "catalog" / "data.mdb"
+    content = file.read_bytes()
+    file.write_bytes(
+        {"garbage": bytes(65536), "cut": content[:16384], "page": content[:16384] + bytes(16384)}[damage]
+    )
+    with pytest.raises(Corrupted, match="empty its folder"):
+        open_shard(spec(tmp_path))
+
+
+def test_a_slab_that_cannot_be_opened_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "disk0" / "kintsugi-tier" / "slab").mkdir(parents=True)
+    with pytest.raises(InvalidField, match="cannot be used"):
+        open_shard(spec(tmp_path))
+
+
+def test_more_ram_than_there_are_addresses_is_refused() -> None:
+    with pytest.raises(ResourceExhausted, match="smaller"):
+        RamTier(1 << 57)
+
+
+def test_a_shard_drains_for_some_time(shard: Shard) -> None:
+    with pytest.raises(InvalidField, match="timeout_s"):
+        shard.drain(float("nan"))
 
 
 def test_a_truncated_slab_loses_only_what_lay_behind_the_cut(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import grpc
 import pytest
@@ -105,6 +105,27 @@ def test_too_many_keys_are_refused(channel: grpc.Channel) -> None:
     request = pb.LookupRequest(namespace="acme", keys=[bytes(32)] * (wire.KEYS_MAX + 1))
     with pytest.raises(grpc.RpcError, match="at most 4096"):
         call(request, timeout=5.0)
+
+
+def test_a_lookup_of_too_many_manifests_is_refused(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, frames = make_chunk(range(40))
+    with closing(GrpcStore(server.address)) as store:
+        store.put(manifest, frames)
+        monkeypatch.setattr(wire, "RESPONSE_BYTES_MAX", 4 * len(manifest.digests))
+        assert store.lookup("acme", [manifest.key] * 4) == [manifest] * 4
+        with pytest.raises(ResourceExhausted, match="fewer keys"):
+            store.lookup("acme", [manifest.key] * 5)
+
+
+def test_many_anchors_are_looked_up_beside_the_loop(server: ShardServer) -> None:
+    manifest, frames = make_chunk(range(40))
+    assert manifest.anchor is not None
+    with closing(GrpcStore(server.address)) as store:
+        store.put(manifest, frames)
+        anchors = [*range(100), manifest.anchor]
+        assert store.lookup_anchors("acme", manifest.space_digest, anchors) == {manifest.anchor: [manifest]}
 
 
 def test_a_client_that_dies_in_a_put_gives_its_room_back(server: ShardServer, channel: grpc.Channel) -> None:

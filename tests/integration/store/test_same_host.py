@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -132,6 +134,29 @@ def test_a_token_opens_the_door_once() -> None:
                 assert peer.recv(1) == b""
         with pytest.raises(OSError):
             ArenaMap(opened)
+    finally:
+        door.close()
+
+
+def test_the_door_outlives_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    ram = RamTier(1 << 20)
+    door = ArenaDoor(ram.arena)
+    accept, refused = socket.socket.accept, [OSError(errno.EMFILE, "too many")]
+
+    def scarce(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if refused:
+            raise refused.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    try:
+        for _ in range(3):  # the first is accepted by the call that waits already
+            ArenaMap(
+                pb.OpenArenaResponse(
+                    socket_path=str(door.path), token=door.issue(), arena_bytes=ram.arena.file_bytes
+                )
+            )
+        assert not refused
     finally:
         door.close()
 

@@ -112,6 +112,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=files)).start()
 
 
+def test_files_that_are_no_certificates_are_suspected(tmp_path: Path) -> None:
+    file = tmp_path / "garbage"
+    file.write_text("garbage")
+    with pytest.raises(Unavailable, match="PEM"):
+        ShardServer(
+            Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=TlsFiles(file, file, file))
+        ).start()
+
+
 def test_beyond_loopback_tls_is_mandatory() -> None:
     assert [is_loopback(f"{host}:1") for host in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "shard")] == [
         *(True, True, True),

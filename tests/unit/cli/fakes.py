@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +72,7 @@ class FakeEngine:
         self.declined_because = declined_because
         self.prompts: list[Prompt] = []
         self.resets = 0
+        self.limits_lifted = 0
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -79,6 +82,11 @@ class FakeEngine:
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        self.limits_lifted += 1
+        yield
 
     def save(self, prefix: object, chunks: list[object], namespace: str) -> list[Generation]:
         outcome = {"outcome": "saved"}

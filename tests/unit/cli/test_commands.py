@@ -133,12 +133,14 @@ def test_the_demo_compares_four_methods(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_demo_says_which_answers_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    trusted = use_engine(monkeypatch, FakeEngine())
+    engine = FakeEngine()
+    trusted = use_engine(monkeypatch, engine)
     shown = Showcase(("one two", "three"), "who hid it", "1")
     monkeypatch.setattr(demo, "showcase", lambda: shown)
     text = RUNNER.invoke(app, ["demo"], env={"COLUMNS": "120"})
     last_words = [line.split()[-1] for line in text.stdout.splitlines() if line.strip()]
     assert (last_words.count("right"), last_words.count("wrong")) == (3, 1)
+    assert engine.limits_lifted == 2, "for full KV reuse alone, once to warm up"
     document = json.loads(RUNNER.invoke(app, ["demo", "--json"]).stdout)
     assert (document["expected"], document["question"]) == ("1", "who hid it")
     assert [method["right"] for method in document["methods"]] == [True, True, False, True]

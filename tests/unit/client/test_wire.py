@@ -18,6 +18,14 @@ def test_a_manifest_survives_the_wire() -> None:
         assert wire.manifest_from_wire(wire.manifest_to_wire(manifest)) == manifest
 
 
+def test_digests_of_a_model_that_cannot_be_are_refused() -> None:
+    message = wire.manifest_to_wire(make_chunk(range(5))[0])
+    message.layout.num_layers, message.layout.num_kv_heads, message.layout.head_dim = 1024, 65, 1
+    message.digests = bytes(1024 * 65 * 16)
+    with pytest.raises(InvalidField, match=str(wire.DIGESTS_BYTES_MAX)):
+        wire.manifest_from_wire(message)
+
+
 @given(st.lists(st.binary(max_size=300), max_size=5), st.integers(0, 2**32 - 1), st.booleans())
 def test_a_payload_is_appended_and_split_off_again(parts: list[bytes], layer: int, commit: bool) -> None:
     request = pb.PutChunkKVRequest(first_layer=layer, commit=commit)

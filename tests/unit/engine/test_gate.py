@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kintsugi.client.ram import RamStore
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import BelowMinimum, Unavailable
 from kintsugi.core.report import Binding
 from kintsugi.engine import gate as gate_module
 from kintsugi.engine.config import EngineConfig
@@ -111,6 +112,24 @@ def test_a_file_and_a_store_are_read(tmp_path: Path) -> None:
     missing.refresh()
     assert missing.state.reason == "report_unavailable"
     assert "calibrate with --out" in missing.state.detail
+
+
+def test_limits_are_lifted_for_a_while() -> None:
+    gate = Gate(Scripted(PASSING.to_bytes(), PASSING.as_tripped("KL rose", "now").to_bytes()), BINDING, 1.0)
+    gate.refresh()
+    reported = gate.state
+    least = PASSING.choice.selection
+    assert least is not None
+    with pytest.raises(BelowMinimum):
+        reported.resolve(least, 0.0, None)
+    with gate.lifted():
+        assert gate.state.resolve(least, 0.0, None) == dataclasses.replace(least, ratio=0.0)
+    assert gate.state == reported
+    with gate.lifted():
+        gate.refresh()
+    assert gate.state.reason == "drift", "what came meanwhile stays"
+    with gate.lifted():
+        assert not gate.state.is_open
 
 
 def test_allowing_uncalibrated_blending_is_loud(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.store import pins as pins_module
 from kintsugi.store.admission import NoRoomYet, ShardConfig
 from kintsugi.store.keeper import Keeper
 from kintsugi.store.placement import TierSpeed, chosen_tier
@@ -100,6 +101,37 @@ def test_a_namespace_over_its_quota_evicts_its_own(shard: Shard) -> None:
     assert first.chunk_bytes + second.chunk_bytes > 200_000
     with pytest.raises(ResourceExhausted, match="quota"):
         put(shard, 400, namespace="small")
+
+
+def test_puts_that_begin_together_keep_their_quota(shard: Shard) -> None:
+    space = type(SPACE)(SPACE.fingerprint, "small")
+    chunks = [make_chunk(range(tokens), space) for tokens in (150, 160)]
+    puts = [shard.begin_put(manifest) for manifest, _ in chunks]
+    for begun, (_, frames) in zip(puts, chunks, strict=True):
+        assert begun is not None
+        begun.write(0, memoryview(b"".join(frames)))
+    for begun in puts:
+        assert begun is not None
+        assert shard.commit(begun).inserted
+    assert [entry.manifest for entry in shard.page("small", 10, None)] == [chunks[1][0]]
+    late, frames = make_chunk(range(170), space)
+    begun = shard.begin_put(late)
+    assert begun is not None
+    begun.write(0, memoryview(b"".join(frames)))
+    assert put(shard, 150, namespace="small")
+    shard.pin("small", [chunks[0][0].key], lease_s=10)
+    with pytest.raises(NoRoomYet, match="quota"):
+        shard.commit(begun)
+    shard.delete("small", [chunks[0][0].key])
+    assert shard.ram.allocator.used_bytes == 0
+
+
+def test_leases_that_hold_nothing_take_no_place(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins_module, "PINS_MAX", 1)
+    manifest = put(shard, 40)
+    for _ in range(3):
+        assert shard.pin("acme", [make_chunk(range(9))[0].key], lease_s=10)[1] == 0
+    assert shard.pin("acme", [manifest.key], lease_s=10)[1] == 1
 
 
 def test_what_is_being_read_stays(shard: Shard) -> None:

@@ -84,6 +84,7 @@ def test_traces_are_read_or_the_line_is_named(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n{"key": "a", "size": 5, "cost_ms": 2}\n')
     assert read_trace(trace) == [Access("1"), Access("2"), Access("a", 5, 2.0)]
-    trace.write_text('{"key": "a"}\n{"size": 5}\n')
-    with pytest.raises(InvalidField, match="jsonl:2"):
-        read_trace(trace)
+    for line in ('{"size": 5}', "5", '"hash_ids"', '{"key": "a", "size": 1e999}', "{"):
+        trace.write_text('{"key": "a"}\n' + line + "\n")
+        with pytest.raises(InvalidField, match="jsonl:2"):
+            read_trace(trace)
