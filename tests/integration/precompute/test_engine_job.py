@@ -52,6 +52,7 @@ def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
         assert (declined.accounting or {})["reason"].startswith("ForeignChunkKey")
 
 
+@pytest.mark.full
 def test_an_engine_of_another_space_ends_the_job(bench: Bench) -> None:
     pytest.importorskip("vllm")
     write_corpus(bench.source, {"a": "One sentence. " * 60})
