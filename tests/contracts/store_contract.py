@@ -82,6 +82,15 @@ class StoreContract:
         assert store.delete("rival", [manifest.key]) == 0
         assert store.list("rival") == []
 
+    def test_a_tier_is_named_for_what_is_there(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        tier, nothing = store.tiers("acme", [manifest.key, ChunkKey(b"\1" * 32)])
+        assert tier
+        assert nothing is None
+        assert store.tiers("rival", [manifest.key]) == [None]
+        assert store.tiers("acme", []) == []
+
     def test_streams_are_layer_major(self, store: ChunkStore) -> None:
         chunks = [make_chunk(range(start, start + 33)) for start in (0, 100, 200)]
         for manifest, frames in chunks:

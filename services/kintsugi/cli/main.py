@@ -231,6 +231,13 @@ if find_spec("lmdb") is not None:  # the extra `store` is installed
 
     app.add_typer(store_app, name="store")
 
+if all(find_spec(name) for name in ("lmdb", "ray", "semantic_text_splitter", "inscriptis")):
+    from kintsugi.cli.precompute import app as precompute_app
+    from kintsugi.cli.precompute import coverage
+
+    app.add_typer(precompute_app, name="precompute")
+    app.command()(coverage)
+
 
 def main() -> None:
     """The console script."""

@@ -29,6 +29,9 @@ class BlockingStore(ChunkStore):
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         return finished(self._core.lookup(namespace, keys))
 
+    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        return finished(self._core.tiers(namespace, keys))
+
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:

@@ -78,6 +78,14 @@ def model_fingerprint(
     )
 
 
+def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None = None) -> str:
+    """What a fingerprint calls the KV's element type: the model's, the cache's, and how weights are packed.
+
+    A quantised cache rounds what is computed from it.
+    """
+    return f"torch.{dtype.removeprefix('torch.')}/{cache_dtype}/{quantization}"
+
+
 def _checked_folder(path: Path, revision: str) -> Path:
     if path.is_dir():
         return path.resolve()

@@ -93,6 +93,17 @@ class AsyncGrpcStore(AsyncChunkStore):
             raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
         return found
 
+    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        tiers: list[str | None] = []
+        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
+            part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
+            request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
+            response = await self.call("Lookup", request, pb.LookupResponse)
+            tiers += [entry.tier if self._readable(entry) else None for entry in response.found]
+        if len(tiers) != len(keys):
+            raise Unavailable(f"{self.address}: answered {len(tiers)} of {len(keys)} keys")
+        return tiers
+
     def _readable(self, found: pb.Found) -> ChunkManifest | None:
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
         if manifest is not None:
@@ -287,6 +298,7 @@ class AsyncGrpcStore(AsyncChunkStore):
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
             bytes_capacity=sum(tier.bytes_capacity for tier in stats.tiers),
             transport=self.transport,
+            durable=any(tier.name != "ram" for tier in stats.tiers),
         )
 
     async def close(self) -> None:

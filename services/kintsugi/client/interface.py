@@ -32,6 +32,8 @@ class StoreStats:
     bytes_capacity: int
     transport: str
     """Name of the path that bytes take to this client: `ram`, `grpc`, `shared-memory`."""
+    durable: bool = False
+    """Whether every shard that answers has a tier that outlives its process."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class ChunkStore(ABC):
     @abstractmethod
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """The manifest of each key, None for a miss; a hit counts as a use."""
+
+    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """The fastest tier that holds each key, None where no one does.
+
+        For those who act on what is missing: unlike `lookup` it raises `Unavailable` where a key was not
+        found and one who should hold it did not answer."""
+        return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
 
     @abstractmethod
     def lookup_anchors(
@@ -143,6 +152,10 @@ class AsyncChunkStore(ABC):
     @abstractmethod
     async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """As `ChunkStore.lookup`."""
+
+    @abstractmethod
+    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """As `ChunkStore.tiers`."""
 
     @abstractmethod
     async def lookup_anchors(

@@ -217,6 +217,30 @@ class AsyncShardedStore(AsyncChunkStore):
                     found[index] = manifest
         return found
 
+    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        shards = await self.shard_map()
+        if not shards.shards and keys:
+            raise Unavailable("the shard map is empty; start a shard")
+        asked: dict[ShardAddress, list[int]] = {}
+        for index, key in enumerate(keys):
+            for owner in shards.owners(key):
+                asked.setdefault(owner, []).append(index)
+        answers = await self._ask_all(
+            (address, _tiers_call(namespace, [keys[index] for index in indices]))
+            for address, indices in asked.items()
+        )
+        found: list[str | None] = [None] * len(keys)
+        silent: dict[int, ShardAddress] = {}
+        for (address, indices), answer in zip(asked.items(), answers, strict=True):
+            for index, tier in zip(indices, answer or [None] * len(indices), strict=True):
+                found[index] = found[index] or tier
+            if answer is None:
+                silent.update(dict.fromkeys(indices, address))
+        for index, address in silent.items():
+            if found[index] is None:
+                raise Unavailable(f"{address.address} owns chunk {keys[index]} and does not answer")
+        return found
+
     async def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
@@ -374,6 +398,7 @@ class AsyncShardedStore(AsyncChunkStore):
             bytes_used=sum(part.bytes_used for part in parts),
             bytes_capacity=sum(part.bytes_capacity for part in parts),
             transport="+".join(transports) or "none",
+            durable=bool(parts) and all(part.durable for part in parts),
         )
 
     async def close(self) -> None:
@@ -424,6 +449,12 @@ def _lookup_call(
     namespace: str, keys: Sequence[ChunkKey]
 ) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[ChunkManifest | None]]]:
     return lambda store: store.lookup(namespace, keys)
+
+
+def _tiers_call(
+    namespace: str, keys: Sequence[ChunkKey]
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[str | None]]]:
+    return lambda store: store.tiers(namespace, keys)
 
 
 def _prefetch_call(

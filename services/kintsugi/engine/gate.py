@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kintsugi import __version__
-from kintsugi.client.checkpoint import model_fingerprint
+from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.errors import KintsugiError, NotFound
 from kintsugi.core.gate import CALIBRATE, GateState, decide
@@ -162,10 +162,10 @@ def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
-    """Of the checkpoint as this engine runs it: a quantised cache rounds what is computed from it."""
+    """Of the checkpoint as this engine runs it."""
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
-    kv_dtype = f"{model.dtype}/{vllm_config.cache_config.cache_dtype}/{model.quantization}"
+    kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
     return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
 
 

@@ -21,7 +21,7 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, 
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import Span
+from kintsugi.core.spaces import ChunkKey, Span
 
 if TYPE_CHECKING:
     from kintsugi.engine.scheduler import SchedulerSide
@@ -51,6 +51,8 @@ class Prompt:
     ignore_eos: bool = False
     forced: Sequence[int] | None = None
     """Answer with these tokens; logprobs stay the model's own. The engine has to be started for it."""
+    priority: int = 0
+    """vLLM's: lower goes first. Counts only where the engine schedules by priority."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ class LocalEngine:
         tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         if prompt.cache_salt is not None:
             tokens["cache_salt"] = prompt.cache_salt
-        self.llm.llm_engine.add_request(request_id, tokens, sampling)
+        self.llm.llm_engine.add_request(request_id, tokens, sampling, priority=prompt.priority)
 
 
 def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
@@ -312,8 +314,14 @@ def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def save_prompt(prefix_token_ids: Sequence[int], chunk: Sequence[int], namespace: str) -> Prompt:
-    """The request that stores one chunk.
+def save_prompt(
+    prefix_token_ids: Sequence[int],
+    chunk: Sequence[int],
+    namespace: str,
+    key: ChunkKey | None = None,
+    priority: int = 0,
+) -> Prompt:
+    """The request that stores one chunk. With a ``key``, an engine of another chunk space declines it.
 
     One token follows the chunk: the connector claims what it computes itself as external, and vLLM has
     to be left at least one token to forward.
@@ -321,5 +329,5 @@ def save_prompt(prefix_token_ids: Sequence[int], chunk: Sequence[int], namespace
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
     start, end = len(prefix_token_ids), len(prefix_token_ids) + len(chunk)
-    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end),))
-    return Prompt([*prefix_token_ids, *chunk, chunk[-1]], params, max_tokens=1)
+    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end, key),))
+    return Prompt([*prefix_token_ids, *chunk, chunk[-1]], params, max_tokens=1, priority=priority)

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kintsugi.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.client.interface import ChunkLost
 from kintsugi.client.registry import open_store
+from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
@@ -60,6 +62,16 @@ def store(shard: Shard) -> Iterator[GrpcStore]:
 
 class TestDurableStore(StoreContract):
     pass
+
+
+def test_stats_say_whether_what_is_stored_outlives_the_shards(shard: Shard) -> None:
+    volatile = Shard(RamTier(2 * MIB), shard_id="ram")
+    with ShardServer(shard, "127.0.0.1:0") as first, ShardServer(volatile, "127.0.0.1:0") as second:
+        disk, ram = ShardAddress("disk", first.address), ShardAddress("ram", second.address)
+        for shards, durable in (((disk,), True), ((ram,), False), ((disk, ram), False)):
+            several = ShardedStore(FixedDirectory(ShardMap(1, shards)))
+            assert several.stats().durable is durable
+            several.close()
 
 
 def put(shard: Shard, manifest: ChunkManifest, frames: list[bytes], durable: bool = True) -> None:

@@ -70,6 +70,26 @@ def fill(store: ShardedStore, count: int = 24) -> list[tuple[ChunkManifest, list
     return chunks
 
 
+def test_what_a_silent_shard_owns_is_not_called_missing(stack: ExitStack) -> None:
+    """Who prefills what is missing would prefill it all again."""
+    with ExitStack() as doomed:
+        servers = [serve(doomed, "shard-0"), serve(stack, "shard-1")]
+        single = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map(servers)))))
+        twice = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map(servers, replicas=2)))))
+        keys = [manifest.key for manifest, _ in fill(single)]
+        for manifest, frames in (make_chunk(range(start, start + 40)) for start in range(0, 2400, 100)):
+            twice.put(manifest, frames)
+        assert single.tiers("acme", keys) == twice.tiers("acme", keys) == ["ram"] * len(keys)
+    owned = [key for key in keys if shard_map(servers).owners(key)[0].shard_id == "shard-1"]
+    assert single.tiers("acme", owned) == ["ram"] * len(owned)
+    with pytest.raises(Unavailable, match="does not answer"):
+        single.tiers("acme", keys)
+    assert twice.tiers("acme", keys) == ["ram"] * len(keys)
+    nowhere = stack.enter_context(closing(ShardedStore(FixedDirectory(ShardMap(1, ())))))
+    with pytest.raises(Unavailable, match="shard map is empty"):
+        nowhere.tiers("acme", keys)
+
+
 def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> None:
     with ExitStack() as doomed:
         lost = serve(doomed, "shard-0")

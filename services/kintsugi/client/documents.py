@@ -1,0 +1,57 @@
+"""Chunks by document: what (document id, version, index) stands for in a prompt.
+
+Retrieval knows documents; the cache knows token ids. A `DocumentIndex` is what lies between: precompute's
+ledger is one, and a gateway asks it for segments that name a document.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.spaces import ChunkKey
+
+DOCUMENT_ID_BYTES_MAX = 1024
+
+
+@dataclass(frozen=True)
+class DocumentRef:
+    """One chunk of one document."""
+
+    document_id: str
+    index: int
+    version: str | None = None
+    """None: the one that is current. Any other than the current one is not found."""
+
+    def __post_init__(self) -> None:
+        checked_document_id(self.document_id)
+        if self.index < 0:
+            raise InvalidField("index", f"{self.index} is negative; chunks count from 0")
+
+
+@dataclass(frozen=True)
+class KnownChunk:
+    """What a reference stands for."""
+
+    ref: DocumentRef
+    version: str
+    """The current one."""
+    key: ChunkKey
+    token_ids: tuple[int, ...]
+
+
+class DocumentIndex(ABC):
+    """Resolves references within one corpus. Thread-safe."""
+
+    @abstractmethod
+    def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
+        """In the order asked; None for a document, version or index that is not there."""
+
+
+def checked_document_id(document_id: str) -> str:
+    """The id itself, or `InvalidField`."""
+    if not document_id or len(document_id.encode(errors="replace")) > DOCUMENT_ID_BYTES_MAX:
+        raise InvalidField("document_id", f"must have between 1 and {DOCUMENT_ID_BYTES_MAX} bytes")
+    return document_id

@@ -1,0 +1,457 @@
+"""What a corpus is made of: documents, their chunks, the chunks' tokens, and which files were read.
+
+One SQLite file for all corpora of a state folder, so that a chunk that two of them share is known to be
+shared. It never says what is prefilled: the store does. A crash at any point leaves the last transaction; a
+job that runs again finds the same keys, for they are digests.
+
+Memory is bounded by SQLite's cache; on disk a chunk of 512 tokens takes about 1 KiB (its token ids, which a
+request that names a document needs, compressed), a ten-thousandth of its KV.
+
+Terms: an *edition* is a corpus as chunked for one chunk space. A new model makes a new edition; the old one
+stays until it is retired. A chunk is *checked* in a run once the store was asked for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+import numpy as np
+
+from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
+from kintsugi.core.errors import Corrupted, NotFound, Unavailable
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.precompute.readers import Failure
+
+SCHEMA_VERSION = 1
+BUSY_S = 60.0
+PAGE = 512
+"""Chunks per page: what is looked up, deleted or pinned in one call."""
+REASONS_MAX = 1_000
+"""Failures of a run kept in words; the others are counted."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS edition (
+    id INTEGER PRIMARY KEY, corpus TEXT NOT NULL, space BLOB NOT NULL, namespace TEXT NOT NULL,
+    fingerprint TEXT NOT NULL, source TEXT NOT NULL, model TEXT NOT NULL, chunking TEXT NOT NULL,
+    completed_s REAL, UNIQUE (corpus, space));
+CREATE TABLE IF NOT EXISTS file (
+    edition INTEGER NOT NULL, url TEXT NOT NULL, stamp TEXT NOT NULL, PRIMARY KEY (edition, url)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS document (
+    id INTEGER PRIMARY KEY, edition INTEGER NOT NULL, document_id TEXT NOT NULL, version TEXT NOT NULL,
+    digest BLOB NOT NULL, url TEXT NOT NULL, place INTEGER NOT NULL, seen INTEGER NOT NULL,
+    metadata TEXT NOT NULL, UNIQUE (edition, document_id));
+CREATE INDEX IF NOT EXISTS document_url ON document (edition, url);
+CREATE TABLE IF NOT EXISTS span (
+    document INTEGER NOT NULL, number INTEGER NOT NULL, edition INTEGER NOT NULL, key BLOB NOT NULL,
+    start INTEGER NOT NULL, stop INTEGER NOT NULL, PRIMARY KEY (document, number)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS span_key ON span (key, edition);
+CREATE TABLE IF NOT EXISTS chunk (
+    id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, namespace TEXT NOT NULL, tokens BLOB NOT NULL,
+    num_tokens INTEGER NOT NULL, checked INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS run (
+    id INTEGER PRIMARY KEY, edition INTEGER NOT NULL, started_s REAL NOT NULL, ended_s REAL,
+    tokens_filled INTEGER NOT NULL DEFAULT 0, fill_s REAL NOT NULL DEFAULT 0,
+    workers INTEGER NOT NULL DEFAULT 1);
+CREATE TABLE IF NOT EXISTS failure (
+    run INTEGER NOT NULL, url TEXT, place INTEGER, document_id TEXT, reason TEXT);
+"""
+
+
+@dataclass(frozen=True)
+class ScannedChunk:
+    """One chunk of a document as the scan found it."""
+
+    key: bytes
+    tokens: bytes
+    """Little-endian u32."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ScannedDocument:
+    """A document that was read and chunked."""
+
+    url: str
+    place: int
+    document_id: str
+    version: str
+    digest: bytes
+    metadata: str
+    chunks: tuple[ScannedChunk, ...]
+
+
+@dataclass(frozen=True)
+class PendingChunk:
+    """A chunk that has to be looked up, and prefilled if the store lacks it."""
+
+    key: ChunkKey
+    tokens: bytes
+    """Little-endian u32."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids: list[int] = np.frombuffer(self.tokens, "<u4").tolist()
+        return ids
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What became of a batch of documents."""
+
+    fresh: list[PendingChunk]
+    """Chunks not yet checked in this run, each once."""
+    duplicates: list[Failure]
+    unchanged: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Edition:
+    """A corpus as chunked for one chunk space."""
+
+    id: int
+    corpus: str
+    namespace: str
+    fingerprint: str
+    source: str
+    model: str
+    documents: int
+    chunks: int
+    completed: bool
+
+
+class Ledger(DocumentIndex):
+    """Thread-safe; one connection behind a lock. Several processes may hold it; writers take turns."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens or makes `folder`/ledger.sqlite. Raises `Unavailable` and `Corrupted`."""
+        self.folder = folder
+        self._lock = threading.RLock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                folder / "ledger.sqlite", timeout=BUSY_S, check_same_thread=False, isolation_level=None
+            )
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA cache_size=-32768")
+            (found,) = self._db.execute("PRAGMA user_version").fetchone()
+            if found not in (0, SCHEMA_VERSION):
+                raise Corrupted(
+                    f"{folder} was written by another version (schema {found}); use another --state"
+                )
+            self._db.executescript(f"{_SCHEMA} PRAGMA user_version={SCHEMA_VERSION};")
+        except sqlite3.DatabaseError as error:
+            kind = Unavailable if isinstance(error, sqlite3.OperationalError) else Corrupted
+            raise kind(f"{folder}/ledger.sqlite cannot be opened ({error}); name another --state") from error
+        except OSError as error:
+            raise Unavailable(
+                f"{folder} cannot be written ({error.strerror}); name another --state"
+            ) from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    @contextmanager
+    def exclusive(self, corpus: str) -> Iterator[None]:
+        """No other process runs a job on this corpus. Ends with the process. Raises `Unavailable`."""
+        path = self.folder / f"{blake3.blake3(corpus.encode()).hexdigest()[:16]}.lock"
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Unavailable(f"another job is running on corpus {corpus!r}; wait for it") from None
+            yield
+
+    def open_edition(self, corpus: str, space: ChunkSpace, source: str, model: str, chunking: str) -> int:
+        """The edition's number, made on first use."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO edition (corpus, space, namespace, fingerprint, source, model, chunking)"
+                " VALUES (?,?,?,?,?,?,?) ON CONFLICT (corpus, space) DO UPDATE SET source=excluded.source,"
+                " model=excluded.model",
+                (corpus, space.digest, space.namespace, space.fingerprint.hex, source, model, chunking),
+            )
+            key = (corpus, space.digest)
+            number, before = db.execute(
+                "SELECT id, chunking FROM edition WHERE corpus=? AND space=?", key
+            ).fetchone()
+            if before != chunking:
+                # Cut otherwise, every document has other chunks: read all of them again.
+                db.execute("UPDATE edition SET chunking=?, completed_s=NULL WHERE id=?", (chunking, number))
+                db.execute("DELETE FROM file WHERE edition=?", (number,))
+        return int(number)
+
+    def begin_run(self, edition: int, workers: int = 1) -> int:
+        with self._transaction() as db:
+            row = (edition, time.time(), workers)
+            run = db.execute("INSERT INTO run (edition, started_s, workers) VALUES (?,?,?)", row).lastrowid
+        assert run is not None
+        return run
+
+    def end_run(self, run: int, tokens_filled: int, fill_s: float, complete: bool) -> None:
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE run SET ended_s=?, tokens_filled=?, fill_s=? WHERE id=?",
+                (time.time(), tokens_filled, fill_s, run),
+            )
+            if complete:
+                db.execute(
+                    "UPDATE edition SET completed_s=? WHERE id=(SELECT edition FROM run WHERE id=?)",
+                    (time.time(), run),
+                )
+
+    def tokens_per_s(self, fingerprint: str) -> float | None:
+        """Of one worker, from the newest run with this model that prefilled for a second or more."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT run.tokens_filled / run.fill_s / run.workers FROM run"
+                " JOIN edition ON edition.id=run.edition"
+                " WHERE edition.fingerprint=? AND run.fill_s>=1 AND run.tokens_filled>0 ORDER BY run.id DESC",
+                (fingerprint,),
+            ).fetchone()
+        return None if row is None else float(row[0])
+
+    def stamps(self, edition: int) -> dict[str, str]:
+        """Files that were read without a failure, with their stamps then."""
+        with self._lock:
+            return dict(
+                self._db.execute("SELECT url, stamp FROM file WHERE edition=?", (edition,)).fetchall()
+            )
+
+    def keep_files(self, edition: int, run: int, urls: Sequence[str]) -> int:
+        """Documents of files that have not changed are seen in this run; their number."""
+        kept = 0
+        with self._transaction() as db:
+            for url in urls:
+                kept += db.execute(
+                    "UPDATE document SET seen=? WHERE edition=? AND url=?", (run, edition, url)
+                ).rowcount
+        return kept
+
+    def record(
+        self, edition: int, run: int, namespace: str, documents: Sequence[ScannedDocument]
+    ) -> Recorded:
+        """Take documents in. Of two with the same id the one that comes first in the source stays."""
+        fresh: list[PendingChunk] = []
+        duplicates: list[Failure] = []
+        unchanged = chunks = 0
+        with self._transaction() as db:
+            for document in documents:
+                failure, same = self._record_one(db, edition, run, document)
+                duplicates += [failure] if failure else []
+                unchanged += same
+                if failure is None or failure.url != document.url or failure.place != document.place:
+                    chunks += len(document.chunks)
+                    fresh += _unchecked_of(db, run, namespace, document)
+        return Recorded(fresh, duplicates, unchanged, chunks)
+
+    def _record_one(
+        self, db: sqlite3.Connection, edition: int, run: int, document: ScannedDocument
+    ) -> tuple[Failure | None, bool]:
+        row = db.execute(
+            "SELECT id, digest, version, url, place, seen FROM document WHERE edition=? AND document_id=?",
+            (edition, document.document_id),
+        ).fetchone()
+        failure = None
+        if row is not None and row[5] == run:
+            here, there = (document.url, document.place), (row[3], row[4])
+            if here == there:
+                return None, True
+            later = max(here, there)
+            failure = Failure(*later, "its id is another document's, too", document.document_id)
+            if later == here:
+                return failure, False
+        if row is not None and (row[1], row[2]) == (document.digest, document.version):
+            update = "UPDATE document SET seen=?, url=?, place=?, metadata=? WHERE id=?"
+            db.execute(update, (run, document.url, document.place, document.metadata, row[0]))
+            return failure, True
+        if row is not None:
+            db.execute("DELETE FROM span WHERE document=?", (row[0],))
+            db.execute("DELETE FROM document WHERE id=?", (row[0],))
+        number = db.execute(
+            "INSERT INTO document (edition, document_id, version, digest, url, place, seen, metadata)"
+            " VALUES (?,?,?,?,?,?,?,?)",
+            (
+                *(edition, document.document_id, document.version, document.digest),
+                *(document.url, document.place, run, document.metadata),
+            ),
+        ).lastrowid
+        db.executemany(
+            "INSERT INTO span VALUES (?,?,?,?,?,?)",
+            [(number, n, edition, c.key, c.start, c.stop) for n, c in enumerate(document.chunks)],
+        )
+        return failure, False
+
+    def note_failures(self, run: int, failures: Iterable[Failure]) -> None:
+        with self._transaction() as db:
+            (kept,) = db.execute("SELECT count(*) FROM failure WHERE run=?", (run,)).fetchone()
+            rows = [(run, f.url, f.place, f.document_id, f.reason[:500]) for f in failures]
+            db.executemany("INSERT INTO failure VALUES (?,?,?,?,?)", rows[: max(0, REASONS_MAX - kept)])
+
+    def failures(self, run: int) -> list[Failure]:
+        with self._lock:
+            rows = self._db.execute("SELECT url, place, reason, document_id FROM failure WHERE run=?", (run,))
+            return [Failure(*row) for row in rows.fetchall()]
+
+    def end_scan(self, edition: int, run: int, clean: dict[str, str], failed_urls: Sequence[str]) -> int:
+        """Forget documents that the source has no more; their number.
+
+        ``clean``: stamps of files that were read without failure. Documents of a file that could not be read
+        whole stay: not being readable is not being gone.
+        """
+        with self._transaction() as db:
+            db.execute("CREATE TEMP TABLE IF NOT EXISTS spared (url TEXT PRIMARY KEY)")
+            db.execute("DELETE FROM spared")
+            db.executemany("INSERT OR IGNORE INTO spared VALUES (?)", [(url,) for url in failed_urls])
+            gone = "edition=? AND seen!=? AND url NOT IN (SELECT url FROM spared)"
+            db.execute(
+                f"DELETE FROM span WHERE document IN (SELECT id FROM document WHERE {gone})", (edition, run)
+            )
+            vanished = db.execute(f"DELETE FROM document WHERE {gone}", (edition, run)).rowcount
+            db.execute("DELETE FROM file WHERE edition=?", (edition,))
+            rows = [(edition, url, stamp) for url, stamp in clean.items() if stamp]
+            db.executemany("INSERT OR REPLACE INTO file VALUES (?,?,?)", rows)
+        return int(vanished)
+
+    def unchecked(self, edition: int, run: int) -> Iterator[list[PendingChunk]]:
+        """Pages of the edition's chunks that the run has not asked the store for; they count as asked."""
+        last = 0
+        while True:
+            with self._transaction() as db:
+                rows = db.execute(
+                    "SELECT id, key, tokens FROM chunk WHERE id>? AND checked!=? AND EXISTS"
+                    " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY id LIMIT ?",
+                    (last, run, edition, PAGE),
+                ).fetchall()
+                db.executemany("UPDATE chunk SET checked=? WHERE id=?", [(run, row[0]) for row in rows])
+            if not rows:
+                return
+            last = rows[-1][0]
+            yield [PendingChunk(ChunkKey(key), zlib.decompress(tokens)) for _, key, tokens in rows]
+
+    def keys(self, edition: int) -> Iterator[list[ChunkKey]]:
+        """Pages of the edition's distinct chunk keys."""
+        last = b""
+        while True:
+            with self._lock:
+                rows = self._db.execute(
+                    "SELECT DISTINCT key FROM span WHERE key>? AND edition=? ORDER BY key LIMIT ?",
+                    (last, edition, PAGE),
+                ).fetchall()
+            if not rows:
+                return
+            last = rows[-1][0]
+            yield [ChunkKey(key) for (key,) in rows]
+
+    def orphans(self, namespace: str) -> list[ChunkKey]:
+        """A page of chunks that no document of any corpus has. `forget` them once they are deleted."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT key FROM chunk WHERE namespace=? AND NOT EXISTS"
+                " (SELECT 1 FROM span WHERE span.key=chunk.key) LIMIT ?",
+                (namespace, PAGE),
+            ).fetchall()
+        return [ChunkKey(key) for (key,) in rows]
+
+    def forget(self, keys: Sequence[ChunkKey]) -> None:
+        with self._transaction() as db:
+            db.executemany("DELETE FROM chunk WHERE key=?", [(key.digest,) for key in keys])
+
+    def retire(self, edition: int) -> None:
+        """Forget an edition; its chunks become orphans where no other one has them."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM span WHERE edition=?", (edition,))
+            for table in ("document", "file", "run"):
+                db.execute(f"DELETE FROM {table} WHERE edition=?", (edition,))
+            db.execute("DELETE FROM edition WHERE id=?", (edition,))
+
+    def editions(self, corpus: str | None = None) -> list[Edition]:
+        """The newest last."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT id, corpus, namespace, fingerprint, source, model,"
+                " (SELECT count(*) FROM document WHERE edition=edition.id),"
+                " (SELECT count(DISTINCT key) FROM span WHERE edition=edition.id), completed_s IS NOT NULL"
+                " FROM edition WHERE ?1 IS NULL OR corpus=?1 ORDER BY id",
+                (corpus,),
+            ).fetchall()
+        return [Edition(*(*row[:8], bool(row[8]))) for row in rows]
+
+    def fingerprints(self, corpus: str) -> set[str]:
+        """Of the models that the corpus has editions for."""
+        with self._lock:
+            rows = self._db.execute("SELECT DISTINCT fingerprint FROM edition WHERE corpus=?", (corpus,))
+            return {fingerprint for (fingerprint,) in rows.fetchall()}
+
+    def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
+        """Within the edition that serves: the newest that is complete. Raises `NotFound` for a corpus that
+        has none."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT id FROM edition WHERE corpus=? AND completed_s IS NOT NULL ORDER BY id DESC LIMIT 1",
+                (corpus,),
+            ).fetchone()
+            if row is None:
+                raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
+            return [self._resolve_one(row[0], ref) for ref in refs]
+
+    def _resolve_one(self, edition: int, ref: DocumentRef) -> KnownChunk | None:
+        row = self._db.execute(
+            "SELECT document.version, chunk.key, chunk.tokens FROM document"
+            " JOIN span ON span.document=document.id AND span.number=? JOIN chunk ON chunk.key=span.key"
+            " WHERE document.edition=? AND document.document_id=?",
+            (ref.index, edition, ref.document_id),
+        ).fetchone()
+        if row is None or ref.version not in (None, row[0]):
+            return None
+        ids = np.frombuffer(zlib.decompress(row[2]), "<u4")
+        return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(ids.tolist()))
+
+
+def _unchecked_of(
+    db: sqlite3.Connection, run: int, namespace: str, document: ScannedDocument
+) -> list[PendingChunk]:
+    """The document's chunks that were not checked in this run; they count as checked from here on."""
+    fresh = []
+    for chunk in document.chunks:
+        row = db.execute("SELECT checked FROM chunk WHERE key=?", (chunk.key,)).fetchone()
+        if row is not None and row[0] == run:
+            continue
+        if row is None:
+            packed = zlib.compress(chunk.tokens, 1)
+            db.execute(
+                "INSERT INTO chunk (key, namespace, tokens, num_tokens, checked) VALUES (?,?,?,?,?)",
+                (chunk.key, namespace, packed, len(chunk.tokens) // 4, run),
+            )
+        else:
+            db.execute("UPDATE chunk SET checked=? WHERE key=?", (run, chunk.key))
+        fresh.append(PendingChunk(ChunkKey(chunk.key), chunk.tokens))
+    return fresh

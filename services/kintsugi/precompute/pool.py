@@ -1,0 +1,135 @@
+"""The actor pool: batches out, outcomes back, dead workers replaced. A thin shell around Ray."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.precompute.batches import Batch
+from kintsugi.precompute.spec import JobSpec
+from kintsugi.precompute.worker import PrefillerFactory, Worker, WorkerSpec
+
+BATCHES_PER_WORKER = 2
+"""One runs, one waits beside it, so that no worker idles for a round trip."""
+OBJECT_STORE_BYTES = 256 << 20
+"""Of a Ray that is started here: some blocks of token ids. It counts as the driver's memory once touched."""
+
+Outcome = list[str] | KintsugiError | None
+"""What became of each chunk; the error that the whole batch met; or None where the worker died."""
+
+
+def ensure_ray(workers: int, cpus_per_worker: float) -> None:
+    """Join the Ray that runs, or the one at `$RAY_ADDRESS`, or start one here, on loopback alone.
+
+    One that is started here has more CPUs than the machine: the workers' hold theirs for good, and reading
+    needs some beside them.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level="ERROR")
+        return
+    ray.init(
+        address="local",
+        num_cpus=(os.cpu_count() or 1) + math.ceil(workers * cpus_per_worker),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+class Pool:
+    """Engine workers. One thread at a time."""
+
+    def __init__(self, job: JobSpec, spec: WorkerSpec, factory: PrefillerFactory) -> None:
+        """Starts no worker yet."""
+        self._job = job
+        self._spec = spec
+        self._factory = factory
+        self._workers: list[Any] = []
+        self._running: dict[Any, tuple[Any, Batch]] = {}
+        self.engine_start_s = 0.0
+        """Of the slowest worker that has answered."""
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_room(self) -> bool:
+        return self.in_flight < self._job.workers * BATCHES_PER_WORKER
+
+    def submit(self, batch: Batch) -> None:
+        """To the worker with the least to do; started here where there are fewer than asked for."""
+        load = dict.fromkeys(self._workers, 0)
+        for worker, _ in self._running.values():
+            load[worker] = load.get(worker, 0) + 1
+        idle = [worker for worker, count in load.items() if count == 0]
+        if not idle and len(self._workers) < self._job.workers:
+            self._workers.append(self._start())
+            idle = self._workers[-1:]
+        worker = idle[0] if idle else min(self._workers, key=load.__getitem__)
+        reference = worker.fill.remote([(chunk.key.digest, chunk.tokens) for chunk in batch.chunks])
+        self._running[reference] = (worker, batch)
+
+    def _start(self) -> Any:
+        import ray
+
+        job = self._job
+        actor = ray.remote(Worker).options(
+            num_cpus=job.cpus_per_worker, num_gpus=job.gpus_per_worker, max_restarts=0, max_task_retries=0
+        )
+        return actor.remote(self._spec, self._factory)
+
+    def wait(self, timeout_s: float) -> list[tuple[Batch, Outcome]]:
+        """What finished, waiting at most so long for the first. A dead worker takes its batches along."""
+        import ray
+
+        if not self._running:
+            return []
+        done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
+        return [self._taken(reference) for reference in done]
+
+    def _taken(self, reference: Any) -> tuple[Batch, Outcome]:
+        import ray
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        worker, batch = self._running.pop(reference)
+        try:
+            outcomes: list[str]
+            outcomes, start_s = ray.get(reference)
+            self.engine_start_s = max(self.engine_start_s, start_s)
+            return batch, outcomes
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, KintsugiError):
+                return batch, cause
+            return batch, Unavailable(f"a worker failed: {type(cause).__name__}: {cause}")
+        except RayActorError:
+            if worker in self._workers:
+                self._workers.remove(worker)
+            return batch, None
+        except RayError as error:
+            return batch, Unavailable(f"a worker's answer was lost: {error}")
+
+    def process_ids(self) -> list[int]:
+        """Of the workers that run."""
+        import ray
+
+        ids: list[int] = ray.get([worker.process_id.remote() for worker in self._workers])
+        return ids
+
+    def close(self) -> None:
+        """End the workers; what they were at is lost. Idempotent."""
+        import ray
+
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers.clear()
+        self._running.clear()

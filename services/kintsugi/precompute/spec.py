@@ -1,0 +1,178 @@
+"""What a job is asked to do, and what its model is."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint
+from kintsugi.client.chunking import ChunkingConfig
+from kintsugi.client.registry import is_process_local
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.core.layout import Codec, KVLayout
+from kintsugi.core.schema import STRICT
+from kintsugi.core.spaces import ChunkSpace, checked_namespace
+from kintsugi.precompute.files import Format
+from kintsugi.precompute.readers import Columns
+
+_CORPUS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One job. The same spec given again goes on where the last one stopped."""
+
+    __pydantic_config__ = STRICT
+
+    source: str
+    """Path or URL of a file or folder; its name where a Ray dataset is given beside the spec."""
+    model: str
+    """Checkpoint folder, on every machine with a worker."""
+    store: str
+    """URL that every worker reaches: grpc://, shards:// or shardfile://."""
+    namespace: str
+    corpus: str = ""
+    """What the documents are filed under. Empty: made from the source's last part."""
+    format: Format | None = None
+    """None: by each file's suffix."""
+    columns: Columns = field(default_factory=Columns)
+    chunking: ChunkingConfig = field(default_factory=ChunkingConfig)
+    dtype: str = ""
+    """Of the model's KV: bfloat16, float16 or float32, as the serving engines run it. Empty: the
+    checkpoint's, with float32 run as bfloat16, which is what vLLM does."""
+    prefix_token_ids: list[int] | None = None
+    """As in the engine's configuration: None is the model's BOS."""
+    portable: bool = True
+    workers: int = 1
+    gpus_per_worker: float = 0.0
+    """Ray's accounting; below 1 several share a GPU. 0: vLLM on the CPU."""
+    cpus_per_worker: float = 1.0
+    batch_tokens: int = 16_384
+    """Tokens per batch: what a worker that dies loses."""
+    tokens_per_s_max: float = 0.0
+    """Over all workers; 0: as fast as they can."""
+    bytes_max: int = 0
+    """KV of the corpus that may lie in the store; 0: what the store holds in all."""
+    errors_share_max: float = 0.05
+    """Documents that may fail before the job does."""
+    replace_model: bool = False
+    """Fill a second model's chunks for a corpus that has those of another; retire that one afterwards."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization."""
+
+    def __post_init__(self) -> None:
+        checked_namespace(self.namespace)
+        if is_process_local(self.store):
+            raise InvalidField(
+                "store",
+                f"{self.store!r} lives in one process; run a shard: kintsugi store serve, grpc://host:port",
+            )
+        if self.corpus and not _CORPUS.fullmatch(self.corpus):
+            raise InvalidField(
+                "corpus", f"{self.corpus!r} must hold letters, digits and . _ - only, at most 100"
+            )
+        for name, least in (
+            ("workers", 1),
+            ("batch_tokens", 1),
+            ("cpus_per_worker", 0),
+            ("gpus_per_worker", 0),
+        ):
+            if getattr(self, name) < least:
+                raise InvalidField(name, f"{getattr(self, name)} must be at least {least}")
+        for name in ("tokens_per_s_max", "bytes_max"):
+            if getattr(self, name) < 0:
+                raise InvalidField(name, f"{getattr(self, name)} is negative; 0 means no limit")
+        if not 0 <= self.errors_share_max <= 1:
+            raise InvalidField("errors_share_max", f"{self.errors_share_max} is outside [0, 1]")
+
+    @property
+    def corpus_name(self) -> str:
+        if self.corpus:
+            return self.corpus
+        last = re.sub(r"[^A-Za-z0-9._-]+", "-", self.source.rstrip("/").rsplit("/", 1)[-1]).lstrip("._-")
+        return f"{last[:80] or 'corpus'}@{self.namespace}"
+
+    @property
+    def model_folder(self) -> str:
+        """For processes with another working folder."""
+        return str(Path(self.model).resolve())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a job has to know of a checkpoint without loading it."""
+
+    dtype: str
+    space: ChunkSpace
+    layout: KVLayout
+    positions_max: int
+
+    @staticmethod
+    def of(spec: JobSpec) -> ModelFacts:
+        """Cost of the first call: every weight file is read once (see `client.checkpoint`).
+
+        Raises `NotFound`, `Corrupted` and `InvalidField` where the folder is no checkpoint, or chunks
+        would be longer than the model's context.
+        """
+        config = _config(Path(spec.model))
+        text = config.get("text_config") or config
+        dtype = spec.dtype or _dtype(config, text)
+        quantization = (config.get("quantization_config") or {}).get("quant_method")
+        cache_dtype = str(spec.engine.get("kv_cache_dtype", "auto"))
+        fingerprint = model_fingerprint(spec.model, kv_dtype_of(dtype, cache_dtype, quantization))
+        bos = text.get("bos_token_id")
+        prefix = (
+            spec.prefix_token_ids
+            if spec.prefix_token_ids is not None
+            else [bos]
+            if isinstance(bos, int)
+            else []
+        )
+        positions = int(spec.engine.get("max_model_len") or text.get("max_position_embeddings") or 1 << 20)
+        # One token follows the chunk, and one is generated.
+        longest = positions - len(prefix) - 2
+        if spec.chunking.tokens_max > longest:
+            raise InvalidField(
+                "chunking.tokens_max",
+                f"{spec.chunking.tokens_max} exceeds the {longest} that the model reads",
+            )
+        try:
+            heads = int(text["num_attention_heads"])
+            layout = KVLayout(
+                num_layers=int(text["num_hidden_layers"]),
+                num_kv_heads=int(text.get("num_key_value_heads") or heads),
+                head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+                dtype=dtype,
+            )
+        except KeyError as error:
+            raise Corrupted(f"{spec.model}/config.json has no {error}; it is no decoder's") from None
+        space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable)
+        return ModelFacts(dtype, space, layout, positions)
+
+    def chunk_bytes(self, num_tokens: int) -> int:
+        return self.layout.chunk_bytes(Codec.RAW, num_tokens)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"{folder} has no config.json; name the folder of a checkpoint") from None
+    except ValueError as error:
+        raise Corrupted(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(config, dict):
+        raise Corrupted(f"{path} holds no JSON object; download it again")
+    return config
+
+
+def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
+    """As vLLM decides where it is told nothing: the checkpoint's, but never float32."""
+    found = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16")
+    return "bfloat16" if found == "float32" else found

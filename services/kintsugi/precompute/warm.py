@@ -1,0 +1,70 @@
+"""Keeping a corpus warm: leases on its chunks, and retiring what a newer model has replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kintsugi.client.blocking import BlockingStore
+from kintsugi.client.registry import open_store
+from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.precompute.ledger import Edition, Ledger
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What `pin` held."""
+
+    chunks: int
+    pinned: int
+    """Fewer than `chunks` where some are not in the store: precompute first."""
+
+
+def serving(ledger: Ledger, corpus: str) -> Edition:
+    """The newest edition that is complete. Raises `NotFound`."""
+    complete = [edition for edition in ledger.editions(corpus) if edition.completed]
+    if not complete:
+        raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
+    return complete[-1]
+
+
+def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> Pinned:
+    """Keep the corpus's chunks from being evicted for `lease_s`; do it again before they end.
+
+    Raises `NotFound`, and `InvalidField` for a store that has no pins.
+    """
+    edition = serving(ledger, corpus)
+    store = open_store(store_url)
+    try:
+        if not isinstance(store, BlockingStore):
+            raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
+        chunks = pinned = 0
+        for page in ledger.keys(edition.id):
+            chunks += len(page)
+            pinned += store.pin(edition.namespace, page, lease_s).chunks
+        return Pinned(chunks, pinned)
+    finally:
+        store.close()
+
+
+def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
+    """Forget the corpus's editions before the one that serves, and delete chunks that nobody else has.
+
+    The number deleted. Raises `NotFound` where no edition is complete: nothing is retired before its
+    successor serves.
+    """
+    keep = serving(ledger, corpus)
+    old = [edition for edition in ledger.editions(corpus) if edition.id < keep.id]
+    store = open_store(store_url)
+    try:
+        with ledger.exclusive(corpus):
+            for edition in old:
+                ledger.retire(edition.id)
+            deleted = 0
+            for namespace in {keep.namespace, *(edition.namespace for edition in old)}:
+                while keys := ledger.orphans(namespace):
+                    store.delete(namespace, keys)
+                    ledger.forget(keys)
+                    deleted += len(keys)
+            return deleted
+    finally:
+        store.close()

@@ -1,0 +1,106 @@
+"""Ray, shards and corpora, shared by the tests of jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
+pytest.importorskip("inscriptis", reason="install the extra `precompute`")
+
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.client.chunking import ChunkingConfig
+from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.precompute.job import Job
+from kintsugi.precompute.ledger import Ledger
+from kintsugi.precompute.pool import ensure_ray
+from kintsugi.precompute.progress import Progress
+from kintsugi.precompute.spec import JobSpec
+from kintsugi.precompute.worker import StubPrefiller
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
+
+MUSIQUE = Path(__file__).parents[4] / "shared/data/musique_s.json"
+
+
+@pytest.fixture(scope="session")
+def running_ray() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ensure_ray(4, 1.0)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def shard() -> Iterator[ShardServer]:
+    with ShardServer(Shard(RamTier(256 << 20)), "127.0.0.1:0") as server:
+        yield server
+
+
+def passages(count: int) -> list[str]:
+    """Distinct passages of MuSiQue."""
+    if not MUSIQUE.exists():
+        pytest.skip(f"{MUSIQUE} is not here")
+    questions = json.loads(MUSIQUE.read_text())
+    return list(dict.fromkeys(ctx["text"] for question in questions for ctx in question["ctxs"]))[:count]
+
+
+def write_corpus(path: Path, texts: dict[str, str]) -> None:
+    lines = (json.dumps({"id": name, "text": text, "topic": "tea"}) for name, text in texts.items())
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+class Bench:
+    """A source, a shard, a ledger and a log of every prefill."""
+
+    def __init__(self, folder: Path, server: ShardServer) -> None:
+        self.folder = folder
+        self.server = server
+        self.source = folder / "corpus.jsonl"
+        self.ledger = Ledger(folder / "state")
+        self.log = folder / "prefills.log"
+
+    def spec(self, **values: Any) -> JobSpec:
+        base: dict[str, Any] = {
+            "source": str(self.source),
+            "model": str(cached_checkpoint("tiny-llama")),
+            "store": f"grpc://{self.server.address}",
+            "namespace": "acme",
+            "corpus": "tea",
+            "chunking": ChunkingConfig(64),
+            "batch_tokens": 512,
+        }
+        return JobSpec(**{**base, **values})
+
+    def job(self, on_progress: Callable[[Progress], None] = lambda progress: None, **values: Any) -> Job:
+        factory = partial(StubPrefiller, log=str(self.log))
+        return Job(self.spec(**values), self.ledger, factory=factory, on_progress=on_progress)
+
+    def run(self, **values: Any) -> Progress:
+        return self.job(**values).run()
+
+    @property
+    def prefilled(self) -> list[str]:
+        """Keys, once per prefill."""
+        return self.log.read_text().split() if self.log.exists() else []
+
+    def stored(self) -> set[str]:
+        store = GrpcStore(self.server.address)
+        try:
+            return {manifest.key.hex for manifest in store.list("acme", 100_000)}
+        finally:
+            store.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, shard: ShardServer, running_ray: None) -> Bench:
+    return Bench(tmp_path, shard)

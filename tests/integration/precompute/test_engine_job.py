@@ -1,0 +1,63 @@
+"""One job with real vLLM: what it stores is hit by requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.client.chunking import Chunker
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.engine.local import LocalEngine, Prompt, save_prompt
+from kintsugi.precompute.files import pieces_of
+from kintsugi.precompute.job import Job
+from kintsugi.precompute.readers import Document, read
+from tests.integration.precompute.conftest import Bench, passages, write_corpus
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+ENGINE = {"max_model_len": 4096, "block_size": 32, "kv_cache_memory_bytes": 128 << 20}
+
+
+def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
+    pytest.importorskip("vllm")
+    write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(8))})
+    spec = bench.spec(engine=ENGINE, batch_tokens=2048)
+    job = Job(spec, bench.ledger)
+    progress = job.run()
+    assert (progress.chunks_failed, progress.coverage) == (0, 1.0), progress.failures
+    space = job.facts.space
+    chunker = Chunker.of_model(spec.model, spec.chunking)
+    config = {
+        "store": spec.store,
+        "prefix_token_ids": list(space.prefix_token_ids),
+        "lookup_deadline_ms": 60_000,
+        "allow_uncalibrated": True,
+    }
+    with LocalEngine.start(spec.model, extra_config=config, dtype="bfloat16", **ENGINE) as engine:
+        for piece in pieces_of(spec.source):
+            for document in read(piece, spec.columns):
+                assert isinstance(document, Document)
+                prompt, spans = list(space.prefix_token_ids), []
+                for chunk in list(chunker.chunks(document.text))[:6]:
+                    spans.append(Span(len(prompt), len(prompt) + len(chunk.token_ids)))
+                    prompt += chunk.token_ids
+                params = KintsugiParams("acme", spans=tuple(spans), ratio=0.15)
+                (answer,) = engine.generate([Prompt([*prompt, 5, 6, 7], params, max_tokens=1)])
+                accounting = answer.accounting or {}
+                assert accounting["chunks_missed"] == 0, accounting
+                assert accounting["chunks_hit"] == len(spans)
+        foreign = save_prompt(space.prefix_token_ids, [3, 4, 5], "acme", ChunkKey(bytes(32)))
+        (declined,) = engine.generate([foreign])
+        assert (declined.accounting or {})["reason"].startswith("ForeignChunkKey")
+
+
+@pytest.mark.full
+def test_an_engine_of_another_space_ends_the_job(bench: Bench) -> None:
+    pytest.importorskip("vllm")
+    write_corpus(bench.source, {"a": "One sentence. " * 60})
+    # The engine is told another RoPE base than the folder says, which the job cannot know.
+    engine = {**ENGINE, "hf_overrides": {"rope_theta": 20000.0}}
+    with pytest.raises(InvalidField, match="chunk space"):
+        Job(bench.spec(engine=engine), bench.ledger).run()
+    assert bench.stored() == set()

@@ -1,0 +1,243 @@
+"""Jobs over real Ray and a real shard; the prefill is stubbed out, so that every one of them is logged."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kintsugi.client.chunking import Chunker, ChunkingConfig
+from kintsugi.client.documents import DocumentRef
+from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
+from kintsugi.precompute import job as job_module
+from kintsugi.precompute.manager import survey
+from kintsugi.precompute.progress import Progress, State
+from kintsugi.precompute.warm import pin, retire
+from tests.integration.precompute.conftest import Bench, passages, write_corpus
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXTS = {f"d{n}": f"Document {n} is about tea. " * 20 + f"\n\nIt ends with number {n}." for n in range(12)}
+
+
+def test_a_corpus_is_filled_once_and_then_found(bench: Bench) -> None:
+    texts = passages(30)
+    write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(texts)})
+    first = bench.run(workers=2)
+    assert (first.state, first.documents, first.documents_failed) == (State.DONE, 30, 0)
+    assert first.chunks == first.chunks_filled == len(bench.prefilled) == len(set(bench.prefilled))
+    assert bench.stored() == set(bench.prefilled)
+    assert first.coverage == 1.0
+    second = bench.run()
+    assert (second.chunks_filled, second.chunks_resident) == (0, first.chunks)
+    assert len(bench.prefilled) == first.chunks
+    os.utime(bench.source)  # it has to be read again, and says the same
+    third = bench.run()
+    assert (third.chunks_filled, third.documents_unchanged) == (0, 30)
+
+
+def test_what_is_stored_is_what_a_request_looks_up(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    bench.run()
+    spec = bench.spec()
+    space = bench.job().facts.space
+    chunker = Chunker.of_model(spec.model, ChunkingConfig(64))
+    store = GrpcStore(bench.server.address)
+    for name, text in TEXTS.items():
+        for chunk in chunker.chunks(text):
+            assert store.lookup("acme", [chunk.key(space)])[0] is not None
+            (known,) = bench.ledger.resolve("tea", [DocumentRef(name, chunk.index)])
+            assert known is not None
+            assert (known.key, known.token_ids) == (chunk.key(space), chunk.token_ids)
+    store.close()
+
+
+def test_changed_and_vanished_documents_lose_exactly_their_chunks(bench: Bench) -> None:
+    shared = "The same closing words. " * 30
+    texts = {"a": "Alone in a. " * 30, "b": shared, "c": shared, "d": "Alone in d. " * 30}
+    write_corpus(bench.source, texts)
+    bench.run()
+    before = bench.stored()
+    del texts["b"], texts["d"]
+    texts["a"] = "Changed in a. " * 30
+    write_corpus(bench.source, texts)
+    after = bench.run()
+    assert after.documents_vanished == 2
+    chunker = Chunker.of_model(bench.spec().model, ChunkingConfig(64))
+    space = bench.job().facts.space
+    expected = {chunk.key(space).hex for text in texts.values() for chunk in chunker.chunks(text)}
+    assert bench.stored() == expected
+    assert after.chunks_invalidated == len(before - expected) > 0
+    assert len(bench.prefilled) == len(set(bench.prefilled))
+
+
+def test_evicted_chunks_of_an_unchanged_source_come_back(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    bench.run()
+    store = GrpcStore(bench.server.address)
+    lost = [manifest.key for manifest in store.list("acme", 3)]
+    store.delete("acme", lost)
+    store.close()
+    assert bench.run().chunks_filled == 3
+    assert bench.prefilled[-3:] != bench.prefilled[:3] or len(bench.prefilled) > 3
+
+
+def test_a_bad_document_is_reported_and_the_rest_goes_on(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    with bench.source.open("ab") as file:
+        file.write(b'{"id": "e"}\n{broken\n')
+    progress = bench.run(errors_share_max=0.5)
+    assert (progress.documents, progress.documents_failed) == (12, 2)
+    assert {failure.reason[:9] for failure in progress.failures} == {"no column", "is no JSO"}
+    with pytest.raises(InvalidField, match="2 of 14 documents failed, more than 5%"):
+        bench.run()
+    assert progress.chunks_filled == len(bench.prefilled)  # nothing lost by the failure, nothing done twice
+
+
+def test_a_missing_column_and_a_missing_source_fail_at_once(bench: Bench) -> None:
+    with pytest.raises(NotFound):
+        bench.run()
+    bench.source.write_text(json.dumps({"body": "x"}))
+    with pytest.raises(InvalidField, match="there are 'body'"):
+        bench.run()
+
+
+def test_another_model_is_refused_until_it_is_meant_to_replace(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    bench.run()
+    old = bench.stored()
+    with pytest.raises(InvalidField, match="--replace-model"):
+        bench.run(dtype="float16")
+    assert bench.run(dtype="float16", replace_model=True).chunks_filled == len(old)
+    assert old < bench.stored()  # the old model still serves
+    assert retire(bench.ledger, bench.spec().store, "tea") == len(old)
+    assert not old & bench.stored()
+
+
+def test_pins_cover_the_corpus(bench: Bench) -> None:
+    with pytest.raises(NotFound):
+        pin(bench.ledger, bench.spec().store, "tea", 60.0)
+    write_corpus(bench.source, TEXTS)
+    count = bench.run().chunks
+    pinned = pin(bench.ledger, bench.spec().store, "tea", 60.0)
+    assert (pinned.chunks, pinned.pinned) == (count, count)
+
+
+def test_a_survey_says_what_would_be_done_and_changes_nothing(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    planned = survey(bench.spec())
+    assert planned.chunks_missing == planned.chunks > 0
+    assert planned.bytes_missing > 0
+    assert planned.fits
+    assert bench.stored() == set()
+    assert bench.ledger.editions() == []
+    bench.run()
+    covered = survey(bench.spec())
+    assert covered.coverage == 1.0
+    assert covered.tiers == {"ram": planned.chunks}
+
+
+def test_a_corpus_beyond_its_bytes_stops_and_keeps_what_it_has(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    with pytest.raises(ResourceExhausted, match="--bytes-max"):
+        bench.run(bytes_max=1000)
+    assert bench.run().coverage == 1.0
+
+
+def test_a_cancelled_job_goes_on_where_it_was(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    job = bench.job(lambda progress: job.cancel() if progress.chunks_filled else None, batch_tokens=128)
+    assert job.run().state is State.CANCELLED
+    done = len(bench.prefilled)
+    rest = bench.run()
+    assert 0 < done < len(bench.prefilled) == len(set(bench.prefilled)) == done + rest.chunks_filled
+
+
+def test_a_paused_job_sends_nothing_until_it_is_resumed(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    states: list[State] = []
+    job = bench.job(lambda progress: states.append(progress.state))
+    job.pause()
+    thread = threading.Thread(target=job.run)
+    thread.start()
+    deadline_s = time.monotonic() + 60
+    while State.PAUSED not in states:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert bench.prefilled == []
+    job.resume()
+    thread.join(120)
+    assert job.progress.state is State.DONE
+    assert len(bench.prefilled) == job.progress.chunks
+
+
+def test_the_rate_limit_holds(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    progress = bench.run(tokens_per_s_max=1500.0, batch_tokens=200)
+    assert progress.tokens_filled / progress.fill_s <= 1500.0 * 1.25
+
+
+def test_a_worker_that_is_killed_is_replaced(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    killed: list[int] = []
+
+    def kill_once(progress: Progress) -> None:
+        if progress.chunks_filled and not killed and job._pool is not None:
+            killed.extend(job._pool.process_ids())
+            for process_id in killed:
+                os.kill(process_id, signal.SIGKILL)
+
+    job = bench.job(kill_once, tokens_per_s_max=1500.0, batch_tokens=200)
+    progress = job.run()
+    assert progress.worker_deaths >= 1
+    assert progress.coverage == 1.0
+    in_flight = 2 * 200 // 10
+    assert len(bench.prefilled) - len(set(bench.prefilled)) <= in_flight
+
+
+def test_a_store_that_stays_away_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "STORE_PATIENCE_S", 0.1)
+    write_corpus(bench.source, TEXTS)
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+        bench.run(store="grpc://127.0.0.1:1")
+
+
+def test_any_ray_dataset_is_a_source(bench: Bench) -> None:
+    import ray
+
+    rows = [{"id": name, "text": text} for name, text in TEXTS.items()]
+    dataset = ray.data.from_items(rows)
+    job = job_module.Job(
+        bench.spec(source="rows"), bench.ledger, dataset=dataset, factory=bench.job()._factory
+    )
+    progress = job.run()
+    assert (progress.documents, progress.coverage) == (12, 1.0)
+
+
+def test_chunks_that_fail_are_counted_with_their_reason(bench: Bench) -> None:
+    write_corpus(bench.source, {"a": "One. " * 100})
+    progress = job_module.Job(bench.spec(errors_share_max=1.0), bench.ledger, factory=_refusing_factory).run()
+    assert progress.chunks_failed == progress.chunks
+    assert collections.Counter(f.reason for f in progress.failures) == {"lora: not here": progress.chunks}
+    assert not bench.ledger.editions("tea")[0].completed
+
+
+def _refusing_factory(spec: object) -> object:
+    class Refusing:
+        def fill(self, chunks: list[object]) -> list[str]:
+            return ["lora: not here"] * len(chunks)
+
+    return Refusing()
+
+
+def test_the_state_of_a_job_lies_in_its_folder(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    bench.run()
+    assert {path.suffix for path in Path(bench.ledger.folder).iterdir()} >= {".sqlite", ".lock"}

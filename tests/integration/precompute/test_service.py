@@ -1,0 +1,185 @@
+"""The gRPC service over a real server, and the command line as it is run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.cli.exits import ExitCode
+from kintsugi.core.errors import InvalidField
+from kintsugi.precompute.manager import JobManager
+from kintsugi.precompute.service import serve
+from kintsugi.precompute.worker import StubPrefiller
+from kintsugi.rpc.v1 import precompute_pb2 as pb
+from kintsugi.rpc.v1 import precompute_pb2_grpc
+from tests.integration.precompute.conftest import Bench, write_corpus
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXTS = {f"d{n}": f"Document {n} is about tea. " * 20 for n in range(6)}
+
+
+class Running:
+    """A server on a thread of its own."""
+
+    def __init__(self, manager: JobManager) -> None:
+        self.manager = manager
+        self.address = ""
+        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._ready.wait(30)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(serve(self.manager, "127.0.0.1:0", self._on_ready, self._end.wait))
+        self._loop.close()
+
+    def _on_ready(self, address: str) -> None:
+        self.address = address
+        self._ready.set()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(30)
+        self.manager.close()
+
+
+@pytest.fixture
+def stub(bench: Bench, tmp_path: Path) -> Iterator[Any]:
+    running = Running(JobManager(tmp_path / "jobs", partial(StubPrefiller, log=str(bench.log))))
+    with grpc.insecure_channel(running.address) as channel:
+        yield precompute_pb2_grpc.PrecomputeStub(channel)
+    running.stop()
+
+
+def test_a_job_is_submitted_watched_and_listed(bench: Bench, stub: Any) -> None:
+    write_corpus(bench.source, TEXTS)
+    planned = stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec().to_json(), dry_run=True))
+    job = stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec().to_json()))
+    assert job.state == pb.JOB_STATE_QUEUED
+    seen = list(stub.Watch(pb.WatchJobRequest(job_id=job.job_id)))
+    assert seen[-1].state == pb.JOB_STATE_DONE, seen[-1].error
+    assert (seen[-1].documents, seen[-1].chunks_filled) == (6, seen[-1].chunks)
+    assert len(bench.prefilled) == seen[-1].chunks
+    looked = stub.Get(pb.GetJobRequest(job_id=planned.job_id))
+    assert (looked.state, looked.chunks_missing, looked.fits) == (pb.JOB_STATE_DONE, seen[-1].chunks, True)
+    listed = stub.List(pb.ListJobsRequest()).jobs
+    assert [entry.job_id for entry in listed] == [job.job_id, planned.job_id]
+
+
+def test_jobs_are_paused_resumed_and_cancelled(bench: Bench, stub: Any) -> None:
+    write_corpus(bench.source, TEXTS)
+    job = stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec().to_json()))
+    waiting = stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec(corpus="other").to_json()))
+    stub.Pause(pb.PauseJobRequest(job_id=job.job_id))
+    stub.Cancel(pb.CancelJobRequest(job_id=waiting.job_id))
+    stub.Resume(pb.ResumeJobRequest(job_id=job.job_id))
+    *_, last = stub.Watch(pb.WatchJobRequest(job_id=job.job_id))
+    assert last.state == pb.JOB_STATE_DONE
+    *_, other = stub.Watch(pb.WatchJobRequest(job_id=waiting.job_id))
+    assert other.state == pb.JOB_STATE_CANCELLED
+
+
+def test_bad_requests_get_their_status(bench: Bench, stub: Any) -> None:
+    for call, code, words in (
+        (lambda: stub.Get(pb.GetJobRequest(job_id="x")), grpc.StatusCode.NOT_FOUND, "not known"),
+        (lambda: list(stub.Watch(pb.WatchJobRequest(job_id="x"))), grpc.StatusCode.NOT_FOUND, "not known"),
+        (
+            lambda: stub.Submit(pb.SubmitJobRequest(spec_json="{")),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "no JSON",
+        ),
+        (
+            lambda: stub.Submit(pb.SubmitJobRequest(spec_json='{"sauce": 1}')),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "source",
+        ),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() == code
+        assert words in caught.value.details()
+    job = stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec(source="/nowhere").to_json()))
+    *_, failed = stub.Watch(pb.WatchJobRequest(job_id=job.job_id))
+    assert failed.state == pb.JOB_STATE_FAILED
+    assert failed.error.startswith("NotFound")
+
+
+def test_beyond_loopback_is_refused(tmp_path: Path) -> None:
+    manager = JobManager(tmp_path)
+    try:
+        with pytest.raises(InvalidField, match="loopback"):
+            asyncio.run(serve(manager, "0.0.0.0:0", print, asyncio.Event().wait))
+    finally:
+        manager.close()
+
+
+def test_the_command_line(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kintsugi.cli import precompute as command
+    from kintsugi.cli.main import app
+
+    monkeypatch.setattr(command, "Job", partial(command.Job, factory=partial(StubPrefiller)))
+    write_corpus(bench.source, TEXTS)
+    model = str(cached_checkpoint("tiny-llama"))
+    at = ["--store", f"grpc://{bench.server.address}"]
+    state = ["--state", str(tmp_path / "cli")]
+    what = [str(bench.source), "-m", model, "-n", "acme", *at, "--tokens-max", "64"]
+    runner = CliRunner()
+
+    def run(*arguments: str, status: int = 0) -> str:
+        result = runner.invoke(app, list(arguments), env={"COLUMNS": "150"})
+        assert result.exit_code == status, result.output
+        return str(result.stdout)
+
+    planned = json.loads(run("precompute", *what, *state, "--dry-run", "--json"))
+    assert planned["chunks_missing"] == planned["chunks"] > 0
+    assert planned["predicted_s"] is None
+    assert "unknown: no run of this model yet" in run("precompute", *what, *state, "--dry-run")
+    assert "prefilled" in run("precompute", *what, *state, "--corpus", "tea")
+    assert json.loads(run("coverage", *what, "--json"))["coverage"] == 1.0
+    assert "100.0% resident" in run("coverage", *what)
+    assert f"{planned['chunks']} of {planned['chunks']} chunks pinned" in run(
+        "precompute", "pin", "tea", *at, *state
+    )
+    assert "0 chunks deleted" in run("precompute", "retire", "tea", *at, *state)
+    assert json.loads(run("precompute", "list", *state, "--json"))[0]["corpus"] == "tea"
+    assert "tea" in run("precompute", "list", *state)
+    bad = int(ExitCode.BAD_INPUT)
+    assert "--state" in run("precompute", "--help") or "run" in run("precompute", "--help")
+    run("precompute", "/nowhere", *what[1:], *state, status=bad)
+    run("precompute", *what, *state, "--engine", "[]", status=bad)
+    run("precompute", "pin", "coffee", *at, *state, status=bad)
+
+
+def test_the_served_service_stops_on_sigterm(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-c", "from kintsugi.cli.precompute import app; app()", "serve"),
+        *("--listen", "127.0.0.1:0", "--state", str(tmp_path)),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        with grpc.insecure_channel(address) as channel:
+            assert not precompute_pb2_grpc.PrecomputeStub(channel).List(pb.ListJobsRequest()).jobs
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,82 @@
+"""Which chunks go together, and what is done with those that came back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
+pytest.importorskip("inscriptis", reason="install the extra `precompute`")
+
+from kintsugi.core.spaces import ChunkKey, token_bytes
+from kintsugi.precompute.batches import DEATHS_MAX, Batch, Batches, Verdict, verdict_on
+from kintsugi.precompute.ledger import PendingChunk
+from kintsugi.precompute.worker import FILLED, PRESENT
+
+
+def chunk(number: int, size: int = 10) -> PendingChunk:
+    return PendingChunk(ChunkKey(number.to_bytes(32, "big")), token_bytes([number] * size))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict"),
+    [
+        (FILLED, Verdict.FILLED),
+        (PRESENT, Verdict.PRESENT),
+        ("Unavailable: shard: gone", Verdict.RETRY),
+        ("DeadlineExceeded: late", Verdict.RETRY),
+        ("ResourceExhausted: quota", Verdict.FULL),
+        ("ForeignChunkKey: spans[0].key: x", Verdict.FOREIGN),
+        ("lora: chunk KV belongs to the base model", Verdict.FAILED),
+        ("", Verdict.FAILED),
+    ],
+)
+def test_an_outcome_is_judged_by_its_first_word(outcome: str, verdict: Verdict) -> None:
+    assert verdict_on(outcome) is verdict
+
+
+def test_batches_fill_up_to_their_tokens_and_flush_the_rest() -> None:
+    batches = Batches(25)
+    batches.add([chunk(1), chunk(2)])
+    assert batches.take(flush=False) is None
+    batches.add([chunk(3), chunk(4, 100)])
+    first, second, third = (batches.take(flush=True) for _ in range(3))
+    assert first == Batch([chunk(1), chunk(2)])
+    assert second == Batch([chunk(3)])
+    assert third == Batch([chunk(4, 100)])  # larger than a batch: alone
+    assert batches.take(flush=True) is None
+    assert batches.num_tokens == 0
+
+
+def test_what_the_store_did_not_take_waits_again() -> None:
+    batches = Batches(100)
+    batch = Batch([chunk(n) for n in range(6)])
+    outcomes = [FILLED, PRESENT, "Unavailable: x", "odd", "ResourceExhausted: y", "ForeignChunkKey: z"]
+    settled = batches.finished(batch, outcomes)
+    assert settled.filled == [chunk(0)]
+    assert settled.present == [chunk(1)]
+    assert settled.failed == [(chunk(3), "odd")]
+    assert (settled.full[:3], settled.foreign[:3], settled.retried) == ("Res", "For", 3)
+    assert batches.take(flush=False) == Batch([chunk(2), chunk(4), chunk(5)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_deadly_chunk_is_found_and_costs_only_itself(seed: int) -> None:
+    chance = random.Random(seed)
+    count, deadly = chance.randrange(1, 40), chance.randrange(40)
+    batches = Batches(chance.choice((10, 55, 1000)))
+    batches.add([chunk(n) for n in range(count)])
+    filled: list[PendingChunk] = []
+    given_up: list[PendingChunk] = []
+    deaths = 0
+    while (batch := batches.take(flush=True)) is not None:
+        if chunk(deadly) in batch.chunks:
+            deaths += 1
+            given_up += [lost for lost, _ in batches.died(batch)]
+        else:
+            filled += batches.finished(batch, [FILLED] * len(batch.chunks)).filled
+    assert sorted(c.key for c in [*filled, *given_up]) == [chunk(n).key for n in range(count)]
+    assert given_up == ([chunk(deadly)] if deadly < count else [])
+    assert deaths <= 7 + DEATHS_MAX
+    assert batches.num_tokens == 0

@@ -1,0 +1,196 @@
+"""The ledger: documents to chunks, and which chunks nobody has any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
+pytest.importorskip("inscriptis", reason="install the extra `precompute`")
+
+from kintsugi.client.documents import DocumentRef
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.readers import Failure
+from kintsugi.precompute.warm import pin
+
+SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme")
+OTHER = ChunkSpace(ModelFingerprint(bytes([1]) * 32), "acme")
+
+
+def document(
+    name: str, *words: int, url: str = "a.jsonl", place: int = 0, space: ChunkSpace = SPACE
+) -> ScannedDocument:
+    chunks = tuple(
+        ScannedChunk(ChunkKey.of(space, [word]).digest, token_bytes([word]), n, n + 1)
+        for n, word in enumerate(words)
+    )
+    return ScannedDocument(url, place, name, "", bytes(words), "{}", chunks)
+
+
+def key(word: int, space: ChunkSpace = SPACE) -> ChunkKey:
+    return ChunkKey.of(space, [word])
+
+
+class Corpus:
+    """One corpus of a ledger, run by run."""
+
+    def __init__(self, ledger: Ledger, name: str = "tea", space: ChunkSpace = SPACE) -> None:
+        self.ledger, self.name, self.space = ledger, name, space
+
+    def run(
+        self, *documents: ScannedDocument, stamps: dict[str, str] | None = None, failed: tuple[str, ...] = ()
+    ) -> tuple[list[ChunkKey], list[Failure], int]:
+        """Chunks to be looked up, duplicates, vanished documents."""
+        edition = self.ledger.open_edition(self.name, self.space, "src", "model", "cut")
+        run = self.ledger.begin_run(edition)
+        recorded = self.ledger.record(edition, run, "acme", documents)
+        vanished = self.ledger.end_scan(edition, run, stamps or {}, failed)
+        rest = [chunk.key for page in self.ledger.unchecked(edition, run) for chunk in page]
+        self.ledger.end_run(run, 0, 0.0, complete=True)
+        return [chunk.key for chunk in recorded.fresh] + rest, recorded.duplicates, vanished
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path)
+
+
+def test_a_chunk_is_looked_up_once_per_run(ledger: Ledger) -> None:
+    corpus = Corpus(ledger)
+    first, _, _ = corpus.run(document("a", 1, 2, 1), document("b", 2, 3))
+    assert first == [key(1), key(2), key(3)]
+    again, _, _ = corpus.run(document("a", 1, 2, 1), document("b", 2, 3))
+    assert again == first
+    (edition,) = ledger.editions("tea")
+    assert (edition.documents, edition.chunks, edition.completed) == (2, 3, True)
+    assert [k for page in ledger.keys(edition.id) for k in page] == sorted(first)
+
+
+def test_a_change_orphans_exactly_the_chunks_that_nobody_else_has(ledger: Ledger) -> None:
+    corpus, other = Corpus(ledger), Corpus(ledger, "coffee")
+    corpus.run(document("a", 1, 2, 3, 4), document("b", 2))
+    other.run(document("x", 3))
+    fresh, _, _ = corpus.run(document("a", 4, 5), document("b", 2))
+    assert set(fresh) == {key(4), key(5), key(2)}
+    assert ledger.orphans("acme") == [key(1)]
+    assert ledger.orphans("umbrella") == []
+    ledger.forget([key(1)])
+    assert ledger.orphans("acme") == []
+
+
+def test_a_document_that_vanished_is_forgotten_unless_its_file_could_not_be_read(ledger: Ledger) -> None:
+    corpus = Corpus(ledger)
+    corpus.run(document("a", 1), document("b", 2, url="b.jsonl"))
+    assert corpus.run(document("a", 1), failed=("b.jsonl",))[2] == 0
+    assert ledger.orphans("acme") == []
+    assert corpus.run(document("a", 1))[2] == 1
+    assert ledger.orphans("acme") == [key(2)]
+
+
+def test_files_that_have_not_changed_keep_their_documents(ledger: Ledger) -> None:
+    corpus = Corpus(ledger)
+    corpus.run(document("a", 1), document("b", 2, url="b.jsonl"), stamps={"a.jsonl": "1", "b.jsonl": ""})
+    edition = ledger.open_edition("tea", SPACE, "src", "model", "cut")
+    assert ledger.stamps(edition) == {"a.jsonl": "1"}
+    run = ledger.begin_run(edition)
+    assert ledger.keep_files(edition, run, ["a.jsonl"]) == 1
+    assert ledger.end_scan(edition, run, {}, []) == 1
+    assert [chunk.key for page in ledger.unchecked(edition, run) for chunk in page] == [key(1)]
+    recut = ledger.open_edition("tea", SPACE, "src", "model", "cut otherwise")
+    assert (recut, ledger.stamps(recut)) == (edition, {})
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_documents_with_one_id_the_first_of_the_source_stays(
+    ledger: Ledger, order: tuple[int, int]
+) -> None:
+    both = (document("a", 1, place=0), document("a", 2, place=9))
+    _, duplicates, _ = Corpus(ledger).run(*(both[index] for index in order))
+    assert [(failure.place, failure.document_id) for failure in duplicates] == [(9, "a")]
+    (found,) = ledger.resolve("tea", [DocumentRef("a", 0)])
+    assert found is not None
+    assert found.key == key(1)
+
+
+def test_a_block_that_is_delivered_twice_counts_once(ledger: Ledger) -> None:
+    _, duplicates, _ = Corpus(ledger).run(document("a", 1), document("a", 1))
+    assert duplicates == []
+
+
+def test_references_resolve_within_the_edition_that_serves(ledger: Ledger) -> None:
+    with pytest.raises(NotFound, match="kintsugi precompute"):
+        ledger.resolve("tea", [DocumentRef("a", 0)])
+    Corpus(ledger).run(document("a", 7, 8))
+    known = ledger.resolve(
+        "tea", [DocumentRef("a", 1), DocumentRef("a", 2), DocumentRef("b", 0), DocumentRef("a", 0, "x")]
+    )
+    assert known[1:] == [None, None, None]
+    assert known[0] is not None
+    assert (known[0].key, known[0].token_ids) == (key(8), (8,))
+    edition = ledger.open_edition("tea", OTHER, "src", "model2", "cut")
+    ledger.begin_run(edition)  # a second model is being filled: the first one serves on
+    (still,) = ledger.resolve("tea", [DocumentRef("a", 1)])
+    assert still is not None
+    assert still.key == key(8)
+
+
+def test_a_retired_edition_leaves_its_own_chunks_as_orphans(ledger: Ledger) -> None:
+    Corpus(ledger).run(document("a", 1))
+    Corpus(ledger, space=OTHER).run(document("a", 1, space=OTHER))
+    old, _ = ledger.editions("tea")
+    ledger.retire(old.id)
+    assert ledger.orphans("acme") == [key(1)]
+    assert [edition.fingerprint for edition in ledger.editions("tea")] == [OTHER.fingerprint.hex]
+
+
+def test_two_jobs_on_one_corpus_are_refused(ledger: Ledger, tmp_path: Path) -> None:
+    with (
+        ledger.exclusive("tea"),
+        ledger.exclusive("coffee"),
+        pytest.raises(Unavailable, match="another job"),
+        Ledger(tmp_path).exclusive("tea"),
+    ):
+        pass
+    with ledger.exclusive("tea"):
+        pass
+
+
+def test_everything_outlives_the_process(tmp_path: Path) -> None:
+    first = Ledger(tmp_path)
+    Corpus(first).run(document("a", 1))
+    first.close()
+    assert Ledger(tmp_path).resolve("tea", [DocumentRef("a", 0)])[0] is not None
+
+
+def test_the_newest_long_run_predicts(ledger: Ledger) -> None:
+    edition = ledger.open_edition("tea", SPACE, "src", "model", "cut")
+    assert ledger.tokens_per_s(SPACE.fingerprint.hex) is None
+    for tokens, seconds in ((1000, 10.0), (5, 0.1)):
+        ledger.end_run(ledger.begin_run(edition, workers=2), tokens, seconds, complete=False)
+    assert ledger.tokens_per_s(SPACE.fingerprint.hex) == 50.0
+
+
+def test_failures_are_kept_up_to_a_bound(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kintsugi.precompute.ledger.REASONS_MAX", 3)
+    run = ledger.begin_run(1)
+    for number in range(5):
+        ledger.note_failures(run, [Failure("u", number, "bad", "d")])
+    assert [failure.place for failure in ledger.failures(run)] == [0, 1, 2]
+
+
+def test_a_state_folder_that_is_none_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 200)
+    with pytest.raises(Corrupted, match="--state"):
+        Ledger(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match="--state"):
+        Ledger(tmp_path / "file")
+
+
+def test_a_store_without_pins_cannot_keep_a_corpus(ledger: Ledger) -> None:
+    Corpus(ledger).run(document("a", 1, 2))
+    with pytest.raises(InvalidField, match="has no pins"):
+        pin(ledger, "ram://ledger-test", "tea", 60.0)

@@ -1,0 +1,98 @@
+"""What a job may ask, and what is known of its model without loading it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
+pytest.importorskip("inscriptis", reason="install the extra `precompute`")
+
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.client.chunking import ChunkingConfig
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.precompute.service import spec_of
+from kintsugi.precompute.spec import JobSpec, ModelFacts
+from kintsugi.precompute.worker import durable
+
+
+def spec(**values: Any) -> JobSpec:
+    model = str(cached_checkpoint("tiny-llama"))
+    return JobSpec(
+        **{"source": "/x/docs", "model": model, "store": "grpc://h:1", "namespace": "acme", **values}
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"namespace": ""}, "namespace"),
+        ({"store": "ram://x"}, "store"),
+        ({"corpus": "a b"}, "corpus"),
+        ({"workers": 0}, "workers"),
+        ({"batch_tokens": 0}, "batch_tokens"),
+        ({"bytes_max": -1}, "bytes_max"),
+        ({"tokens_per_s_max": -1.0}, "tokens_per_s_max"),
+        ({"errors_share_max": 1.5}, "errors_share_max"),
+    ],
+)
+def test_impossible_values_are_named(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField, match=field):
+        spec(**values)
+
+
+def test_a_spec_survives_json_and_unknown_fields_do_not() -> None:
+    assert spec_of(spec(workers=3, chunking=ChunkingConfig(100)).to_json()) == spec(
+        workers=3, chunking=ChunkingConfig(100)
+    )
+    with pytest.raises(InvalidField, match="workers"):
+        spec_of(
+            json.dumps({"source": "x", "model": "m", "store": "grpc://h:1", "namespace": "a", "worker": 1})
+        )
+    with pytest.raises(InvalidField, match="no JSON"):
+        spec_of("{")
+    with pytest.raises(InvalidField, match="at most"):
+        spec_of(" " * (1 << 21))
+
+
+def test_a_corpus_is_called_by_its_source_and_tenant() -> None:
+    assert spec(source="s3://bucket/My docs/").corpus_name == "My-docs@acme"
+    assert spec(corpus="tea").corpus_name == "tea"
+
+
+def test_facts_of_a_model() -> None:
+    facts = ModelFacts.of(spec())
+    assert (facts.dtype, facts.layout.num_layers, facts.layout.num_kv_heads) == ("bfloat16", 4, 2)
+    assert facts.space.prefix_token_ids == (0,)
+    assert facts.chunk_bytes(512) == 512 * facts.chunk_bytes(1)
+    assert ModelFacts.of(spec(dtype="float16")).space.fingerprint != facts.space.fingerprint
+
+
+def test_models_that_are_none_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"config\.json"):
+        ModelFacts.of(spec(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(Corrupted, match="not JSON"):
+        ModelFacts.of(spec(model=str(tmp_path)))
+    shutil.copytree(cached_checkpoint("tiny-llama"), tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    del config["num_hidden_layers"]
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(Corrupted, match="num_hidden_layers"):
+        ModelFacts.of(spec(model=str(tmp_path / "model")))
+
+
+def test_chunks_longer_than_the_context_are_refused() -> None:
+    with pytest.raises(InvalidField, match="8189"):
+        ModelFacts.of(spec(chunking=ChunkingConfig(8190)))
+
+
+def test_puts_are_durable_where_the_store_has_a_disk() -> None:
+    assert durable("grpc://h:1", False) == "grpc://h:1"
+    assert durable("grpc://h:1", True) == "grpc://h:1?ack=durable"
+    assert durable("grpc://h:1?tier=ssd0", True) == "grpc://h:1?tier=ssd0&ack=durable"
+    assert durable("grpc://h:1?ack=ram", True) == "grpc://h:1?ack=ram"
