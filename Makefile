@@ -1,6 +1,7 @@
 # The verbs, the same for a person and for CI. Every one that needs an installation makes it first.
 #
-#   make demo [MODEL=path]   answer a question from blended chunks, beside full prefill
+#   make demo [MODEL=path]   answer a question from blended chunks, beside full prefill: right and wrong on a
+#                            small trained model, times on a larger random one; or both on yours
 #   make test                the tests, without the long matrices
 #   make test-full           everything
 #   make check               formatting, lints, types, import layers, stubs, length limits
@@ -50,7 +51,12 @@ $(PROTO_VENV)/.installed: locks/proto.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/kintsugi demo $(if $(MODEL),--model "$(MODEL)")
+ifdef MODEL
+	$(BIN)/kintsugi demo --model "$(MODEL)"
+else
+	$(BIN)/kintsugi demo
+	$(BIN)/kintsugi demo --random-weights
+endif
 
 test: setup
 	$(BIN)/python -m pytest -m "not full"

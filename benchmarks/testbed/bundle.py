@@ -4,8 +4,8 @@
     kintsugi calibrate --model $FOLDER --questions $FOLDER/questions.jsonl --out $FOLDER/calibration.json
 
 Writes the checkpoint, the questions to calibrate it on, and the demo's question: the first of its kind that
-full prefill answers and full KV reuse does not. All come from evaluation seeds, in slices that
-`benchmarks/quality.py` does not judge on.
+full prefill answers and full KV reuse does not. All come from evaluation seeds, the questions from the slice
+that `benchmarks/quality.py` calibrates on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from benchmarks.testbed.export import export
 from benchmarks.testbed.generator import TASKS, Example, Shape, eval_example
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 
-QUESTIONS_FROM = 400_000
-QUESTIONS_PER_TASK = 16
+QUESTIONS_FROM = 200_000
+QUESTIONS_PER_TASK = 40
 SHOWCASE_FROM = 500_000
 SHOWCASE_TASK = "relay"
 SHOWCASE_SHAPE = Shape(chunks=(6, 6), facts_per_chunk=(2, 3), fillers_per_chunk=(14, 16))

@@ -40,6 +40,10 @@ RANDOM_WEIGHTS_NOTE = (
     "This model was made for the demo and has random weights: its answers are gibberish and say nothing "
     "about quality. The times are real."
 )
+SMALL_MODEL_NOTE = (
+    "This model has 2.8 million parameters and prefills a short prompt in no time, so blending it saves work "
+    "but hardly time. Times of a larger model: kintsugi demo --random-weights."
+)
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,8 @@ def _render(console: Console, show: Show, prompt: RagPrompt, measurements: Seque
     print_comparison(console, measurements, len(prompt.chunks), right)
     console.print("\n[bold]The blend[/]")
     print_accounting(console, measurements[-1].generation.accounting)
+    if show.expected is not None:
+        console.print(f"\n{SMALL_MODEL_NOTE}", style="dim", highlight=False)
     if show.random_weights:
         console.print(f"\n{RANDOM_WEIGHTS_NOTE}", style="yellow", highlight=False)
     if show.trust.regardless:
