@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
 import blake3
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Outcome
@@ -51,15 +54,22 @@ class ShadowConfig:
                 raise InvalidField(f"shadow.{name}", f"{getattr(self, name)} must be at least 1")
 
 
-@dataclass
-class ShadowCounts:
-    """What a metrics endpoint exports, each as `kintsugi_shadow_NAME`."""
+@dataclass(eq=False)  # registries keep collectors by identity
+class ShadowCounts(Collector):
+    """What was seen so far. In a `CollectorRegistry`: counters `kintsugi_shadow_NAME_total`."""
 
     compared: int = 0
     dropped: int = 0
     disagreed: int = 0
     trips: int = 0
     kl_sum: float = 0.0
+    """Nats, over the compared."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, value in dataclasses.asdict(self).items():
+            yield CounterMetricFamily(
+                f"kintsugi_shadow_{name}", f"Shadowed requests: {name.replace('_', ' ')}", value=value
+            )
 
 
 class Answers(Protocol):
@@ -98,8 +108,12 @@ class Shadow:
         binding: Binding,
         config: ShadowConfig | None = None,
         now: Callable[[], str] = utc_now,
+        registry: CollectorRegistry | None = None,
     ) -> None:
+        """`registry` exports the counts; None keeps them here."""
         self.counts = ShadowCounts()
+        if registry is not None:
+            registry.register(self.counts)
         self._engine = engine
         self._store = store
         self._binding = binding

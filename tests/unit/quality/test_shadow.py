@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kintsugi.client.ram import RamStore
 from kintsugi.core.errors import InvalidField
@@ -105,11 +106,14 @@ def test_good_blends_never_trip(store: RamStore) -> None:
 
 def test_a_drift_trips_blending_off_for_all_and_a_new_calibration_ends_it(store: RamStore) -> None:
     engine = FakeEngine()
-    shadow = Shadow(engine, store, BINDING, EVERYTHING, now=lambda: "2026-01-01")
+    registry = CollectorRegistry()
+    shadow = Shadow(engine, store, BINDING, EVERYTHING, now=lambda: "2026-01-01", registry=registry)
     engine.plan_with(Selection(0.01))
     engine.right_from = lambda selection, index: False
     serve(shadow, engine, range(20))
     assert shadow.counts.trips == 1
+    assert registry.get_sample_value("kintsugi_shadow_trips_total") == 1
+    assert registry.get_sample_value("kintsugi_shadow_disagreed_total") == shadow.counts.disagreed
     report = published(store, BINDING)
     assert report is not None
     assert report.tripped is not None
