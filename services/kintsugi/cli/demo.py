@@ -41,8 +41,8 @@ RANDOM_WEIGHTS_NOTE = (
     "about quality. The times are real."
 )
 SMALL_MODEL_NOTE = (
-    "This model has 2.8 million parameters and prefills a short prompt in no time, so blending it saves work "
-    "but hardly time. Times of a larger model: kintsugi demo --random-weights."
+    "This model has 2.8 million parameters: a short prompt takes it no time, and blending saves work but no "
+    "time. Times of a larger model: kintsugi demo --random-weights."
 )
 
 
@@ -68,6 +68,7 @@ class Show:
     ending: str
     """The question as it ends the prompt."""
     trust: Trust
+    max_tokens: int = MAX_TOKENS
     expected: str | None = None
     """The right answer, where it is known."""
     random_weights: bool = False
@@ -76,11 +77,13 @@ class Show:
 def run(screen: Screen, task: Task) -> None:
     """Raises `NotBlendable` where the blend fell back to full prefill: there is nothing to show then."""
     show = _chosen(screen, task)
-    with opened(screen, show.model, show.texts, show.ending, NAMESPACE, MAX_TOKENS, show.trust) as session:
+    with opened(
+        screen, show.model, show.texts, show.ending, NAMESPACE, show.max_tokens, show.trust
+    ) as session:
         _insist(session.not_saved_because)
         with screen.step("Answering four ways") as say:
             measurements = compare(
-                session.engine, session.prompt, BlendChoice(NAMESPACE), MAX_TOKENS, task.repeat, say
+                session.engine, session.prompt, BlendChoice(NAMESPACE), show.max_tokens, task.repeat, say
             )
         prompt = session.prompt
     for measurement in measurements:
@@ -116,6 +119,7 @@ def _bundled() -> Show:
         question=shown.question,
         ending=shown.question,
         trust=Trust(report=BUNDLED_REPORT),
+        max_tokens=1,
         expected=shown.answer,
     )
 
