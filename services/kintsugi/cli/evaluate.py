@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -110,7 +111,7 @@ def _axes(task: Task, num_layers: int) -> Axes:
     return Axes(selections, **task.axes)
 
 
-HEADINGS = ("method", "cost", "TTFT ms", "EM", "EM lost", "F1", "Rouge-L", "KL", "top-1", "n")
+HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")
 
 
 def render(console: Console, evaluation: Evaluation) -> None:
@@ -120,12 +121,14 @@ def render(console: Console, evaluation: Evaluation) -> None:
         parts += [f"{setting.chunk_tokens} tokens a chunk"] if setting.chunk_tokens else []
         parts += [f"{setting.chunk_count} chunks"] if setting.chunk_count else []
         parts += [f"{setting.tier_bytes_per_s:g} bytes/s"] if setting.tier_bytes_per_s else []
-        table = Table(title=", ".join(parts), header_style="bold")
+        rows = [row for row in evaluation.rows if row.setting == setting]
+        parts.append(f"{rows[0].num_prompts} questions")
+        console.print("\n" + ", ".join(parts), highlight=False)
+        table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for index, heading in enumerate(HEADINGS):
             table.add_column(heading, justify="right" if index else "left", no_wrap=True)
-        for row in evaluation.rows:
-            if row.setting == setting:
-                table.add_row(*_cells(row))
+        for row in rows:
+            table.add_row(*_cells(row))
         console.print(table)
     if evaluation.rates:
         table = Table(title="TTFT by request rate", header_style="bold")
@@ -135,7 +138,12 @@ def render(console: Console, evaluation: Evaluation) -> None:
             p95 = f"{rate.ttft_p95_s * 1e3:.0f}"
             table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)
         console.print(table)
-    console.print("Ranges are 95 % bootstrap intervals; EM lost is paired with full prefill's.", style="dim")
+    console.print(
+        "cost: of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and what is lost of full "
+        "prefill's, paired · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
+        style="dim",
+        highlight=False,
+    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -144,12 +152,11 @@ def _cells(row: Row) -> list[str]:
         f"{row.cost:.3f}",
         f"{row.ttft.mean * 1e3:.0f}",
         _mean(row.exact_match),
-        "–" if row.em_loss is None else _span(row.em_loss, 1, 3),
+        "–" if row.em_loss is None else _span(row.em_loss, 1, 2),
         _mean(row.f1),
         _mean(row.rouge_l),
-        f"{row.kl_mean:.4f}",
+        f"{row.kl_mean:.2g}",
         f"{row.top1_agreement:.3f}",
-        str(row.num_prompts),
     ]
 
 
