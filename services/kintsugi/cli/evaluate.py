@@ -139,8 +139,8 @@ def render(console: Console, evaluation: Evaluation) -> None:
             table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)
         console.print(table)
     console.print(
-        "cost: of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and what is lost of full "
-        "prefill's, paired · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
+        "cost: of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points lost to "
+        "full prefill, paired · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
         style="dim",
         highlight=False,
     )
@@ -149,19 +149,19 @@ def render(console: Console, evaluation: Evaluation) -> None:
 def _cells(row: Row) -> list[str]:
     return [
         row.method,
-        f"{row.cost:.3f}",
+        f"{row.cost:.2f}",
         f"{row.ttft.mean * 1e3:.0f}",
         _mean(row.exact_match),
-        "–" if row.em_loss is None else _span(row.em_loss, 1, 2),
+        "–" if row.em_loss is None else _span(row.em_loss, 100, 1),
         _mean(row.f1),
         _mean(row.rouge_l),
         f"{row.kl_mean:.2g}",
-        f"{row.top1_agreement:.3f}",
+        f"{row.top1_agreement:.2f}",
     ]
 
 
 def _mean(interval: Interval | None) -> str:
-    return "–" if interval is None else f"{interval.mean:.3f}"
+    return "–" if interval is None else f"{interval.mean:.2f}"
 
 
 def _span(interval: Interval, scale: float, digits: int) -> str:
