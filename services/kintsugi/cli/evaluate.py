@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -124,7 +123,7 @@ def render(console: Console, evaluation: Evaluation) -> None:
         rows = [row for row in evaluation.rows if row.setting == setting]
         parts.append(f"{rows[0].num_prompts} questions")
         console.print("\n" + ", ".join(parts), highlight=False)
-        table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
         for index, heading in enumerate(HEADINGS):
             table.add_column(heading, justify="right" if index else "left", no_wrap=True)
         for row in rows:
