@@ -83,26 +83,22 @@ class AsyncGrpcStore(AsyncChunkStore):
         return await self._calls.unary(name, request, response, timeout_s or self._options.call_timeout_s)
 
     async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        found: list[ChunkManifest | None] = []
+        return [self._readable(entry) for entry in await self._found(namespace, keys)]
+
+    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        found = await self._found(namespace, keys)
+        return [entry.tier if self._readable(entry) else None for entry in found]
+
+    async def _found(self, namespace: str, keys: Sequence[ChunkKey]) -> list[pb.Found]:
+        """What the shard says of each key."""
+        found: list[pb.Found] = []
         for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
             part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            response = await self.call("Lookup", request, pb.LookupResponse)
-            found += [self._readable(entry) for entry in response.found]
+            found += (await self.call("Lookup", request, pb.LookupResponse)).found
         if len(found) != len(keys):
             raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
         return found
-
-    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        tiers: list[str | None] = []
-        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
-            part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
-            request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            response = await self.call("Lookup", request, pb.LookupResponse)
-            tiers += [entry.tier if self._readable(entry) else None for entry in response.found]
-        if len(tiers) != len(keys):
-            raise Unavailable(f"{self.address}: answered {len(tiers)} of {len(keys)} keys")
-        return tiers
 
     def _readable(self, found: pb.Found) -> ChunkManifest | None:
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,26 +200,17 @@ class WorkerSide:
             budget -= self._advance_save(budget)
 
     def _admit(self, job: BlendJob) -> None:
-        """Begin a blend, or leave the prompt to vLLM, as in `_advance_blend`."""
-        try:
+        """Begin a blend, or leave the prompt to vLLM."""
+        request_id = job.tokens.request_id
+        with surviving(f"begin the blend of {request_id}", partial(self._fail, request_id)):
             self._begin_blend(job)
-        except Exception as defect:
-            if rank_and_size()[1] > 1:
-                raise
-            logger.exception("The blend of %s could not begin", job.tokens.request_id)
-            self._fail(job.tokens.request_id, f"defect: {type(defect).__name__}: {defect}")
 
     def _advance_blend(self, request_id: str, work: BlendPass, budget: float) -> float:
-        """Run a slice. A defect costs this request its blend, not the engine its life, but where ranks
-        have to stay in step."""
-        try:
-            return work.advance(budget)
-        except Exception as defect:
-            if rank_and_size()[1] > 1:
-                raise
-            logger.exception("The blend of %s broke; its prompt is prefilled in full", request_id)
-            work.abandon(f"defect: {type(defect).__name__}: {defect}")
-            return budget
+        """Run a slice."""
+        spent = budget
+        with surviving(f"blend {request_id}, which is prefilled in full", work.abandon):
+            spent = work.advance(budget)
+        return spent
 
     def _fail(self, request_id: str, reason: str | None) -> None:
         """The request's KV is not there: vLLM computes it."""
@@ -248,19 +242,15 @@ class WorkerSide:
         )
 
     def _advance_save(self, budget: float) -> float:
-        """Run a slice of the batch in hand. A defect costs its chunks, as in `_advance_blend`."""
+        """Run a slice of the batch in hand; a defect costs its chunks."""
         jobs = self._save.jobs if self._save is not None else self._next_saves()
-        try:
+        spent = budget
+        task = f"save {len(jobs)} chunks, of which none is stored"
+        with surviving(task, partial(self._abandon_save, jobs)):
             if self._save is None:
                 self._save = self._begin_save(jobs)
             spent = self._save.work.advance(budget)
-        except Exception as defect:
-            if rank_and_size()[1] > 1:
-                raise
-            logger.exception("The save of %d chunks broke; none of them is stored", len(jobs))
-            self._abandon_save(jobs, f"defect: {type(defect).__name__}: {defect}")
-            return budget
-        if self._save.work.status is Status.DONE:
+        if self._save is not None and self._save.work.status is Status.DONE:
             batch, self._save = self._save, None
             for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
                 self._finish_save(batch, job, frames)
@@ -351,6 +341,19 @@ class WorkerSide:
                 if error is None
                 else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
             )
+
+
+@contextmanager
+def surviving(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
+    """A defect inside costs the pass, which `give_up` is told the reason of, not the engine its life; but it
+    is raised where ranks have to stay in step."""
+    try:
+        yield
+    except Exception as defect:
+        if rank_and_size()[1] > 1:
+            raise
+        logger.exception("Failed to %s", task)
+        give_up(f"defect: {type(defect).__name__}: {defect}")
 
 
 def _removed(jobs: list[Any], request_id: str) -> bool:

@@ -13,7 +13,7 @@ from kintsugi.client.arena import ArenaMap
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.client.registry import open_store
-from kintsugi.core.errors import DeadlineExceeded
+from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store import service as service_module
@@ -110,7 +110,7 @@ def test_a_restarted_shard_is_attached_anew() -> None:
             try:
                 store.put(other, other_frames)
                 break
-            except Exception:
+            except Unavailable:  # the channel has not seen yet that the shard is back
                 if attempt == 49:
                     raise
         assert read_all(store, [other.key]) == [(0, layer, other_frames[layer]) for layer in range(3)]
