@@ -1,0 +1,105 @@
+"""What a gateway and an engine say to each other.
+
+Plain values, so that they pass through Ray, through one process, or through a test alike. A gateway sends
+constraints (`KintsugiParams`), never a plan; tokens, never tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kintsugi.core.request import KintsugiParams
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One prompt, tokenised by whoever sends it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: KintsugiParams
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's `SamplingParams` by name; the engine refuses what it does not know with `InvalidField`."""
+    priority: int = 0
+    """vLLM's: lower goes first."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """W3C trace context headers (`traceparent`, `tracestate`)."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens, as OpenAI counts them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens that the engine did not compute itself: prefix cache and chunks."""
+
+
+@dataclass(frozen=True)
+class EngineDelta:
+    """A piece of an answer. Only the last carries what follows `text`."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    accounting: Mapping[str, Any] | None = None
+    """`core.accounting.Accounting.to_mapping`."""
+    usage: Usage | None = None
+
+
+class SaveState(StrEnum):
+    """What became of a chunk that was to be stored."""
+
+    SAVED = "saved"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """Of one chunk."""
+
+    state: SaveState
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class OpenAICall:
+    """A request to an OpenAI endpoint, authenticated and looked through by the gateway."""
+
+    request_id: str
+    path: str
+    """`/v1/completions` or `/v1/chat/completions`."""
+    body: Mapping[str, Any]
+    """The request's JSON, with what is ours (`kintsugi`, `documents` marked as chunks) taken out."""
+    params: KintsugiParams
+    """Without spans: only the engine knows where chunks lie once the template has been rendered."""
+    chunk_texts: tuple[str, ...] = ()
+    """Texts that are tokenised alone wherever the rendered prompt holds them."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OpenAIHead:
+    """First item of an answer to an `OpenAICall`; pieces of the body follow."""
+
+    status: int
+    content_type: str
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a gateway has to know about the engines behind it."""
+
+    model: str
+    """Name that clients use."""
+    fingerprint: str
+    """Hexadecimal."""
+    prefix_token_ids: tuple[int, ...]
+    portable: bool
+    max_model_len: int
+    blending: str
+    """`on`, or why not: the gate's reason."""

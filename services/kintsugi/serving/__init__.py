@@ -1,0 +1,1 @@
+"""Serving on Ray Serve: gateway, engine replicas, routing, autoscaling."""

@@ -1,0 +1,42 @@
+"""The engines as a gateway sees them.
+
+Implementations: Ray Serve's handle (`serving.ray_backend`), one engine in this process, and a stub for what
+is measured without a model. All pass the same contract tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+
+from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+
+
+class EngineBackend(ABC):
+    """Answers prompts and stores chunks. For one event loop.
+
+    Errors: `InvalidField` for what a caller can mend, `Unavailable` where no engine answers (a request that
+    has not yielded anything yet may be sent again), `ResourceExhausted` where queues are full.
+    """
+
+    @abstractmethod
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        """The answer as it comes. Closing the generator ends the work in the engine."""
+
+    @abstractmethod
+    async def save(
+        self, request_id: str, namespace: str, chunks: Sequence[tuple[int, ...]], priority: int = 0
+    ) -> list[SaveOutcome]:
+        """Prefill chunks in isolation and store them; returns once each is committed or has failed."""
+
+    @abstractmethod
+    def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        """vLLM's own handling of an OpenAI request. Closing the generator ends the work in the engine."""
+
+    @abstractmethod
+    async def info(self) -> EngineInfo:
+        """Of any one engine: they are alike."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Idempotent."""
