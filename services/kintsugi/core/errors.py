@@ -29,7 +29,7 @@ from typing import Any
 
 
 class KintsugiError(Exception):
-    """Root of every error raised on purpose. Each travels between processes, whatever its constructor takes."""
+    """Root of every error raised on purpose. Each crosses processes, whatever its constructor takes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), str(self), self.__dict__)

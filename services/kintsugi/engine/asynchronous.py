@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
+from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome, SaveState, Usage
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
@@ -86,6 +86,8 @@ class AsyncEngine:
         self._gate = gate
         self._declined = unsupported
         self._submitted = 0
+        self._front: Any = None
+        self._metrics: Any = None
 
     @staticmethod
     async def start(spec: AsyncSpec) -> AsyncEngine:
@@ -155,6 +157,23 @@ class AsyncEngine:
         """Raises `Unavailable` where the engine's process is gone."""
         if self.client is None or self.client.errored:
             raise Unavailable("the engine has ended; it is started again")
+
+    def serve_metrics(self, host: str, port: int) -> None:
+        """Answer Prometheus with what vLLM and the connector count, until `stop`."""
+        from prometheus_client import start_http_server
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        self._metrics, _ = start_http_server(port, host, get_prometheus_registry())
+
+    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        """As `EngineBackend.openai`."""
+        if self._front is None:
+            from kintsugi.engine.openai import OpenAIFront
+
+            self._front = OpenAIFront(self.client, self._spec.name)
+        async with aclosing(self._front.answer(call)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         """As `EngineBackend.generate`. Raises `InvalidField` before anything is submitted."""
@@ -229,7 +248,12 @@ class AsyncEngine:
             raise InvalidField("sampling", translated.problem) from error
 
     async def save(
-        self, request_id: str, namespace: str, chunks: Sequence[tuple[int, ...]], priority: int = 0
+        self,
+        request_id: str,
+        namespace: str,
+        chunks: Sequence[tuple[int, ...]],
+        priority: int = 0,
+        tier: str = "auto",
     ) -> list[SaveOutcome]:
         """As `EngineBackend.save`."""
         prompts = [save_prompt(self.prefix_token_ids, chunk, namespace) for chunk in chunks]
@@ -272,6 +296,9 @@ class AsyncEngine:
             return
         client, self.client = self.client, None
         self._gate.close()
+        if self._metrics is not None:
+            self._metrics.shutdown()
+            self._metrics.server_close()
         await asyncio.to_thread(client.shutdown)
 
 

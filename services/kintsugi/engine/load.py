@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 MEMORY_TOKENS = 20_000.0
 """Prompt tokens after which an old rate counts half as much."""
+MEMORY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class LoadStats:
     """Of their prompts."""
     tokens_per_s: float
     """Prompt tokens that were answered per second in which one waited; 0: nothing is known yet."""
+    busy_share: float = 0.0
+    """Of the last `MEMORY_S`, in which somebody waited for a first token."""
 
     @property
     def queueing_ms(self) -> float:
@@ -40,6 +43,7 @@ class Load:
         self._counted_s = clock()
         self._busy_s = 0.0
         self._tokens = 0.0
+        self._busy_share = 0.0
 
     def began(self, request_id: str, num_tokens: int) -> None:
         self._count_time()
@@ -63,10 +67,15 @@ class Load:
     def _count_time(self) -> None:
         """Time counts while somebody waits: an idle engine has no rate."""
         now_s = self._clock()
+        elapsed_s = now_s - self._counted_s
+        keep = math.exp(-elapsed_s / MEMORY_S)
+        self._busy_share = self._busy_share * keep + (1 - keep) * bool(self._waiting)
         if self._waiting:
-            self._busy_s += now_s - self._counted_s
+            self._busy_s += elapsed_s
         self._counted_s = now_s
 
     def stats(self) -> LoadStats:
+        self._count_time()
         rate = self._tokens / self._busy_s if self._busy_s > 0 else 0.0
-        return LoadStats(len(self._running), len(self._waiting), sum(self._waiting.values()), rate)
+        waiting_tokens = sum(self._waiting.values())
+        return LoadStats(len(self._running), len(self._waiting), waiting_tokens, rate, self._busy_share)
