@@ -9,6 +9,8 @@
     │   ├── ForeignChunkKey    a key that was not made from this chunk space and these tokens
     │   └── BelowMinimum       a ratio below the least that passed calibration
     ├── NotFound               a chunk, report, shard or file that is not there
+    ├── Unauthenticated        no token, or one that nobody knows
+    ├── PermissionDenied       a known caller asked for what is not theirs, or is switched off here
     ├── ResourceExhausted      a bound was reached: bytes, entries, queue, quota
     ├── Unavailable            the other side does not answer now; retrying later can help
     ├── DeadlineExceeded       the other side answered too late
@@ -66,6 +68,14 @@ class BelowMinimum(InvalidField):
 
 class NotFound(KintsugiError):
     """What was asked for does not exist."""
+
+
+class Unauthenticated(KintsugiError):
+    """The caller showed no token, or one that nobody knows."""
+
+
+class PermissionDenied(KintsugiError):
+    """The caller is known, and may not do this."""
 
 
 class ResourceExhausted(KintsugiError):
