@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -27,6 +27,7 @@ from kintsugi.core.exchange import (
     SaveState,
     Usage,
 )
+from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
@@ -99,15 +100,19 @@ class AsyncEngine:
         self._metrics: Any = None
 
     @staticmethod
-    async def start(spec: AsyncSpec) -> AsyncEngine:
+    async def start(
+        spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None
+    ) -> AsyncEngine:
         """Load the model and answer one prompt, so that the first that counts finds everything ready.
 
-        10-30 s. Raises `InvalidField` for a configuration that cannot be, `Unavailable` where vLLM does
-        not start.
+        ``prepare`` is called on a thread before a calibration report is looked for, with what it has to speak
+        about. 10-30 s. Raises `InvalidField` for a configuration that cannot be, `Unavailable` where vLLM
+        does not start.
         """
         config = spec.config
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise Unavailable(
@@ -117,7 +122,12 @@ class AsyncEngine:
         from kintsugi.engine.support import unsupported
 
         try:
-            client = AsyncLLM.from_engine_args(AsyncEngineArgs(**_vllm_args(spec)))
+            vllm_config = AsyncEngineArgs(**_vllm_args(spec)).create_engine_config(
+                UsageContext.ENGINE_CONTEXT
+            )
+            binding = binding_of(vllm_config, config)
+            await asyncio.to_thread(prepare, binding)
+            client = AsyncLLM.from_vllm_config(vllm_config)
         except KintsugiError:
             raise
         except Exception as error:
@@ -125,10 +135,8 @@ class AsyncEngine:
             raise Unavailable(
                 f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}"
             ) from error
-        gate = await asyncio.to_thread(
-            lambda: opened_gate(config, open_store(config.store), binding_of(client.vllm_config, config))
-        )
-        engine = AsyncEngine(client, spec, gate, unsupported(client.vllm_config))
+        gate = await asyncio.to_thread(lambda: opened_gate(config, open_store(config.store), binding))
+        engine = AsyncEngine(client, spec, gate, unsupported(vllm_config))
         await engine._warm_up()
         return engine
 
@@ -179,7 +187,7 @@ class AsyncEngine:
         if self._front is None:
             from kintsugi.engine.openai import OpenAIFront
 
-            self._front = OpenAIFront(self.client, self._spec.name)
+            self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids)
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:
                 yield piece
