@@ -317,6 +317,11 @@ class GrpcStore(BlockingStore):
 
 def open_grpc(url: str) -> GrpcStore:
     """`grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
+    return GrpcStore(*shard_of(url))
+
+
+def shard_of(url: str) -> tuple[str, GrpcOptions]:
+    """Address and options in `grpc://host:port?OPTIONS`. Raises `InvalidField`."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -324,7 +329,7 @@ def open_grpc(url: str) -> GrpcStore:
         port = None
     if not parts.hostname or port is None:
         raise InvalidField("store", f"{url!r} must name a shard as grpc://host:port")
-    return GrpcStore(parts.netloc, options_of(parts.query))
+    return parts.netloc, options_of(parts.query)
 
 
 @dataclass(frozen=True)

@@ -268,6 +268,11 @@ class KnownChunks:
             tokens = self._disk.tokens(address)
         return None if tokens is None else tuple(np.frombuffer(tokens, "<u4").tolist())
 
+    def knows(self, namespace: str, key: ChunkKey) -> bool:
+        """Whether `token_ids` would give its tokens; not a use of it."""
+        with self._lock:
+            return (namespace, key) in self._seen
+
     def find(self, namespace: str, text: str) -> list[tuple[int, int]]:
         """`[start, end)` of known chunk texts inside `text`, in characters: disjoint, in order, and of
         those that overlap the ones that cover most."""
