@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome, SaveState, Usage
+from kintsugi.core.exchange import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    OpenAICall,
+    OpenAIHead,
+    SaveOutcome,
+    SaveState,
+    Usage,
+)
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
