@@ -30,6 +30,7 @@ from kintsugi.core.exchange import (
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
+from kintsugi.core.spaces import checked_namespace
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import Load, LoadStats
 from kintsugi.engine.local import KV_CACHE_BYTES, save_prompt, transfer_config
@@ -272,14 +273,20 @@ class AsyncEngine:
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
-        """As `EngineBackend.save`."""
-        prompts = [save_prompt(self.prefix_token_ids, chunk, namespace) for chunk in chunks]
-        for prompt in prompts:
-            self._check_prompt(prompt.token_ids)
+        """As `EngineBackend.save`. Raises `InvalidField` for another ``tier`` than `auto`: the store's own
+        rule places what engines put."""
+        if tier != "auto":
+            raise InvalidField(
+                "tier", f"{tier!r} cannot be chosen for a chunk that an engine puts; leave it out"
+            )
+        checked_namespace(namespace)
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
-        async def one(index: int) -> SaveOutcome:
-            prompt = prompts[index]
+        async def one(index: int, chunk: tuple[int, ...]) -> SaveOutcome:
+            try:
+                prompt = save_prompt(self.prefix_token_ids, chunk, namespace)
+            except InvalidField as error:
+                return SaveOutcome(SaveState.FAILED, str(error))
             assert prompt.params is not None
             request = EngineRequest(
                 f"{request_id}-{index}",
@@ -292,7 +299,7 @@ class AsyncEngine:
                 return await self._saved(request)
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(len(prompts))]
+            tasks = [group.create_task(one(index, chunk)) for index, chunk in enumerate(chunks)]
         return [task.result() for task in tasks]
 
     async def _saved(self, request: EngineRequest) -> SaveOutcome:

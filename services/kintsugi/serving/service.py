@@ -123,10 +123,18 @@ class Service:
             GATEWAY_DEPLOYMENT: self.spec.gateway.replicas,
         }[deployment]
 
-    def wait(self, timeout_s: float, say: Callable[[list[Progress]], None]) -> None:
-        """Until everything runs. Raises `Unavailable` for what failed, with what Serve says about it."""
+    def wait(
+        self,
+        timeout_s: float,
+        say: Callable[[list[Progress]], None],
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Until everything runs, or ``gives_up`` says so.
+
+        Raises `Unavailable` for what failed, with what Serve says about it, and `DeadlineExceeded`.
+        """
         deadline_s = time.monotonic() + timeout_s
-        while True:
+        while not gives_up():
             progress = self.progress()
             say(progress)
             for one in progress:
@@ -154,11 +162,16 @@ class Service:
         return addresses
 
     def info(self) -> EngineInfo:
-        """Of any one engine."""
+        """Of any one engine. Raises `Unavailable` while none answers."""
         from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
 
-        handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP)
-        info: EngineInfo = handle.info.remote().result(timeout_s=ASK_TIMEOUT_S)
+        try:
+            handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP)
+            info: EngineInfo = handle.info.remote().result(timeout_s=ASK_TIMEOUT_S)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise Unavailable(f"no engine answers ({type(error).__name__}); Serve starts it again") from error
         return info
 
     def stop(self) -> None:
