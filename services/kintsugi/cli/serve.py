@@ -95,10 +95,6 @@ def _engines(engines: EngineSpec, task: Task) -> EngineSpec:
     return engines
 
 
-        engines = dataclasses.replace(engines, replicas=Scale(task.engines, task.engines))
-    return engines
-
-
 def _store(store: StoreSpec, task: Task) -> StoreSpec:
     """A service with SSD tiers and no folder for identities keeps them on the first tier."""
     changes: dict[str, Any] = {}

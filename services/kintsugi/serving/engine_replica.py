@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.deploy import METRICS_PORTS, EngineSpec, ModelSpec
-from kintsugi.core.errors import KintsugiError
+from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
 from kintsugi.core.report import Binding
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
+from kintsugi.engine.load import LoadStats
 from kintsugi.serving.addresses import free_port, joined
 from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
@@ -103,6 +104,11 @@ class Engine:
 
     async def info(self) -> EngineInfo:
         return await self._backend.info()
+
+    async def stats(self) -> LoadStats:
+        if self._engine is None:
+            raise Unavailable("the engine has ended")
+        return self._engine.stats()
 
     async def check_health(self) -> None:
         if self._engine is not None:
