@@ -17,6 +17,7 @@ import pytest
 
 from kintsugi.client.directory import GrpcDirectory, ShardMap
 from kintsugi.client.sdk import Client
+from kintsugi.client.sdk_types import Sampling
 from kintsugi.core.deploy import ENGINE_DEPLOYMENT, GATEWAY_DEPLOYMENT, SHARD_DEPLOYMENT
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.serving.directory import ACTOR_NAME, LEASE_S, RAY_NAMESPACE
@@ -27,6 +28,7 @@ from tests.integration.serving.conftest import Deployed, eventually
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 Result = TypeVar("Result")
+GREEDY = Sampling(max_tokens=4, temperature=0.0)
 TEXTS = [
     "The tide comes in twice a day in most harbours of the coast.",
     "Salt was once worth its weight in gold.",
@@ -71,7 +73,7 @@ def test_the_sdk_stores_chunks_and_they_are_hit(deployed: Deployed) -> None:
     with Client(deployed.grpc, namespace="sdk") as client:
         assert all(put.new for put in client.put_chunks(TEXTS, wait=True))
         assert not any(put.new for put in client.put_chunks(TEXTS, wait=True))
-        answer = client.generate(TEXTS, "When does the tide come in?", max_tokens=4, temperature=0.0)
+        answer = client.generate(TEXTS, "When does the tide come in?", sampling=GREEDY)
     assert answer.accounting["chunks_hit"] == 2, answer.accounting
     assert answer.accounting["outcome"] == "blended"
 
@@ -129,12 +131,12 @@ def test_a_killed_shard_comes_back_under_its_name_and_nobody_gets_a_wrong_answer
     assert len(identities) == 2
     rest = others(deployed, SHARD_DEPLOYMENT)
     with Client(deployed.grpc, namespace="kill-shard") as client:
-        expected = client.generate(TEXTS, "Tide?", max_tokens=4, temperature=0.0, ratio=1.0).text
+        expected = client.generate(TEXTS, "Tide?", sampling=GREEDY, ratio=1.0).text
         client.put_chunks(TEXTS, wait=True)
         before = killed(deployed, SHARD_DEPLOYMENT)
         started_s = time.monotonic()
         while time.monotonic() - started_s < 2 * LEASE_S:
-            answer = client.generate(TEXTS, "Tide?", max_tokens=4, temperature=0.0, ratio=1.0)
+            answer = client.generate(TEXTS, "Tide?", sampling=GREEDY, ratio=1.0)
             assert answer.text == expected
         assert came_back(deployed, SHARD_DEPLOYMENT, before)
     assert eventually(lambda: {shard.shard_id for shard in shard_map(deployed).shards} == identities)
@@ -146,7 +148,7 @@ def test_a_killed_gateway_comes_back_on_its_ports(deployed: Deployed) -> None:
     before = killed(deployed, GATEWAY_DEPLOYMENT)
     assert came_back(deployed, GATEWAY_DEPLOYMENT, before)
     with Client(deployed.grpc, namespace="sdk") as client:
-        assert client.generate(TEXTS, "Tide?", max_tokens=2).text
+        assert client.generate(TEXTS, "Tide?", sampling=Sampling(max_tokens=2)).text
     assert httpx.get(f"{deployed.http}/readyz", timeout=60).status_code == 200
     assert others(deployed, GATEWAY_DEPLOYMENT) == rest
 
@@ -195,7 +197,7 @@ def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
     before = ray_engines.run(cut_off())
     assert eventually(lambda: not any(Path(f"/proc/{core}").exists() for core in cores), 30)
     with Client(deployed.grpc, namespace="sdk") as client:
-        answer = client.generate(TEXTS, "Tide?", max_tokens=4, temperature=0.0)
+        answer = client.generate(TEXTS, "Tide?", sampling=GREEDY)
     assert answer.accounting["outcome"] in ("blended", "prefix_hit"), json.dumps(answer.accounting)
     assert came_back(deployed, ENGINE_DEPLOYMENT, before)
     assert others(deployed, ENGINE_DEPLOYMENT) == rest
