@@ -5,7 +5,6 @@ Serve sends this module to every holder of a handle by value; what it decides wi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -13,14 +13,16 @@ import pytest
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
 from kintsugi.client.chunking import Chunk, Chunker, ChunkingConfig
-from kintsugi.core.exchange import EngineInfo, SaveState
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
-from kintsugi.serving.access import OpenAccess
+from kintsugi.serving.access import ANYONE
+from kintsugi.serving.gateway import Gateway, PutState
 from kintsugi.serving.http import HttpFront
-from kintsugi.serving.known_chunks import KnownChunks
 from kintsugi.serving.local_backend import LocalBackend
 from kintsugi.serving.openai_server import HttpServer
+from kintsugi.serving.segments import Segment
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ShardServer
 from kintsugi.store.shard import Shard
@@ -40,9 +42,8 @@ class Served:
     chunker: Chunker
     info: EngineInfo
     engine: AsyncEngine
-    known: KnownChunks
+    gateway: Gateway
     loop: asyncio.AbstractEventLoop
-    missed: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -57,14 +58,11 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(CALL_S)
 
     def store(self, namespace: str, texts: Sequence[str]) -> int:
-        """Prefill and store chunks, and know their texts, as a gateway's `PutChunks` does. Their tokens."""
-        ids = [self.chunker.token_ids(text) for text in texts]
-        outcomes = self.run(self.engine.save("put", namespace, ids))
-        assert all(outcome.state is SaveState.SAVED for outcome in outcomes), outcomes
-        space = self.space(namespace)
-        for text, tokens in zip(texts, ids, strict=True):
-            self.known.remember(namespace, ChunkKey.of(space, tokens), tokens, text)
-        return sum(map(len, ids))
+        """Put chunks and wait until they are stored. Their tokens."""
+        segments = [Segment(text=text) for text in texts]
+        puts = self.run(self.gateway.put_chunks(ANYONE, namespace, segments, wait=True))
+        assert all(put.state in (PutState.STORED, PutState.PRESENT) for put in puts), puts
+        return sum(put.num_tokens for put in puts)
 
     def chunks(self, document: str) -> list[Chunk]:
         return list(self.chunker.chunks(document))
@@ -79,7 +77,7 @@ class Served:
 
 
 @pytest.fixture(scope="package")
-def served(engine_slot: EngineSlot, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(engine_slot: EngineSlot) -> Iterator[Served]:
     engine_slot.close()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -90,24 +88,21 @@ def served(engine_slot: EngineSlot, tmp_path_factory: pytest.TempPathFactory) ->
 
     with ShardServer(Shard(RamTier(128 << 20)), "127.0.0.1:0") as shard:
         engine = run(_engine(f"grpc://{shard.address}"))
-        known = KnownChunks()
-        missed: list[tuple[str, tuple[str, ...]]] = []
-        front = HttpFront(
-            LocalBackend(engine),
-            OpenAccess(),
-            known,
-            on_miss=lambda namespace, texts: missed.append((namespace, tuple(texts))),
-        )
-        server = HttpServer(front.app, "127.0.0.1", 0)
+        gateway = run(_gateway(engine, f"grpc://{shard.address}"))
+        server = HttpServer(HttpFront.of(gateway).app, "127.0.0.1", 0)
         run(server.start())
         chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
-        yield Served(server.address, BUNDLED_NAME, chunker, engine.info(), engine, known, loop, missed)
+        yield Served(server.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, loop)
         run(server.stop())
+        run(gateway.close())
         run(engine.stop())
-    known.close()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+async def _gateway(engine: AsyncEngine, store: str) -> Gateway:
+    return await Gateway.open(GatewaySpec(), LocalBackend(engine), store, BUNDLED_CHECKPOINT)
 
 
 async def _engine(store: str) -> AsyncEngine:
