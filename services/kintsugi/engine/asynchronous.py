@@ -188,7 +188,7 @@ class AsyncEngine:
         if self._front is None:
             from kintsugi.engine.openai import OpenAIFront
 
-            self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids)
+            self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids, load=self.load)
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:
                 yield piece

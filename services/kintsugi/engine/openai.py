@@ -14,6 +14,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -38,6 +39,7 @@ from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
+from kintsugi.engine.load import Load
 from kintsugi.engine.openai_prompt import SegmentTokenizer
 
 logger = logging.getLogger(__name__)
@@ -138,6 +140,28 @@ class _Completion(OpenAIServingCompletion):  # type: ignore[misc]
         )
 
 
+class _Counted:
+    """An engine's client that counts what waits in it."""
+
+    def __init__(self, client: Any, load: Load) -> None:
+        self._client, self._load = client, load
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, **more: Any
+    ) -> AsyncGenerator[Any, None]:
+        self._load.began(request_id, len(prompt.get("prompt_token_ids") or ()))
+        try:
+            async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
+                async for output in outputs:
+                    self._load.answered(request_id)
+                    yield output
+        finally:
+            self._load.ended(request_id)
+
+
 async def _noted(outputs: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
     async for output in outputs:
         asked.note(output)
@@ -159,12 +183,15 @@ class OpenAIFront:
         model: str,
         prefix_token_ids: tuple[int, ...] = (),
         options: OpenAIOptions | None = None,
+        load: Load | None = None,
     ) -> None:
-        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use.
+        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use; ``load``
+        counts what waits.
 
         Raises what vLLM raises for an unknown parser or a template that does not load.
         """
         options = options or OpenAIOptions()
+        client = _Counted(client, load or Load())
         renderer, model_config = client.renderer, client.model_config
         template = load_chat_template(options.chat_template)
         shared: dict[str, Any] = {

@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ from kintsugi.core.exchange import OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.serving.access import Access, Caller
 from kintsugi.serving.backend import EngineBackend
+from kintsugi.serving.gateway import Gateway
 from kintsugi.serving.openai_metrics import HttpMetrics
 from kintsugi.serving.openai_request import (
     CHAT_PATH,
@@ -59,6 +60,8 @@ LINGER_BYTES_MAX = 256 << 20
 LINGER_S = 10.0
 """A refused body is read on and dropped for so long: a caller that still writes would not see the answer."""
 REQUESTS_MAX = 1024
+FOLLOW_UPS_MAX = 64
+"""Answers whose missed chunks are being looked at; those of more are forgotten."""
 READY_S = 5.0
 SEARCH_INLINE_CHARS = 1 << 16
 """Longer bodies are searched for known chunks on a thread: milliseconds that others would wait."""
@@ -91,10 +94,8 @@ class Known(Protocol):
         """`[start, end)` of known chunk texts inside `text`, in characters."""
 
 
-class OnMiss(Protocol):
-    """Takes chunk texts that an answer had to compute. Must not block."""
-
-    def __call__(self, namespace: str, chunk_texts: Sequence[str]) -> None: ...
+OnMiss = Callable[[str, Sequence[str]], Awaitable[None]]
+"""Told the namespace and the chunk texts of which an answer had to compute some."""
 
 
 class BodyTooLarge(InvalidField):
@@ -156,14 +157,18 @@ class HttpFront:
         known: Known | None = None,
         on_miss: OnMiss | None = None,
         registry: CollectorRegistry | None = None,
+        answering: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """``answering`` is entered while a request is under way."""
         self._backend = backend
         self._access = access
         self._known = known
         self._on_miss = on_miss
         self.metrics = HttpMetrics(registry or CollectorRegistry())
         self._bodies = _Bodies()
+        self._answering = answering
         self._requests = 0
+        self._follow_ups: set[asyncio.Task[None]] = set()
         self.app = Starlette(
             routes=[
                 Route(CHAT_PATH, self._post, methods=["POST"]),
@@ -174,6 +179,18 @@ class HttpFront:
                 Route("/metrics", self._metrics, methods=["GET"]),
             ],
             exception_handlers={404: _no_such_path, 405: _no_such_path},
+        )
+
+    @staticmethod
+    def of(gateway: Gateway) -> HttpFront:
+        """What is missed is filled by the gateway, which counts our requests as its own."""
+        return HttpFront(
+            gateway.backend,
+            gateway.access,
+            gateway.known,
+            gateway.suspect_texts,
+            gateway.metrics.registry,
+            gateway.answering,
         )
 
     async def _health(self, request: Request) -> Response:
@@ -223,7 +240,8 @@ class HttpFront:
             async with self._bodies.of(request, incoming) as raw:
                 call = await self._call(request, caller, request_id, raw)
                 del raw
-                status = await self._passed_on(call, incoming, send)
+                with self._answering():
+                    status = await self._passed_on(call, incoming, send)
         except KintsugiError as error:
             problem = Problem.of(error)
             status = problem.status
@@ -308,8 +326,19 @@ class HttpFront:
                 self._missed(call)
 
     def _missed(self, call: OpenAICall) -> None:
-        if self._on_miss is not None and call.chunk_texts:
-            self._on_miss(call.params.namespace, call.chunk_texts)
+        """Follow up on chunks that were computed, once the answer is out."""
+        if self._on_miss is None or not call.chunk_texts or len(self._follow_ups) >= FOLLOW_UPS_MAX:
+            return
+        task = asyncio.create_task(_followed_up(self._on_miss(call.params.namespace, call.chunk_texts)))
+        self._follow_ups.add(task)
+        task.add_done_callback(self._follow_ups.discard)
+
+
+async def _followed_up(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except KintsugiError as error:
+        logger.info("Missed chunks are not filled: %s", error)
 
 
 @dataclass

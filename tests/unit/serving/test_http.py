@@ -330,16 +330,26 @@ def test_chunks_that_were_computed_are_handed_on() -> None:
         missed: list[tuple[str, tuple[str, ...]]] = []
         accounting: dict[str, object] = {"chunks_hit": 1, "tokens_hit": 5, "tokens_missed": 0}
         backend = ScriptedBackend(lambda call: answered("fine", accounting))
-        front = {"known": Known(), "on_miss": lambda name, texts: missed.append((name, tuple(texts)))}
+
+        async def on_miss(namespace: str, texts: Sequence[str]) -> None:
+            missed.append((namespace, tuple(texts)))
+            raise errors.Unavailable("whatever becomes of it, the answer is out")
+
+        front = {"known": Known(), "on_miss": on_miss}
+
+        async def asked(caller: httpx.AsyncClient, headers: dict[str, str]) -> None:
+            assert (await caller.post(CHAT_PATH, json=CHAT, headers=headers)).status_code == 200
+            await asyncio.sleep(0)  # the follow-up's turn
+
         async with client(backend, Tokens(), **front) as caller:
             headers = {"authorization": "Bearer one"}
-            await caller.post(CHAT_PATH, json=CHAT, headers=headers)
+            await asked(caller, headers)
             assert missed == []
             accounting["tokens_missed"] = 3
-            await caller.post(CHAT_PATH, json=CHAT, headers=headers)
+            await asked(caller, headers)
             assert missed == [("acme", ("hello",))]
             accounting |= {"outcome": "declined", "chunks_hit": 0, "tokens_missed": 0}
-            await caller.post(CHAT_PATH, json=CHAT, headers=headers)
+            await asked(caller, headers)
             assert len(missed) == 2
             text = (await caller.get("/metrics")).text
         assert 'kintsugi_http_chunk_tokens_total{result="missed"} 3.0' in text
