@@ -142,7 +142,11 @@ class AsyncEngine:
         return engine
 
     async def _warm_up(self) -> None:
-        """Two prompts: the worker says with the first whether it can blend, the second is answered so."""
+        """Two prompts: the worker says with the first whether it can blend, the second is answered so. And
+        vLLM's OpenAI handlers, which take seconds to import."""
+        from kintsugi.engine.openai import OpenAIFront
+
+        self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids, load=self.load)
         tokens = (*self.prefix_token_ids, *range(PROBE_TOKENS))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
@@ -185,10 +189,6 @@ class AsyncEngine:
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         """As `EngineBackend.openai`."""
-        if self._front is None:
-            from kintsugi.engine.openai import OpenAIFront
-
-            self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids, load=self.load)
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:
                 yield piece

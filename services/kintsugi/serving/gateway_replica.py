@@ -43,8 +43,7 @@ class OpenGateway:
         if spec.tls_cert:
             authority = Path(spec.tls_client_ca) if spec.tls_client_ca else None
             tls = HttpTls(Path(spec.tls_cert), Path(spec.tls_key), authority)
-        app = HttpFront(backend, front.access, front.known, registry=front.metrics.registry).app
-        http = HttpServer(app, spec.host, spec.http_port, tls)
+        http = HttpServer(HttpFront.of(front).app, spec.host, spec.http_port, tls)
         opened = OpenGateway(front, grpc, http)
         try:
             await grpc.start()
