@@ -12,13 +12,14 @@ import httpx
 import pytest
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
-from kintsugi.client.chunking import Chunk, Chunker, ChunkingConfig
+from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
 from kintsugi.serving.access import ANYONE
 from kintsugi.serving.gateway import Gateway, PutState
+from kintsugi.serving.grpc_server import GatewayServer
 from kintsugi.serving.http import HttpFront
 from kintsugi.serving.local_backend import LocalBackend
 from kintsugi.serving.openai_server import HttpServer
@@ -38,6 +39,7 @@ class Served:
     """What tests talk to."""
 
     address: str
+    grpc_address: str
     model: str
     chunker: Chunker
     info: EngineInfo
@@ -64,9 +66,6 @@ class Served:
         assert all(put.state in (PutState.STORED, PutState.PRESENT) for put in puts), puts
         return sum(put.num_tokens for put in puts)
 
-    def chunks(self, document: str) -> list[Chunk]:
-        return list(self.chunker.chunks(document))
-
     def headers(self, namespace: str) -> dict[str, str]:
         return {"X-Kintsugi-Namespace": namespace}
 
@@ -92,7 +91,12 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
         server = HttpServer(HttpFront.of(gateway).app, "127.0.0.1", 0)
         run(server.start())
         chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
-        yield Served(server.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, loop)
+        grpc = GatewayServer(gateway, GatewaySpec(grpc_port=0))
+        run(grpc.start())
+        yield Served(
+            server.address, grpc.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, loop
+        )
+        run(grpc.stop())
         run(server.stop())
         run(gateway.close())
         run(engine.stop())
