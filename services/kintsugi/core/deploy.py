@@ -348,6 +348,8 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         "model": changed(spec.model),
         "engines": changed(engines, "replicas", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"),
         "store_url": placement.store_url or directory_url(spec.store),
+        # Engines' metrics are as far to be seen as the shards'.
+        "host": spec.store.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -27,8 +27,10 @@ from kintsugi.core.exchange import (
     SaveState,
     Usage,
 )
+from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
+from kintsugi.core.spaces import checked_namespace
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import Load, LoadStats
 from kintsugi.engine.local import KV_CACHE_BYTES, save_prompt, transfer_config
@@ -99,15 +101,19 @@ class AsyncEngine:
         self._metrics: Any = None
 
     @staticmethod
-    async def start(spec: AsyncSpec) -> AsyncEngine:
+    async def start(
+        spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None
+    ) -> AsyncEngine:
         """Load the model and answer one prompt, so that the first that counts finds everything ready.
 
-        10-30 s. Raises `InvalidField` for a configuration that cannot be, `Unavailable` where vLLM does
-        not start.
+        ``prepare`` is called on a thread before a calibration report is looked for, with what it has to speak
+        about. 10-30 s. Raises `InvalidField` for a configuration that cannot be, `Unavailable` where vLLM
+        does not start.
         """
         config = spec.config
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise Unavailable(
@@ -117,7 +123,12 @@ class AsyncEngine:
         from kintsugi.engine.support import unsupported
 
         try:
-            client = AsyncLLM.from_engine_args(AsyncEngineArgs(**_vllm_args(spec)))
+            vllm_config = AsyncEngineArgs(**_vllm_args(spec)).create_engine_config(
+                UsageContext.ENGINE_CONTEXT
+            )
+            binding = binding_of(vllm_config, config)
+            await asyncio.to_thread(prepare, binding)
+            client = AsyncLLM.from_vllm_config(vllm_config)
         except KintsugiError:
             raise
         except Exception as error:
@@ -125,15 +136,17 @@ class AsyncEngine:
             raise Unavailable(
                 f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}"
             ) from error
-        gate = await asyncio.to_thread(
-            lambda: opened_gate(config, open_store(config.store), binding_of(client.vllm_config, config))
-        )
-        engine = AsyncEngine(client, spec, gate, unsupported(client.vllm_config))
+        gate = await asyncio.to_thread(lambda: opened_gate(config, open_store(config.store), binding))
+        engine = AsyncEngine(client, spec, gate, unsupported(vllm_config))
         await engine._warm_up()
         return engine
 
     async def _warm_up(self) -> None:
-        """Two prompts: the worker says with the first whether it can blend, the second is answered so."""
+        """Two prompts: the worker says with the first whether it can blend, the second is answered so. And
+        vLLM's OpenAI handlers, which take seconds to import."""
+        from kintsugi.engine.openai import OpenAIFront
+
+        self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids, load=self.load)
         tokens = (*self.prefix_token_ids, *range(PROBE_TOKENS))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
@@ -176,10 +189,6 @@ class AsyncEngine:
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         """As `EngineBackend.openai`."""
-        if self._front is None:
-            from kintsugi.engine.openai import OpenAIFront
-
-            self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids, load=self.load)
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -264,14 +273,20 @@ class AsyncEngine:
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
-        """As `EngineBackend.save`."""
-        prompts = [save_prompt(self.prefix_token_ids, chunk, namespace) for chunk in chunks]
-        for prompt in prompts:
-            self._check_prompt(prompt.token_ids)
+        """As `EngineBackend.save`. Raises `InvalidField` for another ``tier`` than `auto`: the store's own
+        rule places what engines put."""
+        if tier != "auto":
+            raise InvalidField(
+                "tier", f"{tier!r} cannot be chosen for a chunk that an engine puts; leave it out"
+            )
+        checked_namespace(namespace)
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
-        async def one(index: int) -> SaveOutcome:
-            prompt = prompts[index]
+        async def one(index: int, chunk: tuple[int, ...]) -> SaveOutcome:
+            try:
+                prompt = save_prompt(self.prefix_token_ids, chunk, namespace)
+            except InvalidField as error:
+                return SaveOutcome(SaveState.FAILED, str(error))
             assert prompt.params is not None
             request = EngineRequest(
                 f"{request_id}-{index}",
@@ -284,7 +299,7 @@ class AsyncEngine:
                 return await self._saved(request)
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(len(prompts))]
+            tasks = [group.create_task(one(index, chunk)) for index, chunk in enumerate(chunks)]
         return [task.result() for task in tasks]
 
     async def _saved(self, request: EngineRequest) -> SaveOutcome:

@@ -56,7 +56,7 @@ class Load:
         num_tokens = self._waiting.pop(request_id, 0)
         keep = math.exp2(-num_tokens / MEMORY_TOKENS)
         self._busy_s *= keep
-        self._tokens = self._tokens * keep + num_tokens
+        self._tokens = (self._tokens + num_tokens) * keep
 
     def ended(self, request_id: str) -> None:
         """However it ended. Idempotent."""

@@ -22,6 +22,6 @@ def service_app(args: dict[str, Any]) -> Any:
     from ray import serve
 
     engine = serve.deployment(Engine, name=ENGINE_DEPLOYMENT).bind(
-        args["model"], args["engines"], args["store_url"]
+        args["model"], args["engines"], args["store_url"], args["host"]
     )
     return serve.deployment(Gateway, name=GATEWAY_DEPLOYMENT).bind(engine, args["model"], args["store_url"])

@@ -35,8 +35,8 @@ class EngineLoad:
 
 
 def engines_wanted(load: EngineLoad, queueing_ms_max: float) -> int:
-    """So many that a request is predicted to wait no longer than ``queueing_ms_max``, and that each is busy no
-    more than `BUSY_SHARE_MAX`. Grows with either; at least one."""
+    """So many that a request is predicted to wait no longer than ``queueing_ms_max``, and that each is busy
+    no more than `BUSY_SHARE_MAX`. Grows with either; at least one."""
     by_busyness = math.ceil(load.busy_engines / BUSY_SHARE_MAX - 1e-9)
     by_queueing = 0
     if load.tokens_per_s > 0:

@@ -1,8 +1,8 @@
 """Which shards are alive, on a Ray cluster: shards say so to one named actor, clients ask it over gRPC.
 
 Ray starts the actor again when it dies, on the head node and at its old port. Until every shard has had time
-to say again that it is there, a directory that was started anew gives no map at all: clients keep the one they
-have, instead of one that lacks half of the shards.
+to say again that it is there, a directory that was started anew gives no map at all: clients keep the one
+they have, instead of one that lacks half of the shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ACTOR_NAME = "kintsugi-directory"
 RAY_NAMESPACE = "kintsugi"
 HEARTBEAT_S = 1.0
 LEASE_S = 5.0
-"""A shard that has not been heard of for so long is dead to clients. Several heartbeats: a busy machine is late."""
+"""A shard that has not been heard of for so long is dead to clients. Several heartbeats: busy shards are
+late."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
 SHARDS_MAX = 1024

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.deploy import METRICS_PORTS, EngineSpec, ModelSpec
+from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+from kintsugi.core.report import Binding
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
+from kintsugi.engine.load import LoadStats
 from kintsugi.serving.addresses import free_port, joined
+from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.local_backend import LocalBackend
 
@@ -58,11 +62,21 @@ class Engine:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str, host: str
     ) -> None:
-        spec = load(EngineSpec, engines, "engines")
+        import ray
+
+        spec, served = load(EngineSpec, engines, "engines"), load(ModelSpec, model, "model")
         url = reachable(store_url)
-        engine = await AsyncEngine.start(async_spec(load(ModelSpec, model, "model"), spec, url))
+
+        def prepare(binding: Binding) -> None:
+            try:
+                publish_shipped(served, url, binding)
+            except KintsugiError:
+                log.exception("the calibration report beside %s was not published", served.path)
+
+        engine = await AsyncEngine.start(async_spec(served, spec, url), prepare)
         self._engine: AsyncEngine | None = engine
         self._backend = LocalBackend(engine)
+        self._host = ray.util.get_node_ip_address()
         if spec.metrics_port:
             port = free_port(host, spec.metrics_port, METRICS_PORTS)
             engine.serve_metrics(host, port)
@@ -91,13 +105,18 @@ class Engine:
     async def info(self) -> EngineInfo:
         return await self._backend.info()
 
+    async def stats(self) -> LoadStats:
+        if self._engine is None:
+            raise Unavailable("the engine has ended")
+        return self._engine.stats()
+
     async def check_health(self) -> None:
         if self._engine is not None:
             self._engine.check_health()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What `serving.engine_router` reads."""
-        return asdict(self._engine.stats()) if self._engine is not None else {}
+        return {} if self._engine is None else {**asdict(self._engine.stats()), "host": self._host}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `serving.autoscaling.EnginePolicy` reads."""
@@ -110,7 +129,8 @@ class Engine:
             "busy_share": stats.busy_share,
         }
 
-    async def __del__(self) -> None:  # type: ignore[misc]  # Serve awaits it, once no request is left
+    async def __del__(self) -> None:
+        """Serve awaits it, once no request is left."""
         engine, self._engine = getattr(self, "_engine", None), None
         if engine is not None:
             await engine.stop()

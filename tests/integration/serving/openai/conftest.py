@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,13 +15,13 @@ import pytest
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
 from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
 from kintsugi.serving.access import ANYONE
 from kintsugi.serving.gateway import Gateway, PutState
 from kintsugi.serving.grpc_server import GatewayServer
-from kintsugi.serving.http import HttpFront
+from kintsugi.serving.http import HttpFront, accounting_in
 from kintsugi.serving.local_backend import LocalBackend
 from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.segments import Segment
@@ -34,6 +35,22 @@ CHUNKING = ChunkingConfig(tokens_max=120)
 CALL_S = 120.0
 
 
+class NotingBackend(LocalBackend):
+    """Also keeps what each answer said that it cost: frameworks do not show it."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__(engine)
+        self.accountings: list[Mapping[str, Any]] = []
+
+    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        async with aclosing(super().openai(call)) as pieces:
+            async for piece in pieces:
+                found = None if isinstance(piece, OpenAIHead) else accounting_in(piece)
+                if found is not None:
+                    self.accountings.append(found)
+                yield piece
+
+
 @dataclass
 class Served:
     """What tests talk to."""
@@ -45,6 +62,7 @@ class Served:
     info: EngineInfo
     engine: AsyncEngine
     gateway: Gateway
+    backend: NotingBackend
     loop: asyncio.AbstractEventLoop
 
     @property
@@ -87,14 +105,15 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
 
     with ShardServer(Shard(RamTier(128 << 20)), "127.0.0.1:0") as shard:
         engine = run(_engine(f"grpc://{shard.address}"))
-        gateway = run(_gateway(engine, f"grpc://{shard.address}"))
+        backend = NotingBackend(engine)
+        gateway = run(_gateway(backend, f"grpc://{shard.address}"))
         server = HttpServer(HttpFront.of(gateway).app, "127.0.0.1", 0)
         run(server.start())
         chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
         grpc = GatewayServer(gateway, GatewaySpec(grpc_port=0))
         run(grpc.start())
         yield Served(
-            server.address, grpc.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, loop
+            server.address, grpc.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, backend, loop
         )
         run(grpc.stop())
         run(server.stop())
@@ -105,8 +124,8 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
     loop.close()
 
 
-async def _gateway(engine: AsyncEngine, store: str) -> Gateway:
-    return await Gateway.open(GatewaySpec(), LocalBackend(engine), store, BUNDLED_CHECKPOINT)
+async def _gateway(backend: NotingBackend, store: str) -> Gateway:
+    return await Gateway.open(GatewaySpec(), backend, store, BUNDLED_CHECKPOINT)
 
 
 async def _engine(store: str) -> AsyncEngine:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, showcase
@@ -32,24 +31,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def accountings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What each response to a framework said that it cost: they do not show it themselves."""
-    found: list[dict[str, Any]] = []
-    send = httpx.Client.send
-
-    def noted(self: httpx.Client, request: httpx.Request, **more: Any) -> httpx.Response:
-        response = send(self, request, **more)
-        if request.url.path.endswith("/chat/completions"):
-            response.read()
-            found.append(json.loads(response.content)["kv_transfer_params"]["kintsugi"])
-        return response
-
-    monkeypatch.setattr(httpx.Client, "send", noted)
-    return found
-
-
-def check_hit_rate(texts: list[str], accounting: dict[str, Any], framework: str, figure: Figure) -> None:
+def check_hit_rate(texts: list[str], accounting: Mapping[str, Any], framework: str, figure: Figure) -> None:
     chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
     sent = sum(len(chunker.token_ids(text)) for text in texts)
     rate = accounting["tokens_hit"] / sent
@@ -59,26 +41,24 @@ def check_hit_rate(texts: list[str], accounting: dict[str, Any], framework: str,
     assert accounting["outcome"] == "blended"
 
 
-def test_a_langchain_chain_hits(served: Served, accountings: list[dict[str, Any]], figure: Figure) -> None:
+def test_a_langchain_chain_hits(served: Served, figure: Figure) -> None:
     chain = example("langchain_rag").build_chain(
         served.url, served.grpc_address, "langchain", BUNDLED_CHECKPOINT, [DOCUMENT], CHUNKING.tokens_max, 2
     )
     result = chain.invoke({"input": showcase().question})
     assert result["answer"]
-    (accounting,) = accountings
-    check_hit_rate([document.page_content for document in result["context"]], accounting, "langchain", figure)
+    texts = [document.page_content for document in result["context"]]
+    check_hit_rate(texts, served.backend.accountings[-1], "langchain", figure)
 
 
-def test_a_llama_index_query_engine_hits(
-    served: Served, accountings: list[dict[str, Any]], figure: Figure
-) -> None:
+def test_a_llama_index_query_engine_hits(served: Served, figure: Figure) -> None:
     engine = example("llama_index_rag").build_query_engine(
         served.url, served.grpc_address, "llama-index", BUNDLED_CHECKPOINT, [DOCUMENT], CHUNKING.tokens_max, 2
     )
     response = engine.query(showcase().question)
     assert str(response)
     texts = [source.node.get_content() for source in response.source_nodes]
-    check_hit_rate(texts, accountings[-1], "llama-index", figure)
+    check_hit_rate(texts, served.backend.accountings[-1], "llama-index", figure)
 
 
 def test_the_openai_example_answers_and_tells_what_it_cost(served: Served) -> None:
