@@ -171,6 +171,8 @@ class StoreSpec:
     tls_key: str = ""
     insecure: bool = False
     """Listen beyond loopback without TLS."""
+    share_arena: bool = True
+    """Let engines of a shard's host read its RAM directly; without, chunks travel over gRPC there, too."""
     drain_s: float = 60.0
     """How long a shard may write back what only RAM holds, once it is to stop."""
 
