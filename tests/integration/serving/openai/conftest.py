@@ -14,7 +14,7 @@ import pytest
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
 from kintsugi.client.chunking import Chunker, ChunkingConfig
-from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.deploy import GatewaySpec, OpenAISpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
@@ -135,5 +135,6 @@ async def _engine(store: str) -> AsyncEngine:
         store,
         extra_config={"report": str(BUNDLED_REPORT), **PATIENT},
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
+        openai=OpenAISpec(tool_call_parser="hermes"),
     )
     return await AsyncEngine.start(spec)
