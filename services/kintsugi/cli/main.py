@@ -231,6 +231,52 @@ if find_spec("lmdb") is not None:  # the extra `store` is installed
 
     app.add_typer(store_app, name="store")
 
+if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml")):
+
+    @app.command()
+    @reported
+    def serve(
+        model: Annotated[
+            str | None,
+            typer.Option(help="Checkpoint folder or a name that vLLM resolves. Without: the bundled one."),
+        ] = None,
+        config: Annotated[Path | None, typer.Option(help="YAML file; see docs/SERVING.md.")] = None,
+        ram: Annotated[str | None, typer.Option(help="RAM of each shard, such as 8GiB.")] = None,
+        ssd: Annotated[list[str] | None, typer.Option(help="FOLDER:SIZE; repeat, fastest first.")] = None,
+        data_dir: Annotated[Path | None, typer.Option(help="Identities and reports of the shards.")] = None,
+        shards: Annotated[int | None, typer.Option(min=1, help="Store shards.")] = None,
+        engines: Annotated[int | None, typer.Option(min=1, help="Engine replicas.")] = None,
+        grpc_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
+        http_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
+        allow_uncalibrated: Annotated[
+            bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
+        ] = False,
+        print_config: Annotated[
+            bool, typer.Option("--print-config", help="Print what `serve deploy` takes, and exit.")
+        ] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Serve a model with its chunk store and gateway on this machine until told to stop."""
+        from kintsugi.cli import serve as command
+
+        task = command.Task(
+            model=model,
+            config=config,
+            ram=ram,
+            ssd=ssd or (),
+            data_dir=data_dir,
+            shards=shards,
+            engines=engines,
+            grpc_port=grpc_port,
+            http_port=http_port,
+            allow_uncalibrated=allow_uncalibrated,
+            print_config=print_config,
+        )
+        code = command.run(Screen(as_json), task)
+        if code is not ExitCode.OK:
+            raise typer.Exit(code)
+
+
 if all(find_spec(name) for name in ("lmdb", "ray", "semantic_text_splitter", "inscriptis")):
     from kintsugi.cli.precompute import app as precompute_app
     from kintsugi.cli.precompute import coverage

@@ -27,10 +27,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class KintsugiError(Exception):
-    """Root of every error raised on purpose."""
+    """Root of every error raised on purpose. Each crosses processes, whatever its constructor takes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), str(self), self.__dict__)
+
+
+def _rebuilt(kind: type[KintsugiError], message: str, fields: dict[str, Any]) -> KintsugiError:
+    error = kind.__new__(kind)
+    error.args = (message,)
+    error.__dict__.update(fields)
+    return error
 
 
 class InvalidField(KintsugiError):

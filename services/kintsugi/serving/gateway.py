@@ -12,8 +12,8 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -270,16 +270,32 @@ class Gateway:
             request = self._request(call, prompt, request_id, trace)
             trace.set("kintsugi.prompt_tokens", len(prompt.token_ids))
             self.metrics.resolve_s.observe(time.perf_counter() - began_s)
-            self._active += 1
-            try:
+            with self.answering():
                 yield Resolved(request_id, prompt.spans, len(prompt.token_ids))
                 async with aclosing(self._answer(call, request, prompt, began_s)) as events:
                     async for event in events:
                         yield event
-            finally:
-                self._active -= 1
-                if self._filler is not None and not self._active:
-                    self._filler.wake()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """An answer is under way: what is filled in the background waits for its end."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if self._filler is not None and not self._active:
+                self._filler.wake()
+
+    async def suspect_texts(self, namespace: str, texts: Sequence[str]) -> None:
+        """Have looked up chunks that an answer may have had to compute. Their texts are known from now on.
+
+        Raises `InvalidField` for a chunk that is too long, and `Unavailable`.
+        """
+        if self._filler is not None:
+            segments = [Segment(text=text) for text in texts]
+            pieces = await self._resolver.pieces(await self.space(namespace), segments)
+            self._filler.suspect(namespace, [(piece.key, piece.tokens) for piece in pieces])
 
     async def _prompt(self, call: GenerateCall) -> ResolvedPrompt:
         """Raises `InvalidField` and `NotFound`."""
