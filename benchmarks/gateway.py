@@ -5,7 +5,7 @@ Usage: python benchmarks/gateway.py [--quick] [--save]
 The gateway runs in a process of its own, behind gRPC on loopback, as it is deployed; a client in this
 process sends requests of six 512-token chunks as text and a question, open loop, at exponential intervals. A
 request's own cost is its time to first token as the client sees it, less the delay that the stub stated.
-`warm`: 200 chunks, Zipf 0.9, all seen before, as chunks of a RAG service are; `new`: every text is new and has
+`warm`: 200 chunks, Zipf 0.9, all seen before, as those of a RAG service are; `new`: every text is new and has
 to be tokenised. The last line is JSON.
 """
 
