@@ -11,6 +11,7 @@ from kintsugi.client.interface import (
     BufferFor,
     ChunkLost,
     ChunkStore,
+    Found,
     LayerFrame,
     Pinned,
     StoreStats,
@@ -28,6 +29,9 @@ class BlockingStore(ChunkStore):
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         return finished(self._core.lookup(namespace, keys))
+
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        return finished(self._core.find(namespace, keys))
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         return finished(self._core.tiers(namespace, keys))

@@ -22,6 +22,7 @@ from kintsugi.client.interface import (
     Buffer,
     BufferFor,
     ChunkLost,
+    Found,
     LayerFrame,
     Pinned,
     StoreStats,
@@ -39,6 +40,7 @@ from kintsugi.core.errors import (
     VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.plan import Source
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
@@ -84,6 +86,13 @@ class AsyncGrpcStore(AsyncChunkStore):
 
     async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         return [self._readable(entry) for entry in await self._found(namespace, keys)]
+
+    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        answers = [(self._readable(entry), entry.tier) for entry in await self._found(namespace, keys)]
+        return [
+            None if manifest is None else Found(manifest, Source(self.address, tier))
+            for manifest, tier in answers
+        ]
 
     async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         found = await self._found(namespace, keys)

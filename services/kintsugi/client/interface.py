@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.plan import Source
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.core.stream import ChunkLost as ChunkLost
 from kintsugi.core.stream import LayerFrame as LayerFrame
@@ -37,6 +38,14 @@ class StoreStats:
 
 
 @dataclass(frozen=True)
+class Found:
+    """A chunk that a store has, and where."""
+
+    manifest: ChunkManifest
+    source: Source
+
+
+@dataclass(frozen=True)
 class Pinned:
     """What a pin holds."""
 
@@ -57,6 +66,11 @@ class ChunkStore(ABC):
     @abstractmethod
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """The manifest of each key, None for a miss; a hit counts as a use."""
+
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        """As `lookup`, with where each chunk would be read from now: one call to the store for both."""
+        source = Source(tier=self.transport)
+        return [None if m is None else Found(m, source) for m in self.lookup(namespace, keys)]
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         """The fastest tier that holds each key, None where no one does.
@@ -152,6 +166,11 @@ class AsyncChunkStore(ABC):
     @abstractmethod
     async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """As `ChunkStore.lookup`."""
+
+    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        """As `ChunkStore.find`."""
+        source = Source(tier=self.transport)
+        return [None if m is None else Found(m, source) for m in await self.lookup(namespace, keys)]
 
     @abstractmethod
     async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
