@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from kintsugi.client.breaker import CircuitBreaker
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, KintsugiError, NotBlendable
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    ForeignChunkKey,
+    InvalidField,
+    InvalidSpan,
+    KintsugiError,
+    NotBlendable,
+    Unavailable,
+)
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, Source, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
@@ -111,6 +120,8 @@ class SchedulerSide:
     _metadata: StepMetadata = field(default_factory=StepMetadata)
     _stats: BlendStats = field(default_factory=BlendStats)
     _timing: Timing = field(default_factory=Timing)
+    _breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    """Around lookups: a store that does not answer costs a few prompts their deadline, not every one."""
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
     )
@@ -144,6 +155,8 @@ class SchedulerSide:
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
         if sum(s.match is not None and not s.match.done() for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
+        if params.op is Op.BLEND and not self._breaker.allows():
+            raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
         planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
@@ -263,23 +276,28 @@ class SchedulerSide:
         if not state.match.done():
             if time.monotonic() > state.matched_by:
                 state.match.cancel()
+                self._breaker.failed()
                 state.accounting = Accounting(Outcome.DECLINED, reason="store_timeout: lookup took too long")
             return None
         error = state.match.exception()
         if error is not None:
             if not isinstance(error, KintsugiError):
                 logger.exception("Lookup failed", exc_info=error)
+            if isinstance(error, (Unavailable, DeadlineExceeded)):
+                self._breaker.failed()
             state.accounting = Accounting(
                 Outcome.DECLINED, reason=f"store_unavailable: {type(error).__name__}: {error}"
             )
             return None
         match = state.match.result()
-        if state.params.spans is None and not state.match_is_taken:
-            state.match_is_taken = True
-            if match.spans:
-                # What the prefix cache holds of this blend has just got a name: look there again.
-                self._fork(request, state, match.spans)
-                return None
+        if state.match_is_taken:
+            return match
+        state.match_is_taken = True
+        self._breaker.succeeded()
+        if state.params.spans is None and match.spans:
+            # What the prefix cache holds of this blend has just got a name: look there again.
+            self._fork(request, state, match.spans)
+            return None
         return match
 
     def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
@@ -348,7 +366,7 @@ class SchedulerSide:
             engine=self.engine,
             measured=self._timing.measured,
             ahead_s=self._timing.ahead_s,
-            is_alone=self._timing.is_alone,
+            is_alone=self._timing.is_alone(request.request_id),
         )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:

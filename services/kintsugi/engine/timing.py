@@ -49,7 +49,7 @@ class _Awaited:
     request: Request
     admitted_s: float
     planned_s: float | None = None
-    """When its blend was planned."""
+    """When its blend was planned, where nothing else was being computed then."""
     pass_s: float | None = None
     """What its pass computed and waited for."""
     predicted_s: float | None = None
@@ -69,8 +69,8 @@ class Timing:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.estimates = Estimates()
-        self.is_alone = True
-        """Whether the last step that was begun held no request besides one."""
+        self._running: set[str] = set()
+        """In the last step that was begun, and not ended since."""
         self._steps: deque[_Step] = deque(maxlen=STEPS_IN_FLIGHT_MAX)
         self._last_end_s = clock()
         self._awaited: dict[str, _Awaited] = {}
@@ -88,6 +88,10 @@ class Timing:
         """Until the passes in flight are predicted to have been computed."""
         return max(0.0, max(self._pass_ends_s.values(), default=0.0) - self.clock())
 
+    def is_alone(self, request_id: str) -> bool:
+        """Whether nobody else is computing."""
+        return not self._running - {request_id} and not self._pass_ends_s.keys() - {request_id}
+
     def admitted(self, request: Request) -> None:
         """The scheduler considers the request; only the first time counts."""
         if request.request_id not in self._awaited and request.num_output_tokens == 0:
@@ -97,11 +101,11 @@ class Timing:
         """How the request is prefilled, and when its first token is predicted, from now on."""
         now_s = self.clock()
         awaited = self._awaited.get(request_id)
+        if awaited is not None:
+            awaited.planned_s = now_s if is_blend and self.is_alone(request_id) else None
+            awaited.predicted_s = None if ttft_s is None else now_s - awaited.admitted_s + ttft_s
         if is_blend:
             self._pass_ends_s[request_id] = now_s + (ttft_s or 0.0)
-        if awaited is not None:
-            awaited.planned_s = now_s if is_blend else None
-            awaited.predicted_s = None if ttft_s is None else now_s - awaited.admitted_s + ttft_s
 
     def pass_ended(self, request_id: str, sample: PassSample | None) -> None:
         """A blend or save is over; ``sample`` where it went as planned."""
@@ -117,13 +121,14 @@ class Timing:
             self._first_token(request_id, awaited)
         self._awaited.pop(request_id, None)
         self._pass_ends_s.pop(request_id, None)
+        self._running.discard(request_id)
         return self._first_tokens.pop(request_id, None)
 
     def step_began(self, output: SchedulerOutput, ours_in_flight: bool) -> None:
         tokens = output.total_num_scheduled_tokens
         requests = len(output.num_scheduled_tokens)
         pairs = _pairs(output) if tokens > requests else 0.0
-        self.is_alone = requests <= 1
+        self._running = set(output.num_scheduled_tokens)
         self._steps.append(_Step(self.clock(), tokens, pairs, not ours_in_flight))
 
     def step_ended(self) -> None:

@@ -143,6 +143,18 @@ def test_a_pass_waits_for_those_ahead(bench: Bench) -> None:
     assert bench.timing.ahead_s == 0
 
 
+def test_who_computes_beside_another_is_not_alone(bench: Bench) -> None:
+    assert bench.timing.is_alone("me")
+    bench.step(StubOutput({"me": 1, "other": 1}), 0.1)
+    assert not bench.timing.is_alone("me")
+    bench.timing.forget("other")
+    assert bench.timing.is_alone("me")
+    bench.timing.forget("me")
+    bench.timing.planned("blend", 1.0, is_blend=True)
+    assert bench.timing.is_alone("blend")
+    assert not bench.timing.is_alone("me")
+
+
 def test_now_and_then_a_refusal_is_looked_into(bench: Bench) -> None:
     due = [bench.timing.probe_is_due("loading_is_slower") for _ in range(2 * REFUSALS_PER_PROBE)]
     assert due == [True, *[False] * (REFUSALS_PER_PROBE - 1)] * 2
