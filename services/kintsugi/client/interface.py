@@ -88,9 +88,10 @@ class ChunkStore(ABC):
         recomputes a candidate's key from its own tokens before using it."""
 
     @abstractmethod
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
         """Store one chunk: `frames[layer]` holds that layer. True if it was new; a key that is already
-        there is left alone. Raises `InvalidField` where frames and manifest disagree and `Corrupted`
+        there is left alone. `recompute_ms` is what computing it took, which placement and eviction weigh; 0:
+        unknown. Raises `InvalidField` where frames and manifest disagree and `Corrupted`
         where a digest does."""
 
     @abstractmethod
@@ -183,7 +184,7 @@ class AsyncChunkStore(ABC):
         """As `ChunkStore.lookup_anchors`."""
 
     @abstractmethod
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
         """As `ChunkStore.put`."""
 
     @abstractmethod

@@ -82,7 +82,8 @@ class _State:
     in_flight: bool = False
     ordinary_hasher: hashing.BlockHasher | None = None
     num_prefix_cached: int = 0
-    chunks_recomputed: int = 0
+    computed_instead: frozenset[int] = frozenset()
+    """Where hit chunks begin that the planner does not load."""
     accounting: Accounting | None = None
     """Set when the outcome is known."""
 
@@ -309,8 +310,10 @@ class SchedulerSide:
         if self.has_windows and num_computed:
             raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
         if state.job is not None:
-            # Preempted: what it answered so far came of that blend, and a controller could change its mind.
-            plan = BlendPlan(hits, state.job.plan.selection)
+            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
+            # plan, and a controller could change its mind.
+            loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
+            plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
             plan = self._planned(request, state, hits, num_computed)
         tokens = JobTokens(
@@ -353,7 +356,7 @@ class SchedulerSide:
         plan = state.planner.plan(asked)
         if is_trial:
             self._timing.tried()
-        state.chunks_recomputed = len(hits) - len(plan.hits)
+        state.computed_instead = frozenset(hit.start for hit in hits) - {hit.start for hit in plan.hits}
         return plan
 
     def _plan_request(self, request: Request, num_computed: int, hits: tuple[ChunkHit, ...]) -> PlanRequest:
@@ -462,7 +465,7 @@ class SchedulerSide:
             chunks_missed=len(missed),
             tokens_hit=accounting.tokens_hit or sum(span.num_tokens for span in hit),
             tokens_missed=sum(span.num_tokens for span in missed),
-            chunks_recomputed=state.chunks_recomputed,
+            chunks_recomputed=len(state.computed_instead),
             tokens_prefix_cached=state.num_prefix_cached,
             tokens_question=question,
         )

@@ -382,10 +382,10 @@ class WorkerSide:
         if rank != 0:
             self._finished[request_id] = accounting
             return
-        future = self._put_threads.submit(self._put, job, frames)
+        future = self._put_threads.submit(self._put, job, frames, accounting.compute_ms)
         self._puts[request_id] = (future, accounting)
 
-    def _put(self, job: SaveJob, frames: list[memoryview]) -> bool:
+    def _put(self, job: SaveJob, frames: list[memoryview], recompute_ms: float) -> bool:
         assert self._model is not None
         manifest = ChunkManifest.of(
             job.space,
@@ -396,7 +396,7 @@ class WorkerSide:
             self._codec,
             frames,
         )
-        return self._store.put(manifest, frames)
+        return self._store.put(manifest, frames, recompute_ms)
 
     def _collect_puts(self) -> None:
         """A save is finished once its chunk is committed, or the store refused it."""

@@ -1,9 +1,9 @@
 """The loading controller: what to load, how much to recompute, or not to blend at all. Pure.
 
 From the paper (§5, "loading controller"): the ratio at which recomputing takes as long as loading, but at
-least the one that quality asks for; and the cheapest storage whose loading still hides behind recomputing.
-Beyond it: a chunk is recomputed where that is faster than loading it, and the whole prompt is where nothing
-beats a full prefill, because on a fast accelerator behind a slow network loading loses.
+least the one that quality asks for. Its other choice, where to keep what is put, is `core.tiers`. Beyond
+it: a chunk is recomputed where that is faster than loading it, and the whole prompt is where nothing beats a
+full prefill, because on a fast accelerator behind a slow network loading loses.
 
 Priors: what was never measured is believed to be good. Without any measurement a prompt is blended, and so
 the engine learns; a source that nobody has read from is instant. Who executes plans keeps both honest
@@ -154,10 +154,3 @@ def _raised(
         if raised is not None and raised.ttft_s <= free_s:
             return replace(plan, selection=selection), raised
     return plan, forecast
-
-
-def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:
-    """The paper's other case: where to keep what is put. The last of `tiers`, (name, bytes per second) with
-    the dearest first, from which `num_bytes` load within `hides_s`; None where no tier is fast enough."""
-    hiding = [name for name, bytes_per_s in tiers if num_bytes <= bytes_per_s * hides_s]
-    return hiding[-1] if hiding else None
