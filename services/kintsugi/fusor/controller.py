@@ -30,9 +30,12 @@ FREE_SHARE = 0.02
 """A ratio is free if the first token comes at most this much later: no layer's load hides the last layer."""
 WORTHWHILE_SHARE = 0.05
 """What is stored is recomputed where the first token comes earlier by at least this share: forecasts err."""
+CANDIDATES_MAX = 16
+"""Ways to load fewer chunks that are compared, as far as there are not more sets of sources: the scheduler
+waits for it."""
 CUTS_MAX = 8
-"""Numbers of chunks to recompute that are tried for each set of sources."""
-SOURCES_MAX = 4
+"""Numbers of chunks to recompute that are tried for one set of sources."""
+SOURCES_MAX = 3
 """Up to so many sources every set of them is tried; of more, all, all but one, and each alone."""
 
 
@@ -113,18 +116,19 @@ def candidates(hits: tuple[ChunkHit, ...]) -> Iterator[tuple[ChunkHit, ...]]:
     Of the chunks of a set of sources, the first in the prompt are recomputed: they attend to least.
     """
     sources = list(dict.fromkeys(hit.source for hit in hits))
-    for chosen in _source_sets(sources):
+    sets = _source_sets(sources)
+    cuts = max(1, min(CUTS_MAX, CANDIDATES_MAX // len(sets)))
+    for chosen in sets:
         mine = tuple(hit for hit in hits if hit.source in chosen)
-        step = -(-len(mine) // CUTS_MAX)
+        step = -(-len(mine) // cuts)
         for cut in range(0, len(mine), step):
             yield mine[cut:]
 
 
-def _source_sets(sources: Sequence[Source]) -> Iterator[frozenset[Source]]:
+def _source_sets(sources: Sequence[Source]) -> list[frozenset[Source]]:
     count = len(sources)
     sizes = range(count, 0, -1) if count <= SOURCES_MAX else (count, count - 1, 1)
-    for size in sizes:
-        yield from map(frozenset, combinations(sources, size))
+    return [frozenset(chosen) for size in sizes for chosen in combinations(sources, size)]
 
 
 def _refusal(plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest) -> NotBlendable:

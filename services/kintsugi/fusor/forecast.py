@@ -99,11 +99,12 @@ def terms_of(
 
 def work_of(engine: Engine, selection: Selection, hits: Sequence[ChunkHit], region: Region) -> PassWork:
     """What a pass over `region` that loads `hits` computes."""
-    shape = _Shape(hits, region)
-    others = region.num_tokens - shape.hit_tokens
-    return pass_work(
-        selection, Workload(shape.hit_tokens, others, engine.num_layers, engine.projection_share)
-    )
+    return _work(engine, selection, _Shape(hits, region))
+
+
+def _work(engine: Engine, selection: Selection, shape: _Shape) -> PassWork:
+    tokens = Workload(shape.hit_tokens, shape.other_tokens, engine.num_layers, engine.projection_share)
+    return pass_work(selection, tokens)
 
 
 class _Shape:
@@ -116,7 +117,7 @@ class _Shape:
             first, last = max(hit.start, region.start), min(hit.end, region.end)
             self.hit_tokens += last - first
             self._hit_pairs += attended_pairs(first, last)
-        self._other_tokens = region.num_tokens - self.hit_tokens
+        self.other_tokens = region.num_tokens - self.hit_tokens
         self._other_pairs = attended_pairs(region.start, region.end) - self._hit_pairs
 
     def terms(self, stage: LayerWork) -> tuple[float, float, float, float]:
@@ -148,13 +149,24 @@ def blend_forecast(
     opening_s, layer_s = _loading(engine, measured, hits)
     loads = [layer_s] * engine.num_layers
     loads[0] += opening_s
-    shape, work = _Shape(hits, region), work_of(engine, selection, hits, region)
-    stages = [
-        (stage.layer, _dot(coefficients[1:], shape.terms(stage))) for stage in (*work.question, *work.blend)
-    ]
+    shape = _Shape(hits, region)
+    work = _work(engine, selection, shape)
+    stages = _costed((*work.question, *work.blend), shape, coefficients)
     compute_s = coefficients[0] + sum(cost for _, cost in stages)
     end_s = _pipeline(stages, loads, engine.prefetch_layers, ahead_s + coefficients[0])
     return BlendForecast(end_s + measured.tail_s, sum(loads), compute_s)
+
+
+def _costed(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms) -> list[tuple[int, float]]:
+    """Layer and seconds of each stage; most layers are like the one before."""
+    costed: list[tuple[int, float]] = []
+    before, cost_s = None, 0.0
+    for stage in stages:
+        alike = (stage.hit_tokens, stage.other_tokens, stage.projected_tokens)
+        if alike != before:
+            before, cost_s = alike, _dot(coefficients[1:], shape.terms(stage))
+        costed.append((stage.layer, cost_s))
+    return costed
 
 
 def _loading(engine: Engine, measured: Measured, hits: Sequence[ChunkHit]) -> tuple[float, float]:
