@@ -248,6 +248,11 @@ if find_spec("lmdb") is not None:  # the extra `store` is installed
 
     app.add_typer(store_app, name="store")
 
+if find_spec("httpx") is not None:  # of the extra `serving`
+    from kintsugi.cli.bench import app as bench_app
+
+    app.add_typer(bench_app, name="bench")
+
 if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml")):
 
     @app.command()

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from kintsugi.client.registry import is_process_local, open_store
+from kintsugi.core.deploy import OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -60,6 +61,7 @@ class AsyncSpec:
     """More of `engine.config.EngineConfig`."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`."""
+    openai: OpenAISpec = field(default_factory=OpenAISpec)
 
     @property
     def connector(self) -> dict[str, Any]:
@@ -146,7 +148,8 @@ class AsyncEngine:
         vLLM's OpenAI handlers, which take seconds to import."""
         from kintsugi.engine.openai import OpenAIFront
 
-        self._front = OpenAIFront(self.client, self._spec.name, self.prefix_token_ids, load=self.load)
+        name, options = self._spec.name, self._spec.openai
+        self._front = OpenAIFront(self.client, name, self.prefix_token_ids, options, self.load)
         tokens = (*self.prefix_token_ids, *range(PROBE_TOKENS))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):

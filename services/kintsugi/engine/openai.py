@@ -35,6 +35,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from kintsugi.core.deploy import OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
@@ -51,17 +52,6 @@ STREAM_TYPE = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
 _DATA = "data: "
 _DOCUMENT_GAP = "\n\n"
-
-
-@dataclass(frozen=True)
-class OpenAIOptions:
-    """vLLM's server flags that concern prompts and tools."""
-
-    chat_template: str | None = None
-    """A file, or the template itself. None: the model's own."""
-    tool_call_parser: str | None = None
-    """vLLM's name of one; tools may then be chosen by the model (`tool_choice: auto`)."""
-    reasoning_parser: str = ""
 
 
 @dataclass
@@ -182,7 +172,7 @@ class OpenAIFront:
         client: Any,
         model: str,
         prefix_token_ids: tuple[int, ...] = (),
-        options: OpenAIOptions | None = None,
+        options: OpenAISpec | None = None,
         load: Load | None = None,
     ) -> None:
         """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use; ``load``
@@ -190,7 +180,7 @@ class OpenAIFront:
 
         Raises what vLLM raises for an unknown parser or a template that does not load.
         """
-        options = options or OpenAIOptions()
+        options = options or OpenAISpec()
         client = _Counted(client, load or Load())
         renderer, model_config = client.renderer, client.model_config
         template = load_chat_template(options.chat_template)

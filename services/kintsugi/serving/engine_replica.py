@@ -41,6 +41,7 @@ def async_spec(model: ModelSpec, engines: EngineSpec, store_url: str) -> AsyncSp
         prefix_token_ids=None if model.system_prompt is None else _tokens_of(model),
         extra_config=connector,
         vllm_args=arguments,
+        openai=engines.openai,
     )
 
 

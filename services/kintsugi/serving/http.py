@@ -219,7 +219,12 @@ class HttpFront:
             "created": 0,
             "owned_by": "kintsugi",
             "max_model_len": info.max_model_len,
-            "kintsugi": {"fingerprint": info.fingerprint, "blending": info.blending},
+            "kintsugi": {
+                "fingerprint": info.fingerprint,
+                "prefix_token_ids": list(info.prefix_token_ids),
+                "portable": info.portable,
+                "blending": info.blending,
+            },
         }
         return JSONResponse({"object": "list", "data": [model]})
 

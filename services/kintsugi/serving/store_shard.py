@@ -53,7 +53,12 @@ def serve_shard(spec: StoreSpec, shard: Shard) -> ShardServer:
     metrics = ""
     if spec.metrics_port:
         metrics = joined(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
-    options = ServerOptions(tls=tls_of(spec), insecure=spec.insecure, metrics_listen=metrics)
+    options = ServerOptions(
+        share_arena=spec.share_arena,
+        tls=tls_of(spec),
+        insecure=spec.insecure,
+        metrics_listen=metrics,
+    )
     server = ShardServer(shard, joined(spec.host, spec.port), options)
     server.start()
     return server

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,14 +13,15 @@ import httpx
 import pytest
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
-from kintsugi.client.chunking import Chunk, Chunker, ChunkingConfig
-from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.exchange import EngineInfo
+from kintsugi.client.chunking import Chunker, ChunkingConfig
+from kintsugi.core.deploy import GatewaySpec, OpenAISpec
+from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
 from kintsugi.serving.access import ANYONE
 from kintsugi.serving.gateway import Gateway, PutState
-from kintsugi.serving.http import HttpFront
+from kintsugi.serving.grpc_server import GatewayServer
+from kintsugi.serving.http import HttpFront, accounting_in
 from kintsugi.serving.local_backend import LocalBackend
 from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.segments import Segment
@@ -33,16 +35,34 @@ CHUNKING = ChunkingConfig(tokens_max=120)
 CALL_S = 120.0
 
 
+class NotingBackend(LocalBackend):
+    """Also keeps what each answer said that it cost: frameworks do not show it."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__(engine)
+        self.accountings: list[Mapping[str, Any]] = []
+
+    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        async with aclosing(super().openai(call)) as pieces:
+            async for piece in pieces:
+                found = None if isinstance(piece, OpenAIHead) else accounting_in(piece)
+                if found is not None:
+                    self.accountings.append(found)
+                yield piece
+
+
 @dataclass
 class Served:
     """What tests talk to."""
 
     address: str
+    grpc_address: str
     model: str
     chunker: Chunker
     info: EngineInfo
     engine: AsyncEngine
     gateway: Gateway
+    backend: NotingBackend
     loop: asyncio.AbstractEventLoop
 
     @property
@@ -63,9 +83,6 @@ class Served:
         puts = self.run(self.gateway.put_chunks(ANYONE, namespace, segments, wait=True))
         assert all(put.state in (PutState.STORED, PutState.PRESENT) for put in puts), puts
         return sum(put.num_tokens for put in puts)
-
-    def chunks(self, document: str) -> list[Chunk]:
-        return list(self.chunker.chunks(document))
 
     def headers(self, namespace: str) -> dict[str, str]:
         return {"X-Kintsugi-Namespace": namespace}
@@ -88,11 +105,17 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
 
     with ShardServer(Shard(RamTier(128 << 20)), "127.0.0.1:0") as shard:
         engine = run(_engine(f"grpc://{shard.address}"))
-        gateway = run(_gateway(engine, f"grpc://{shard.address}"))
+        backend = NotingBackend(engine)
+        gateway = run(_gateway(backend, f"grpc://{shard.address}"))
         server = HttpServer(HttpFront.of(gateway).app, "127.0.0.1", 0)
         run(server.start())
         chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
-        yield Served(server.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, loop)
+        grpc = GatewayServer(gateway, GatewaySpec(grpc_port=0))
+        run(grpc.start())
+        yield Served(
+            server.address, grpc.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, backend, loop
+        )
+        run(grpc.stop())
         run(server.stop())
         run(gateway.close())
         run(engine.stop())
@@ -101,8 +124,8 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
     loop.close()
 
 
-async def _gateway(engine: AsyncEngine, store: str) -> Gateway:
-    return await Gateway.open(GatewaySpec(), LocalBackend(engine), store, BUNDLED_CHECKPOINT)
+async def _gateway(backend: NotingBackend, store: str) -> Gateway:
+    return await Gateway.open(GatewaySpec(), backend, store, BUNDLED_CHECKPOINT)
 
 
 async def _engine(store: str) -> AsyncEngine:
@@ -112,5 +135,6 @@ async def _engine(store: str) -> AsyncEngine:
         store,
         extra_config={"report": str(BUNDLED_REPORT), **PATIENT},
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
+        openai=OpenAISpec(tool_call_parser="hermes"),
     )
     return await AsyncEngine.start(spec)
