@@ -38,8 +38,10 @@ class InProcessStore(AsyncChunkStore):
     ) -> dict[int, list[ChunkManifest]]:
         return self._store.lookup_anchors(namespace, space_digest, anchors)
 
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
-        return self._store.put(manifest, frames)
+    async def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
+        return self._store.put(manifest, frames, recompute_ms, tier)
 
     async def stream(
         self,

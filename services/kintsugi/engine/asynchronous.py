@@ -276,18 +276,14 @@ class AsyncEngine:
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
-        """As `EngineBackend.save`. Raises `InvalidField` for another ``tier`` than `auto`: the store's own
-        rule places what engines put."""
-        if tier != "auto":
-            raise InvalidField(
-                "tier", f"{tier!r} cannot be chosen for a chunk that an engine puts; leave it out"
-            )
+        """As `EngineBackend.save`. A tier that the store lacks is the outcome's reason."""
         checked_namespace(namespace)
+        kept_in = "" if tier == "auto" else tier
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
         async def one(index: int, chunk: tuple[int, ...]) -> SaveOutcome:
             try:
-                prompt = save_prompt(self.prefix_token_ids, chunk, namespace)
+                prompt = save_prompt(self.prefix_token_ids, chunk, namespace, tier=kept_in)
             except InvalidField as error:
                 return SaveOutcome(SaveState.FAILED, str(error))
             assert prompt.params is not None

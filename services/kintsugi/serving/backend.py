@@ -34,7 +34,8 @@ class EngineBackend(ABC):
     ) -> list[SaveOutcome]:
         """Prefill chunks in isolation and store them; returns once each is committed or has failed.
 
-        ``tier`` is where the store keeps them: `auto`, `ram` or the name of one of its SSD tiers.
+        ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: what the
+        engine's configuration of the store says. One that the store lacks is a failed outcome's reason.
         """
 
     @abstractmethod

@@ -161,7 +161,7 @@ class Gateway:
         self.access = access or OpenAccess()
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
-        self.known = known or KnownChunks()
+        self.known = KnownChunks() if known is None else known  # an empty one is false
         self.metrics = GatewayMetrics()
         self._tokenize = tokenize
         self._resolver = SegmentResolver(tokenize, self.known, documents)

@@ -177,10 +177,17 @@ class StubBackend(EngineBackend):
             if not token_ids:
                 outcomes.append(SaveOutcome(SaveState.FAILED, "the chunk has no tokens"))
                 continue
-            if self._store is not None:
-                await self._store.put(*_zeros(self.space(namespace), token_ids))
-            outcomes.append(SaveOutcome(SaveState.SAVED))
+            outcomes.append(await self._put(namespace, token_ids, tier))
         return outcomes
+
+    async def _put(self, namespace: str, token_ids: Sequence[int], tier: str) -> SaveOutcome:
+        if self._store is not None:
+            manifest, frames = _zeros(self.space(namespace), token_ids)
+            try:
+                await self._store.put(manifest, frames, tier=tier)
+            except InvalidField as error:
+                return SaveOutcome(SaveState.FAILED, str(error))
+        return SaveOutcome(SaveState.SAVED)
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         self._check_up()
