@@ -1,4 +1,4 @@
-"""The two servers that are compared, vLLM's own and `kintsugi serve`: each a tree of processes on one core."""
+"""The two servers that are compared, each a tree of processes on one core: vLLM's, and `kintsugi serve`."""
 
 from __future__ import annotations
 
