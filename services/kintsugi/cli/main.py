@@ -226,6 +226,23 @@ def evaluate(
     command.run(Screen(as_json), task)
 
 
+@app.command()
+@reported
+def token(
+    name: Annotated[str, typer.Argument(help="Whose token it is: for logs, and to revoke it by.")],
+    namespace: Annotated[
+        list[str],
+        typer.Option("--namespace", "-n", help="What it may use: a namespace, or a prefix and *; repeat."),
+    ],
+    file: Annotated[Path, typer.Option(help="The gateway's file of tokens; made where it is missing.")],
+    as_json: Json = False,
+) -> None:
+    """Make a bearer token for a gateway. It is shown once; the file keeps its hash."""
+    from kintsugi.cli import token as command
+
+    command.run(Screen(as_json), name, namespace, file)
+
+
 if find_spec("lmdb") is not None:  # the extra `store` is installed
     from kintsugi.cli.store import app as store_app
 

@@ -334,6 +334,7 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
 def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
     """Engines and gateway."""
     engines, gateway = spec.engines, spec.gateway
+    store_url = placement.store_url or directory_url(spec.store)
     engine = {
         "name": ENGINE_DEPLOYMENT,
         **_replicas(
@@ -348,6 +349,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         "max_queued_requests": QUEUED_MAX,
         "request_router_config": {
             "request_router_class": ENGINE_ROUTER,
+            "request_router_kwargs": {"store_url": store_url},
             "request_routing_stats_period_s": 1.0,
         },
         **_health(engines.drain_s),
@@ -364,7 +366,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
     args = {
         "model": changed(spec.model),
         "engines": changed(engines, "replicas", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"),
-        "store_url": placement.store_url or directory_url(spec.store),
+        "store_url": store_url,
         # Engines' metrics are as far to be seen as the shards'.
         "host": spec.store.host,
     }

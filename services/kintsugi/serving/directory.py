@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 import grpc
 
 from kintsugi.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.client.tls import ServerTls, checked_listen
+from kintsugi.client.grpc_store import options_of
+from kintsugi.client.tls import ServerTls, TlsFiles, checked_listen
 from kintsugi.core.deploy import StoreSpec
-from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.schema import load
 from kintsugi.serving.addresses import is_wildcard, joined, tls_of
 from kintsugi.store.directory_service import DirectoryService
@@ -187,6 +188,15 @@ def reachable(store_url: str) -> str:
     actor = ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE)
     address: str = ray.get(actor.address.remote(), timeout=CALL_TIMEOUT_S)
     return parts._replace(netloc=address).geturl()
+
+
+def parted(store_url: str) -> tuple[str, TlsFiles | None]:
+    """A directory's `host:port` and the TLS files to reach it with, of a `shards://` URL. Raises
+    `InvalidField`."""
+    parts = urlsplit(store_url)
+    if parts.scheme != "shards" or not parts.netloc:
+        raise InvalidField("store_url", f"{store_url!r} must name a directory as shards://host:port")
+    return parts.netloc, options_of(parts.query).tls
 
 
 class Announcer:

@@ -6,12 +6,10 @@ import asyncio
 import json
 import logging
 import re
-import socket
-import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -357,62 +355,18 @@ async def serve(
     spec: GatewaySpec,
     until: Callable[[], Awaitable[Any]],
     *,
-    app: Any = None,
     on_ready: Callable[[str], None] = lambda address: None,
     precompute: Any = None,
 ) -> None:
-    """Serve gRPC, and with an ASGI ``app`` HTTP beside it, until ``until`` returns; then close the gateway.
+    """Serve gRPC until ``until`` returns, then close the gateway. HTTP beside it is `openai_server`'s.
 
-    ``on_ready`` is told gRPC's `host:port`. Raises what `GatewayServer` raises.
+    ``on_ready`` is told the `host:port`. Raises what `GatewayServer` raises.
     """
     server = GatewayServer(gateway, spec, precompute)
     try:
         await server.start()
         on_ready(server.address)
-        if app is None:
-            await until()
-        else:
-            await _with_http(app, spec, until)
+        await until()
     finally:
         await server.stop()
         await gateway.close()
-
-
-async def _with_http(app: Any, spec: GatewaySpec, until: Callable[[], Awaitable[Any]]) -> None:
-    """Until `until` returns, or HTTP ends by itself, which is an error."""
-    import uvicorn  # of the extra `serving`
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # they are for whoever owns `until`
-
-    files = served_files(spec)
-    tls: dict[str, Any] = {}
-    if files is not None:
-        tls = {"ssl_certfile": str(files.cert), "ssl_keyfile": str(files.key)}
-        if files.client_ca is not None:
-            tls |= {"ssl_ca_certs": str(files.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    config = uvicorn.Config(app, log_level="warning", access_log=False, **tls)
-    with _listening(spec.host, spec.http_port) as listener:
-        http = Server(config)
-        running = asyncio.create_task(http.serve(sockets=[listener]))
-        waiting = asyncio.ensure_future(until())
-        try:
-            await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                raise Unavailable("the HTTP server ended by itself; its log says why")
-            await waiting
-        finally:
-            waiting.cancel()
-            http.should_exit = True
-            await asyncio.gather(running, waiting, return_exceptions=True)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Raises `Unavailable`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -7,14 +7,21 @@ hold, and what it costs to fetch chunks that lie on another host.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import xxhash
+
+from kintsugi.client.directory import ShardMap
+from kintsugi.core.spaces import Span
 
 BLOCK_TOKENS = 128
 """Prefixes are remembered in steps of so many tokens."""
 REMEMBERED_MAX = 65_536
+CHARS_PER_TOKEN = 4
+"""Of English, about."""
+DEPTH_MAX = 4
 BLOCKS_MAX = 64
 """Of a prompt's beginning that are looked at: bounds the work per request."""
 
@@ -66,6 +73,56 @@ def prefix_digests(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         hasher.update(b"".join(token.to_bytes(4, "little") for token in block))
         digests.append(hasher.intdigest())
     return tuple(digests)
+
+
+def text_digests(namespace: str, text: str) -> tuple[int, ...]:
+    """The same of a text that is not tokenised yet, in blocks of about as many tokens."""
+    size = BLOCK_TOKENS * CHARS_PER_TOKEN
+    hasher = xxhash.xxh3_64(namespace.encode() + b"\0text")
+    digests = []
+    for start in range(0, min(len(text), BLOCKS_MAX * size) - size + 1, size):
+        hasher.update(text[start : start + size].encode(errors="replace"))
+        digests.append(hasher.intdigest())
+    return tuple(digests)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Of a request whose prompt only an engine knows."""
+
+    num_tokens: int
+    """Estimated."""
+    beginning: str
+
+
+def tokens_in(body: Mapping[str, Any]) -> Text:
+    """An estimate from the texts of an OpenAI body, in their order. Never fails: the engine does."""
+    budget = BLOCKS_MAX * BLOCK_TOKENS * CHARS_PER_TOKEN
+    texts = list(_texts(body.get("messages", body.get("prompt", "")), depth=0))
+    num_chars = sum(map(len, texts))
+    return Text(num_chars // CHARS_PER_TOKEN + 1, "".join(texts)[:budget])
+
+
+def _texts(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif depth < DEPTH_MAX and isinstance(value, Mapping):
+        yield from (text for name in ("content", "text") for text in _texts(value.get(name), depth + 1))
+    elif depth < DEPTH_MAX and isinstance(value, Sequence):
+        yield from (text for each in value for text in _texts(each, depth + 1))
+
+
+def tokens_by_host(spans: Sequence[Span], shards: ShardMap) -> dict[str, int]:
+    """Tokens of known chunks by the host that their first shard is on; nothing where all are on one."""
+    hosts = {shard.shard_id: shard.address.rpartition(":")[0] for shard in shards.shards}
+    if len(set(hosts.values())) < 2:
+        return {}
+    found: dict[str, int] = {}
+    for span in spans:
+        if span.key is not None:
+            host = hosts[shards.owners(span.key)[0].shard_id]
+            found[host] = found.get(host, 0) + span.end - span.start
+    return found
 
 
 class PrefixMemory:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kintsugi.client.directory import ShardAddress, ShardMap
+from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.serving.routing import (
     BLOCK_TOKENS,
     BLOCKS_MAX,
@@ -15,6 +20,9 @@ from kintsugi.serving.routing import (
     cost_ms,
     prefix_digests,
     ranked,
+    text_digests,
+    tokens_by_host,
+    tokens_in,
 )
 
 COSTS = RouteCosts()
@@ -76,6 +84,46 @@ def test_equals_share_prompts_that_nobody_holds() -> None:
         for n in range(200)
     ]
     assert all(firsts.count(name) > 20 for name in "abcd")
+
+
+def test_the_beginning_of_a_text_counts_as_the_beginning_of_a_prompt() -> None:
+    text = "x" * 3000
+    assert len(text_digests("acme", text)) == 3000 // (4 * BLOCK_TOKENS)
+    assert text_digests("acme", text[:1100]) == text_digests("acme", text)[:2]
+    assert not set(text_digests("other", text)) & set(text_digests("acme", text))
+
+
+@pytest.mark.parametrize(
+    ("body", "beginning"),
+    [
+        ({"prompt": "abc"}, "abc"),
+        ({"prompt": ["ab", "c"]}, "abc"),
+        (
+            {"messages": [{"role": "user", "content": "ab"}, {"content": [{"type": "text", "text": "c"}]}]},
+            "abc",
+        ),
+        ({"messages": [{"content": None}, 7, [[[[[["deep"]]]]]]]}, ""),
+        ({"prompt": [[1, 2, 3]]}, ""),
+        ({}, ""),
+    ],
+)
+def test_texts_of_a_body_are_found_and_oddities_passed_over(body: dict[str, Any], beginning: str) -> None:
+    found = tokens_in(body)
+    assert found.beginning == beginning
+    assert found.num_tokens == len(beginning) // 4 + 1
+
+
+def test_chunks_are_counted_by_the_host_of_their_shard() -> None:
+    keys = [ChunkKey(bytes([n]) * 32) for n in range(32)]
+    spans = [Span(10 * n, 10 * n + 10, key) for n, key in enumerate(keys)] + [Span(500, 600)]
+    two = ShardMap(1, (ShardAddress("a", "h1:1"), ShardAddress("b", "h2:1"), ShardAddress("c", "h2:2")))
+    found = tokens_by_host(spans, two)
+    expected = {"h1": 0, "h2": 0}
+    for key in keys:
+        expected[two.owners(key)[0].address.partition(":")[0]] += 10
+    assert found == expected
+    assert all(found.values())
+    assert tokens_by_host(spans, ShardMap(1, (ShardAddress("a", "h:1"), ShardAddress("b", "h:2")))) == {}
 
 
 views = st.builds(
