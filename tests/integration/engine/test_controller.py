@@ -35,7 +35,10 @@ FAST, SLOW = 1e12, 20e3
 
 @pytest.fixture(scope="module")
 def started(engine_slot: EngineSlot) -> LocalEngine:
-    extra: dict[str, object] = {"loading_controller": True, "store": f"ram://controlled?bytes_per_s={FAST:.0f}"}
+    extra: dict[str, object] = {
+        "loading_controller": True,
+        "store": f"ram://controlled?bytes_per_s={FAST:.0f}",
+    }
     return engine_slot.get(SHAPE, extra)
 
 
