@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -48,6 +49,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--only", help=f"comma-separated parts of {', '.join((*OF_SERVERS, *OF_SCRIPTS))}")
     arguments = parser.parse_args()
+    # Told to stop, the servers are stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = arguments.only.split(",") if arguments.only else _default_parts(arguments.quick)
     figures: list[Figure] = []
     if set(chosen) & set(OF_SERVERS):
