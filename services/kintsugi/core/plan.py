@@ -7,7 +7,7 @@ a `BlendPlan`; the plan's digest names the KV that executing it produces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import blake3
 
@@ -37,7 +37,7 @@ class Selection:
     """
 
     ratio: float
-    """Share of the hit tokens to recompute."""
+    """Share to recompute of the hit tokens whose KV is approximate (`BlendPlan.exact_end`)."""
     selector: SelectorName = SelectorName.HKVD
     check_layer: int = 1
     """The layer whose deviation selects, where the selector looks at one."""
@@ -70,10 +70,13 @@ class BlendPlan:
     hits: tuple[ChunkHit, ...]
     """In prompt order, disjoint."""
     selection: Selection
+    exact_end: int = 0
+    """What is loaded for tokens before it is what a full prefill computes (`exact_end`). Only a ratio of 1
+    recomputes them, and no other counts them."""
 
     def without(self, keys: frozenset[ChunkKey]) -> BlendPlan:
         """The same plan with `keys` missed: their tokens are computed instead of loaded."""
-        return BlendPlan(tuple(hit for hit in self.hits if hit.key not in keys), self.selection)
+        return replace(self, hits=tuple(hit for hit in self.hits if hit.key not in keys))
 
 
 def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:

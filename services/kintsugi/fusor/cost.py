@@ -18,18 +18,24 @@ class Workload:
     """The tokens of one prompt that a pass loads or computes, and the model they pass through."""
 
     hit_tokens: int
+    """All that are loaded."""
     other_tokens: int
     """Always computed: the question, missed chunks, what lies between and before chunks."""
     num_layers: int
     projection_share: float
     """See `fusor.stack.DecoderStack.projection_share`."""
+    exact_tokens: int = 0
+    """Of those loaded, what is before `BlendPlan.exact_end`."""
 
 
 def token_layers(selection: Selection, work: Workload) -> float:
     """Token-layers of a blend: exact where the ratio is not adaptive, else at most."""
     hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
-    if selection.ratio in (0, 1) or not hit:
+    if selection.ratio in (0, 1):
         return float(layers * (other + selection.ratio * hit))
+    hit -= work.exact_tokens
+    if not hit:
+        return float(layers * other)
     selector = make_selector(selection, layers)
     total, before = 0.0, hit
     for layer in range(layers):
