@@ -59,6 +59,8 @@ class Document:
 class Failure:
     """A document, or a whole file, that could not be read."""
 
+    __pydantic_config__ = STRICT
+
     url: str
     place: int
     reason: str

@@ -70,6 +70,7 @@ class EnginePrefiller(Prefiller):
                 "store": spec.store,
                 "prefix_token_ids": list(spec.space.prefix_token_ids),
                 "portable": spec.space.portable,
+                "save_only": True,
             },
             **{"dtype": spec.dtype, "scheduling_policy": "priority", **spec.engine},
         )
