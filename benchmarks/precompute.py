@@ -80,7 +80,7 @@ class Setting:
         """Distinct passages of MuSiQue, written as the source; a few where it has to be quick."""
         questions = json.loads(MUSIQUE.read_text())
         texts = list(dict.fromkeys(ctx["text"] for question in questions for ctx in question["ctxs"]))
-        texts = texts[: 8 if self.quick else count]
+        texts = texts[: 32 if self.quick else count]
         rows = (json.dumps({"id": f"p{n}", "text": text}) for n, text in enumerate(texts))
         (self.folder / "corpus.jsonl").write_text("".join(row + "\n" for row in rows))
         return texts

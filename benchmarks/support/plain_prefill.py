@@ -8,6 +8,7 @@ the machine does meanwhile hits both alike.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,9 +22,14 @@ class PlainPrefill:
     """The parent's end. A context manager; the engine is up and warm once it is entered."""
 
     def __init__(
-        self, model: str, engine: dict[str, Any], batches: Sequence[Sequence[Sequence[int]]]
+        self,
+        model: str,
+        engine: dict[str, Any],
+        prefix: Sequence[int],
+        batches: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        """``batches``: prompts' token ids, as they are to be given to vLLM at once."""
+        """``batches``: chunks' token ids, as they are to be given to vLLM at once, each behind the prefix."""
+        self._prefix = list(prefix)
         self._batches = list(batches)
         self._next = 0
         self._process = subprocess.Popen(
@@ -31,6 +37,7 @@ class PlainPrefill:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self.tokens = 0
         """Of chunks prefilled so far; their prefixes do not count."""

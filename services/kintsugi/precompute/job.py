@@ -27,7 +27,7 @@ from kintsugi.core.errors import (
     Unavailable,
 )
 from kintsugi.precompute.batches import Batch, Batches, Settled
-from kintsugi.precompute.files import Piece, pieces_of
+from kintsugi.precompute.files import Piece, listed
 from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedDocument
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
@@ -182,7 +182,9 @@ class Job:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             yield from scan(self._dataset, task, spec.source)
             return
-        pieces = pieces_of(spec.source, spec.format)
+        listing = listed(spec.source, spec.format)
+        pieces = listing.pieces
+        self._note_failures(run, [Failure(url, 0, reason) for url, reason in listing.unlisted.items()])
         known = self._ledger.stamps(edition)
         clean.update({piece.url: piece.stamp for piece in pieces})
         unchanged = {url for url, stamp in clean.items() if stamp and known.get(url) == stamp}

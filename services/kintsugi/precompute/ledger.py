@@ -284,12 +284,18 @@ class Ledger(DocumentIndex):
         """Forget documents that the source has no more; their number.
 
         ``clean``: stamps of files that were read without failure. Documents of a file that could not be read
-        whole stay: not being readable is not being gone.
+        whole stay, and so do those below such a folder, whose URL ends with a slash: not being readable is
+        not being gone.
         """
         with self._database.transaction() as db:
             db.execute("CREATE TEMP TABLE IF NOT EXISTS spared (url TEXT PRIMARY KEY)")
             db.execute("DELETE FROM spared")
             db.executemany("INSERT OR IGNORE INTO spared VALUES (?)", [(url,) for url in failed_urls])
+            db.executemany(
+                "INSERT OR IGNORE INTO spared SELECT url FROM document WHERE edition=?1"
+                " AND substr(url, 1, length(?2))=?2",
+                [(edition, url) for url in failed_urls if url.endswith("/")],
+            )
             gone = "edition=? AND seen!=? AND url NOT IN (SELECT url FROM spared)"
             db.execute(
                 f"DELETE FROM span WHERE document IN (SELECT id FROM document WHERE {gone})", (edition, run)

@@ -9,7 +9,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.engine.local import LocalEngine, Prompt, save_prompt
-from kintsugi.precompute.files import pieces_of
+from kintsugi.precompute.files import listed
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.readers import Document, read
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
@@ -35,7 +35,7 @@ def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
         "allow_uncalibrated": True,
     }
     with LocalEngine.start(spec.model, extra_config=config, dtype="bfloat16", **ENGINE) as engine:
-        for piece in pieces_of(spec.source):
+        for piece in listed(spec.source).pieces:
             for document in read(piece, spec.columns):
                 assert isinstance(document, Document)
                 prompt, spans = list(space.prefix_token_ids), []

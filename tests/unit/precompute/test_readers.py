@@ -15,12 +15,12 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted
 from kintsugi.precompute import files, readers
-from kintsugi.precompute.files import Format, Piece, pieces_of
+from kintsugi.precompute.files import Format, Piece, listed
 from kintsugi.precompute.readers import Columns, Document, Failure, read
 
 
 def read_all(source: Path | str, columns: Columns | None = None) -> list[Document | Failure]:
-    return [item for piece in pieces_of(str(source)) for item in read(piece, columns or Columns())]
+    return [item for piece in listed(str(source)).pieces for item in read(piece, columns or Columns())]
 
 
 def documents(source: Path | str) -> dict[str, str]:
@@ -140,13 +140,13 @@ def test_a_file_that_vanished_is_a_failure(tmp_path: Path) -> None:
 
 def test_sources_that_are_none_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotFound, match="check the path"):
-        pieces_of(str(tmp_path / "nowhere"))
+        listed(str(tmp_path / "nowhere"))
     (tmp_path / "x.bin").write_bytes(b"x")
     with pytest.raises(InvalidField, match="name their format"):
-        pieces_of(str(tmp_path))
-    assert pieces_of(str(tmp_path), Format.TEXT)[0].format is Format.TEXT
+        listed(str(tmp_path))
+    assert listed(str(tmp_path), Format.TEXT).pieces[0].format is Format.TEXT
     with pytest.raises(InvalidField, match="cannot be opened"):
-        pieces_of("nosuch://x")
+        listed("nosuch://x")
     monkeypatch.setattr(files, "FILES_MAX", 0)
     with pytest.raises(ResourceExhausted, match="Parquet"):
-        pieces_of(str(tmp_path))
+        listed(str(tmp_path))
