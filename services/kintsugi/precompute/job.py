@@ -34,6 +34,7 @@ from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.readers import Failure, read
 from kintsugi.precompute.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
+from kintsugi.precompute.warm import delete_orphans
 from kintsugi.precompute.worker import EnginePrefiller, PrefillerFactory, WorkerSpec, durable
 
 QUEUED_BATCHES = 4
@@ -396,10 +397,7 @@ class Job:
 
     def _invalidate(self) -> None:
         """Delete chunks that no document of any corpus has any more, and only those."""
-        while keys := self._ledger.orphans(self.spec.namespace):
-            self._store.delete(self.spec.namespace, keys)
-            self._ledger.forget(keys)
-            self.progress.chunks_invalidated += len(keys)
+        self.progress.chunks_invalidated = delete_orphans(self._ledger, self._store, self.spec.namespace)
 
     def _tell(self) -> None:
         now_s = time.monotonic()

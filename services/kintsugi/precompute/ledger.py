@@ -336,19 +336,21 @@ class Ledger(DocumentIndex):
             last = rows[-1][0]
             yield [ChunkKey(key) for (key,) in rows]
 
-    def orphans(self, namespace: str) -> list[ChunkKey]:
-        """A page of chunks that no document of any corpus has. `forget` them once they are deleted."""
-        with self._database.reading() as db:
+    @contextmanager
+    def orphans(self, namespace: str) -> Iterator[list[ChunkKey]]:
+        """A page of chunks that no document of any corpus has, forgotten when the body ends well.
+
+        Nobody else writes meanwhile: a document that comes to have one of them is recorded once the store has
+        lost it, and so finds it missing.
+        """
+        with self._database.transaction() as db:
             rows = db.execute(
                 "SELECT key FROM chunk WHERE namespace=? AND NOT EXISTS"
                 " (SELECT 1 FROM span WHERE span.key=chunk.key) LIMIT ?",
                 (namespace, PAGE),
             ).fetchall()
-        return [ChunkKey(key) for (key,) in rows]
-
-    def forget(self, keys: Sequence[ChunkKey]) -> None:
-        with self._database.transaction() as db:
-            db.executemany("DELETE FROM chunk WHERE key=?", [(key.digest,) for key in keys])
+            yield [ChunkKey(key) for (key,) in rows]
+            db.executemany("DELETE FROM chunk WHERE key=?", rows)
 
     def retire(self, edition: int) -> None:
         """Forget an edition; its chunks become orphans where no other one has them."""
