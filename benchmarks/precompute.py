@@ -31,6 +31,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 import psutil
 
+from benchmarks.support import precompute_rates
 from benchmarks.support.figures import Figure, report
 from benchmarks.support.plain_prefill import PlainPrefill
 from kintsugi.checkpoints.factory import cached_checkpoint
@@ -343,11 +344,20 @@ def crashes(quick: bool) -> list[Figure]:
     ]
 
 
+def rates(quick: bool) -> list[Figure]:
+    """Not judged: what the page about a thousand workers starts from."""
+    with setting(quick) as at:
+        texts = at.passages(1_255)
+        address = f"grpc://{at.address}"
+        return precompute_rates.figures(at.folder, address, at.model, texts, 1_000 if quick else 20_000)
+
+
 MEASURES: dict[str, Callable[[bool], list[Figure]]] = {
     "throughput": throughput,
     "crashes": crashes,
     "memory": memory,
     "cpu": cpu_per_token,
+    "rates": rates,
 }
 
 

@@ -65,13 +65,20 @@ CREATE TABLE IF NOT EXISTS failure (
 """
 
 
+def packed(tokens: bytes) -> bytes:
+    """Little-endian u32 as the ledger keeps them. Readers pack, workers unpack: the driver, of which there is
+    one, only hands on."""
+    return zlib.compress(tokens, 1)
+
+
 @dataclass(frozen=True)
 class ScannedChunk:
     """One chunk of a document as the scan found it."""
 
     key: bytes
     tokens: bytes
-    """Little-endian u32."""
+    """See `packed`."""
+    num_tokens: int
     start: int
     stop: int
 
@@ -95,16 +102,17 @@ class PendingChunk:
 
     key: ChunkKey
     tokens: bytes
-    """Little-endian u32."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // 4
+    """See `packed`."""
+    num_tokens: int
 
     @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = np.frombuffer(self.tokens, "<u4").tolist()
-        return ids
+        return _unpacked(self.tokens)
+
+
+def _unpacked(tokens: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(zlib.decompress(tokens), "<u4").tolist()
+    return ids
 
 
 @dataclass(frozen=True)
@@ -312,7 +320,7 @@ class Ledger(DocumentIndex):
         while True:
             with self._database.transaction() as db:
                 rows = db.execute(
-                    "SELECT id, key, tokens FROM chunk WHERE id>? AND checked!=? AND EXISTS"
+                    "SELECT id, key, tokens, num_tokens FROM chunk WHERE id>? AND checked!=? AND EXISTS"
                     " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY id LIMIT ?",
                     (last, run, edition, PAGE),
                 ).fetchall()
@@ -320,7 +328,7 @@ class Ledger(DocumentIndex):
             if not rows:
                 return
             last = rows[-1][0]
-            yield [PendingChunk(ChunkKey(key), zlib.decompress(tokens)) for _, key, tokens in rows]
+            yield [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
 
     def keys(self, edition: int) -> Iterator[list[ChunkKey]]:
         """Pages of the edition's distinct chunk keys."""
@@ -400,8 +408,7 @@ def _resolved(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownCh
     ).fetchone()
     if row is None or ref.version not in (None, row[0]):
         return None
-    ids = np.frombuffer(zlib.decompress(row[2]), "<u4")
-    return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(ids.tolist()))
+    return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(_unpacked(row[2])))
 
 
 def _unchecked_of(
@@ -410,16 +417,11 @@ def _unchecked_of(
     """The document's chunks that were not checked in this run; they count as checked from here on."""
     fresh = []
     for chunk in document.chunks:
-        row = db.execute("SELECT checked FROM chunk WHERE key=?", (chunk.key,)).fetchone()
-        if row is not None and row[0] == run:
-            continue
-        if row is None:
-            packed = zlib.compress(chunk.tokens, 1)
-            db.execute(
-                "INSERT INTO chunk (key, namespace, tokens, num_tokens, checked) VALUES (?,?,?,?,?)",
-                (chunk.key, namespace, packed, len(chunk.tokens) // 4, run),
-            )
-        else:
-            db.execute("UPDATE chunk SET checked=? WHERE key=?", (run, chunk.key))
-        fresh.append(PendingChunk(ChunkKey(chunk.key), chunk.tokens))
+        changed = db.execute(
+            "INSERT INTO chunk (key, namespace, tokens, num_tokens, checked) VALUES (?,?,?,?,?)"
+            " ON CONFLICT (key) DO UPDATE SET checked=excluded.checked WHERE checked!=excluded.checked",
+            (chunk.key, namespace, chunk.tokens, chunk.num_tokens, run),
+        ).rowcount
+        if changed:
+            fresh.append(PendingChunk(ChunkKey(chunk.key), chunk.tokens, chunk.num_tokens))
     return fresh
