@@ -92,7 +92,7 @@ def setting(quick: bool) -> Iterator[Setting]:
     """A shard in a process of its own: its CPU is not the driver's."""
     with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as name:
         folder = Path(name)
-        sizes = ("64MiB", "512MiB") if quick else ("2GiB", "60GiB")
+        sizes = ("64MiB", "512MiB") if quick else ("1GiB", "16GiB")
         command = [
             *(sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve"),
             *("--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")),
@@ -102,7 +102,9 @@ def setting(quick: bool) -> Iterator[Setting]:
         shard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
             assert shard.stdout is not None
-            yield Setting(quick, folder, shard.stdout.readline().split()[-1])
+            ready = shard.stdout.readline().split()
+            assert ready, "the shard did not start; its reason is above"
+            yield Setting(quick, folder, ready[-1])
         finally:
             shard.kill()
             shard.communicate()

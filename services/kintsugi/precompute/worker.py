@@ -163,8 +163,10 @@ class Worker:
         self._store = open_store(spec.store)
 
     def fill(self, batch: Sequence[tuple[bytes, bytes, int]]) -> tuple[list[str], float]:
-        """What became of each (key, packed tokens, their number), and how long the engine took to start. Another
-        job, or a worker that was thought dead, may have stored some of them meanwhile: one lookup a batch."""
+        """What became of each (key, packed tokens, their number), and how long the engine took to start.
+
+        Another job, or a worker that was thought dead, may have stored some meanwhile: one lookup a batch.
+        """
         chunks = [PendingChunk(ChunkKey(key), tokens, size) for key, tokens, size in batch]
         tiers = self._store.tiers(self._spec.space.namespace, [chunk.key for chunk in chunks])
         missing = [chunk for chunk, tier in zip(chunks, tiers, strict=True) if tier is None]
