@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import psutil
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.support import precompute_rates
 from benchmarks.support.figures import Figure, report
@@ -49,10 +51,35 @@ from kintsugi.precompute.worker import StubPrefiller
 ROOT = Path(__file__).resolve().parent.parent
 MUSIQUE = ROOT.parent / "shared/data/musique_s.json"
 NAMESPACE = "bench"
+PLAIN_EVERY = 3
+"""Plain vLLM prefills beside every third turn of the job: as many tokens as the job does in one."""
 
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def musique() -> list[str]:
+    """Its distinct passages."""
+    questions = json.loads(MUSIQUE.read_text())
+    return list(dict.fromkeys(ctx["text"] for question in questions for ctx in question["ctxs"]))
+
+
+def model_for_passages(shape: str, folder: Path) -> Path:
+    """The random model with a tokenizer trained on the passages: its own knows other words, and would need
+    about twice the tokens that real models' need."""
+    checkpoint = cached_checkpoint(shape)
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        (folder / path.name).symlink_to(path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    trained = tokenizer.train_new_from_iterator(musique(), len(tokenizer))
+    for name in trained.save_pretrained(folder / "tokenizer"):
+        (folder / Path(name).name).unlink(missing_ok=True)
+        Path(name).rename(folder / Path(name).name)
+    (folder / "tokenizer").rmdir()
+    return folder
 
 
 class Setting:
@@ -63,7 +90,7 @@ class Setting:
         self.folder = folder
         self.address = address
         self.shape = "tiny-llama" if quick else "llama-210m"
-        self.model = str(cached_checkpoint(self.shape))
+        self.model = str(model_for_passages(self.shape, folder / "model"))
         self.engine: dict[str, Any] = {"max_model_len": 4096}
 
     def spec(self, **values: Any) -> JobSpec:
@@ -79,20 +106,18 @@ class Setting:
 
     def passages(self, count: int) -> list[str]:
         """Distinct passages of MuSiQue, written as the source; a few where it has to be quick."""
-        questions = json.loads(MUSIQUE.read_text())
-        texts = list(dict.fromkeys(ctx["text"] for question in questions for ctx in question["ctxs"]))
-        texts = texts[: 32 if self.quick else count]
+        texts = musique()[: 32 if self.quick else count]
         rows = (json.dumps({"id": f"p{n}", "text": text}) for n, text in enumerate(texts))
         (self.folder / "corpus.jsonl").write_text("".join(row + "\n" for row in rows))
         return texts
 
 
 @contextmanager
-def setting(quick: bool) -> Iterator[Setting]:
+def setting(quick: bool, ssd: str = "4GiB") -> Iterator[Setting]:
     """A shard in a process of its own: its CPU is not the driver's."""
     with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as name:
         folder = Path(name)
-        sizes = ("64MiB", "512MiB") if quick else ("1GiB", "16GiB")
+        sizes = ("64MiB", "512MiB") if quick else ("1GiB", ssd)
         command = [
             *(sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve"),
             *("--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")),
@@ -178,22 +203,24 @@ class Turns:
 
 def throughput(quick: bool) -> list[Figure]:
     """Also the second run and the hits, which need the filled store."""
-    with setting(quick) as at:
-        texts = at.passages(1_255)
+    with setting(quick, ssd="16GiB") as at:
+        texts = at.passages(1_000)
         ensure_ray(1, 1.0)
         prefix = ModelFacts.of(at.spec()).space.prefix_token_ids
         arguments = {"dtype": "bfloat16", **at.engine}
         with PlainPrefill(at.model, arguments, prefix, plain_batches(at, texts)) as plain:
+            rests = itertools.count()
 
             def at_rest(progress: Progress) -> None:
-                plain.turn(progress.tokens_filled)
+                if next(rests) % PLAIN_EVERY == 0:
+                    plain.turn(plain.tokens + 2 * JobSpec.batch_tokens)
                 ours_s = turns.seconds - progress.engine_start_s
                 say(f"{progress.tokens_filled} tokens: {ours_s:.1f} s, plain {plain.seconds:.1f} s")
 
             say(f"the job and plain vLLM on {at.shape}, by turns")
             turns = Turns(at_rest)
             first = turns.run(at.spec(), at.folder)
-            plain.turn(first.tokens_filled)
+            plain.turn(1)
             ours = first.tokens_filled / (turns.seconds - first.engine_start_s)
             theirs = plain.tokens / plain.seconds
         say("the job again")
@@ -202,7 +229,8 @@ def throughput(quick: bool) -> list[Figure]:
         os.utime(at.folder / "corpus.jsonl")
         _, reread_s = timed_job(at.spec(), at.folder)
         detail = (
-            f"{ours:.0f} and {theirs:.0f} tokens/s, by turns; {first.tokens} tokens in {first.chunks} chunks "
+            f"{ours:.0f} and {theirs:.0f} tokens/s by turns, of {first.tokens} and the same {plain.tokens} "
+            f"tokens; {first.chunks} chunks "
             f"of {len(texts)} passages, {at.shape}; reading, chunking, puts included, engine starts left out"
         )
         again = (
