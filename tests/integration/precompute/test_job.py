@@ -5,9 +5,12 @@ from __future__ import annotations
 import collections
 import json
 import os
+import shutil
 import signal
 import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from kintsugi.client.documents import DocumentRef
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute import job as job_module
+from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.manager import survey
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.warm import pin, retire
@@ -235,6 +239,60 @@ def _refusing_factory(spec: object) -> object:
             return ["lora: not here"] * len(chunks)
 
     return Refusing()
+
+
+def test_a_ledger_that_is_deleted_meanwhile_ends_the_job_and_the_next_one_goes_on(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    gone: list[bool] = []
+
+    def delete_once(progress: Progress) -> None:
+        if progress.chunks_filled and not gone:
+            gone.append(True)
+            shutil.rmtree(bench.ledger.folder)
+
+    with pytest.raises(Unavailable, match=r"ledger\.sqlite is gone; run the job again"):
+        bench.job(delete_once, batch_tokens=128).run()
+    bench.ledger = Ledger(bench.ledger.folder)
+    assert bench.run().coverage == 1.0
+    assert len(bench.prefilled) == len(set(bench.prefilled))
+
+
+def test_what_cannot_be_listed_is_counted_and_what_it_held_stays(bench: Bench) -> None:
+    folder = bench.folder / "corpus"
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "doc.txt").write_text(f"All about {name}. " * 40)
+    first = bench.run(source=str(folder))
+    os.mkfifo(folder / "pipe.txt")
+    shutil.rmtree(folder / "b")
+    (folder / "b").symlink_to("nowhere")
+    (folder / "b.txt").symlink_to("nowhere")
+    second = bench.run(source=str(folder), errors_share_max=1.0)
+    assert (second.documents_failed, second.documents_vanished) == (2, 1)
+    assert {failure.reason for failure in second.failures} == {
+        "is a link to nothing",
+        "is neither a file nor a link to one",
+    }
+    assert bench.stored() < set(bench.prefilled)
+    assert first.chunks == second.chunks + second.chunks_invalidated
+
+
+def test_a_corpus_on_a_web_server(bench: Bench) -> None:
+    pytest.importorskip("aiohttp")
+    write_corpus(bench.source, TEXTS)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(bench.folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        source = f"http://127.0.0.1:{server.server_port}/{bench.source.name}"
+        assert bench.run(source=source).documents == len(TEXTS)
+        again = bench.run(source=source)
+        assert (again.chunks_filled, again.documents_unchanged) == (0, len(TEXTS))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_the_state_of_a_job_lies_in_its_folder(bench: Bench) -> None:
