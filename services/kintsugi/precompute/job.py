@@ -35,7 +35,7 @@ from kintsugi.precompute.readers import Failure, read
 from kintsugi.precompute.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.warm import delete_orphans
-from kintsugi.precompute.worker import EnginePrefiller, PrefillerFactory, WorkerSpec, durable
+from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFactory, WorkerSpec, durable
 
 QUEUED_BATCHES = 4
 """Batches per worker that wait on the driver, beside those that the workers have."""
@@ -45,6 +45,8 @@ STORE_PATIENCE_S = 600.0
 STORE_WAIT_S = (0.5, 1.0, 2.0, 5.0)
 STRIKES_MAX = 8
 """Batches in a row that no worker finished: then the workers are at fault, not the chunks."""
+STARTS_FAILED_MAX = 3
+"""Engines that did not start, of all workers: each costs half a minute, and the next one says the same."""
 WAIT_S = 0.2
 DOCUMENTS_JUDGED = 200
 """The share of failures is first judged after so many documents, and at the end."""
@@ -85,6 +87,7 @@ class Job:
         self._batches = Batches(spec.batch_tokens)
         self._pool: Pool | None = None
         self._strikes = 0
+        self._starts_failed = 0
         self._next_batch_s = 0.0
         self._text_bytes = 0
         self._bytes_to_read = 0
@@ -342,6 +345,10 @@ class Job:
             self._batches.returned(batch)
             if not isinstance(outcome, Unavailable | DeadlineExceeded):
                 raise outcome
+            if isinstance(outcome, NotStarted):
+                self._starts_failed += 1
+                if self._starts_failed >= STARTS_FAILED_MAX:
+                    raise Unavailable(f"{outcome}; this was try {self._starts_failed}")
             self._strike(outcome)
             self._patiently(lambda: self._store.tiers(self.spec.namespace, [batch.chunks[0].key]))
             return

@@ -77,7 +77,7 @@ def test_an_engine_that_is_killed_while_it_saves_leaves_nothing_half_stored(benc
         # The first batch is done, so the second runs: the worker dies amid its saves.
         if progress.chunks_filled and not killed and job._pool is not None and job._pool.in_flight:
             for process in psutil.Process().children(recursive=True):
-                # Ray names a worker's process by what it is at; asked itself, it would answer after its batch.
+                # Ray names a process by what it is at. Asked itself, it would answer after its batch.
                 if process.name().startswith("ray::Worker"):
                     killed.append(process.pid)
                     process.kill()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.client.documents import DocumentRef
 from kintsugi.client.grpc_store import GrpcStore
@@ -24,6 +25,9 @@ from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.manager import survey
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.warm import pin, retire
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -293,6 +297,41 @@ def test_a_corpus_on_a_web_server(bench: Bench) -> None:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_an_engine_that_does_not_start_is_not_tried_for_ever(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    factory = partial(_unable_factory, str(bench.log))
+    with pytest.raises(Unavailable, match="no such argument; this was try 3"):
+        job_module.Job(bench.spec(), bench.ledger, factory=factory).run()
+    # Batches in flight when the third one failed may have tried once more.
+    assert 3 <= len(bench.prefilled) <= 3 + 2
+
+
+def _unable_factory(log: str, spec: object) -> object:
+    with open(log, "a", encoding="utf-8") as file:
+        file.write("tried\n")
+    raise Unavailable("vLLM did not start: no such argument")
+
+
+def test_a_store_without_room_ends_the_job_and_keeps_what_it_has(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    with ShardServer(Shard(RamTier(2 << 20)), "127.0.0.1:0") as small:
+        url = f"grpc://{small.address}"
+        # Every chunk that is stored is pinned, so that none gives way to the next.
+        store = GrpcStore(small.address)
+
+        def pin_all(progress: Progress) -> None:
+            keys = [manifest.key for manifest in store.list("acme", 10_000)]
+            store.pin("acme", keys, 600.0)
+
+        with pytest.raises(ResourceExhausted, match="the store takes no more"):
+            bench.job(pin_all, store=url, bytes_max=1 << 40, batch_tokens=64).run()
+        kept = [manifest.key for manifest in store.list("acme", 10_000)]
+        assert 0 < len(kept) < len(bench.ledger_keys())
+        verified = ShardAdmin(store).verify("acme", kept)
+        assert (verified.absent, list(verified.quarantined)) == (0, [])
+        store.close()
 
 
 def test_the_state_of_a_job_lies_in_its_folder(bench: Bench) -> None:
