@@ -17,12 +17,25 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where a chunk's bytes come from."""
+
+    shard: str = ""
+    """Its address; empty where the store is in this process, or nobody said."""
+    tier: str = ""
+    """`ram`, or the name of an SSD tier; empty where nobody said."""
+
+
+@dataclass(frozen=True)
 class ChunkHit:
     """A chunk of the prompt that the store holds."""
 
     start: int
     end: int
     key: ChunkKey
+    num_bytes: int = 0
+    """Of all layers, as one rank loads them."""
+    source: Source = Source()
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +86,8 @@ class BlendPlan:
     exact_end: int = 0
     """What is loaded for tokens before it is what a full prefill computes (`exact_end`). Only a ratio of 1
     recomputes them, and no other counts them."""
+    predicted_ttft_s: float | None = None
+    """From the moment of planning; None where nothing was known yet."""
 
     def without(self, keys: frozenset[ChunkKey]) -> BlendPlan:
         """The same plan with `keys` missed: their tokens are computed instead of loaded."""

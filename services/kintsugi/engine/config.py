@@ -66,6 +66,14 @@ class EngineConfig:
     match_content: bool = True
     """Find known chunks at any offset of prompts that come without spans."""
 
+    loading_controller: bool = True
+    """Prefill a prompt in full where a blend is predicted to be slower, recompute chunks that load slowly,
+    and raise the ratio where loading hides it. Off: blend whatever can be, as asked; for measuring."""
+
+    ratio_max: float = 0.5
+    """How far the loading controller may raise a ratio that a request did not name. At or below the ratio:
+    never."""
+
     prefetch_layers: int = 4
     """Layers that loading may run ahead of computing: bounds host memory per blend."""
 
@@ -92,6 +100,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
+        if not 0.0 <= self.ratio_max <= 1.0:
+            raise InvalidField("ratio_max", f"{self.ratio_max} is outside [0, 1]")
         if self.slice_tokens is not None and self.slice_tokens < 1:
             raise InvalidField("slice_tokens", f"{self.slice_tokens} must be at least 1")
         codec_named(self.codec)

@@ -61,6 +61,8 @@ class Tally:
     token_layers: float = 0.0
     bytes_loaded: int = 0
     load_wait_s: float = 0.0
+    polled_s: float = 0.0
+    """Part of `load_wait_s` that was spent inside the pass, and not between two slices."""
     compute_s: float = 0.0
     restarts: int = 0
     failure: str | None = None
@@ -243,7 +245,9 @@ class BlendPass(SlicedWork):
         assert self._loader is not None
         asked = time.perf_counter()
         while True:
-            loaded, lost = self._look(layer, time.perf_counter() - asked)
+            looked = time.perf_counter()
+            loaded, lost = self._look(layer, looked - asked)
+            self.tally.polled_s += time.perf_counter() - looked
             if lost:
                 raise LoadFailed(lost[0], lost[1])
             if loaded is not None:
