@@ -40,7 +40,10 @@ from kintsugi.engine.sampling import checked_sampling
 if TYPE_CHECKING:
     from kintsugi.engine.gate import Gate
 
-NOTHING_CACHED = "no_chunk_cached"
+UNABLE = frozenset(
+    ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
+)
+"""Reasons that only the worker finds, and that stay. All others can pass: a report comes, a store answers."""
 PROBE_NAMESPACE = "kintsugi-probe"
 PROBE_TOKENS = 8
 SAVES_AT_ONCE = 64
@@ -130,6 +133,7 @@ class AsyncEngine:
             )
             binding = binding_of(vllm_config, config)
             await asyncio.to_thread(prepare, binding)
+            gate = await asyncio.to_thread(lambda: opened_gate(config, open_store(config.store), binding))
             client = AsyncLLM.from_vllm_config(vllm_config)
         except KintsugiError:
             raise
@@ -138,7 +142,6 @@ class AsyncEngine:
             raise Unavailable(
                 f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}"
             ) from error
-        gate = await asyncio.to_thread(lambda: opened_gate(config, open_store(config.store), binding))
         engine = AsyncEngine(client, spec, gate, unsupported(vllm_config))
         await engine._warm_up()
         return engine
@@ -158,8 +161,7 @@ class AsyncEngine:
             async for delta in self.generate(request):
                 accounting = delta.accounting or {}
             reason = str(accounting.get("reason") or "")
-            label = reason.split(":", 1)[0]
-            if label not in ("", NOTHING_CACHED, self._gate.state.reason):
+            if reason.split(":", 1)[0] in UNABLE:
                 self._declined = reason
 
     def info(self) -> EngineInfo:

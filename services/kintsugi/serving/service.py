@@ -72,7 +72,7 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
 
 
 def cause_in(message: str) -> str:
-    """Of what Serve says about a replica that failed, mostly a traceback: our own error where there is one."""
+    """Of what Serve says about a replica that failed, mostly a traceback: our own error if there is one."""
     ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
     return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
 
