@@ -122,11 +122,11 @@ def plain_server(model: Path, setting: Setting) -> Iterator[Server]:
 @contextmanager
 def our_server(model: Path, setting: Setting) -> Iterator[Server]:
     """`kintsugi serve`: Ray, one shard with RAM and a disk below it, one engine, the gateway."""
-    with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as folder:
+    # Short: the names of Ray's sockets begin with it, and have a bound.
+    with tempfile.TemporaryDirectory(prefix="kg-", ignore_cleanup_errors=True) as folder:
         config = Path(folder) / "service.yaml"
         config.write_text(yaml.safe_dump(_specification(model, setting, Path(folder))))
-        # Ray's sockets have short names to fit into.
-        environment = {"RAY_TMPDIR": folder if len(folder) < 40 else "/tmp"}
+        environment = {"RAY_TMPDIR": folder}
         command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()"]
         command += ["serve", "--config", str(config), "--json"]
         with _running("kintsugi", command, environment, stdout=True) as (process, log):
