@@ -26,7 +26,7 @@ from pathlib import Path
 import blake3
 import numpy as np
 
-from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
+from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.core.errors import Corrupted, NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.precompute.readers import Failure
@@ -422,6 +422,24 @@ class Ledger(DocumentIndex):
             if row is None:
                 raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
             return [self._resolve_one(row[0], ref) for ref in refs]
+
+    def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT id, namespace, key, tokens FROM chunk WHERE id>? AND EXISTS"
+                " (SELECT 1 FROM span JOIN edition ON edition.id=span.edition"
+                " WHERE span.key=chunk.key AND edition.fingerprint=?) ORDER BY id LIMIT ?",
+                (after, fingerprint, limit),
+            ).fetchall()
+        return [
+            IndexedChunk(
+                number,
+                namespace,
+                ChunkKey(key),
+                tuple(np.frombuffer(zlib.decompress(tokens), "<u4").tolist()),
+            )
+            for number, namespace, key, tokens in rows
+        ]
 
     def _resolve_one(self, edition: int, ref: DocumentRef) -> KnownChunk | None:
         row = self._db.execute(
