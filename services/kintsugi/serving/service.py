@@ -115,7 +115,7 @@ class Service:
     def _wanted(self, deployment: str) -> int:
         return {
             SHARD_DEPLOYMENT: self.spec.store.shards,
-            ENGINE_DEPLOYMENT: max(1, self.spec.engines.replicas.min),
+            ENGINE_DEPLOYMENT: self.spec.engines.replicas.min,
             GATEWAY_DEPLOYMENT: self.spec.gateway.replicas,
         }[deployment]
 
