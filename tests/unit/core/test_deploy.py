@@ -1,0 +1,210 @@
+"""What a service consists of, and the Serve configuration that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kintsugi.core.deploy import (
+    ENGINE_DEPLOYMENT,
+    GATEWAY_DEPLOYMENT,
+    SERVICE_APP,
+    SHARD_DEPLOYMENT,
+    STORE_APP,
+    EngineSpec,
+    GatewaySpec,
+    ModelSpec,
+    Placement,
+    Scale,
+    ServiceSpec,
+    StoreSpec,
+    TierSpec,
+    changed,
+    directory_url,
+    serve_config,
+    service_application,
+    spec_from_yaml_mapping,
+    store_application,
+)
+from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.schema import load
+
+SMALL = ServiceSpec(ModelSpec("/models/llama"))
+
+
+def deployments(application: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {deployment["name"]: deployment for deployment in application["deployments"]}
+
+
+def test_both_applications_and_no_proxy() -> None:
+    config = serve_config(SMALL)
+    assert [application["name"] for application in config["applications"]] == [STORE_APP, SERVICE_APP]
+    assert config["proxy_location"] == "Disabled"
+    assert set(deployments(config["applications"][0])) == {SHARD_DEPLOYMENT}
+    assert set(deployments(config["applications"][1])) == {ENGINE_DEPLOYMENT, GATEWAY_DEPLOYMENT}
+
+
+def test_one_application_for_a_cluster_of_its_own() -> None:
+    config = serve_config(SMALL, applications=(STORE_APP,))
+    assert [application["name"] for application in config["applications"]] == [STORE_APP]
+    with pytest.raises(InvalidField, match="'engines' is not"):
+        serve_config(SMALL, applications=("engines",))
+
+
+def test_a_proxy_is_bound_where_it_is_told_to() -> None:
+    config = serve_config(SMALL, Placement(proxy_port=8265))
+    assert config["proxy_location"] == "EveryNode"
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8265}
+    with pytest.raises(InvalidField, match="proxy_port: 70000"):
+        serve_config(SMALL, Placement(proxy_port=70_000))
+
+
+def specs() -> st.SearchStrategy[ServiceSpec]:
+    scales = st.integers(0, 4).flatmap(
+        lambda least: st.integers(max(1, least), 8).map(lambda most: Scale(least, most))
+    )
+    amounts = st.floats(0.25, 64, allow_nan=False)
+    engines = st.builds(
+        EngineSpec,
+        replicas=scales,
+        cpus=amounts,
+        gpus=st.sampled_from([0.0, 1.0, 8.0]),
+        kv_cache_gib=st.none() | amounts,
+        env=st.dictionaries(st.sampled_from(["HF_HOME", "OMP_NUM_THREADS"]), st.just("1")),
+        connector=st.sampled_from([{}, {"ratio": 0.2}, {"query_layers": [1, 2]}]),
+    )
+    stores = st.integers(1, 8).flatmap(
+        lambda shards: st.builds(
+            StoreSpec,
+            shards=st.just(shards),
+            shards_max=st.none() | st.integers(shards, 16),
+            replication=st.integers(1, shards),
+            ram_gib=amounts,
+            tiers=st.sampled_from([(), (TierSpec("/mnt/a", 10.0), TierSpec("/mnt/b", 100.0))]),
+            data_dir=st.just("/data"),
+        )
+    )
+    gateways = st.builds(GatewaySpec, replicas=st.integers(1, 3), read_only=st.booleans())
+    return st.builds(ServiceSpec, st.just(ModelSpec("m", "n")), engines, stores, gateways)
+
+
+@given(spec=specs(), groups=st.booleans())
+def test_serve_accepts_every_configuration(spec: ServiceSpec, groups: bool) -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="install the extra `serving`")
+    placement = Placement(shard={"kintsugi_shard": 1.0}, proxy_port=8265) if groups else Placement()
+    config = serve_config(spec, placement)
+    assert json.loads(json.dumps(config)) == config
+    parsed = schema.ServeDeploySchema.model_validate(config)
+    by_name = {app.name: {d.name: d for d in app.deployments} for app in parsed.applications}
+    shard = by_name[STORE_APP][SHARD_DEPLOYMENT]
+    assert shard.ray_actor_options.resources == ({"kintsugi_shard": 1.0} if groups else {})
+    engine = by_name[SERVICE_APP][ENGINE_DEPLOYMENT]
+    if spec.engines.replicas.min == spec.engines.replicas.max:
+        assert engine.num_replicas == spec.engines.replicas.min
+    else:
+        assert engine.autoscaling_config["max_replicas"] == spec.engines.replicas.max
+
+
+@given(spec=specs())
+def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
+    store = load(StoreSpec, store_application(spec)["args"]["store"])
+    assert store == dataclasses.replace(
+        spec.store, shards=1, shards_max=None, replication=1, cpus=StoreSpec().cpus
+    )
+    service = service_application(spec)
+    assert load(ModelSpec, service["args"]["model"]) == spec.model
+    engines = load(EngineSpec, service["args"]["engines"])
+    assert (engines.kv_cache_gib, engines.connector) == (spec.engines.kv_cache_gib, spec.engines.connector)
+    gateway = load(GatewaySpec, deployments(service)[GATEWAY_DEPLOYMENT]["user_config"])
+    assert gateway == dataclasses.replace(spec.gateway, replicas=1)
+
+
+def args_of(spec: ServiceSpec) -> tuple[Any, Any]:
+    """What restarts replicas when it changes."""
+    return store_application(spec)["args"], service_application(spec)["args"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dataclasses.replace(SMALL, engines=EngineSpec(replicas=Scale(1, 4), cpus=8.0)),
+        dataclasses.replace(SMALL, store=StoreSpec(shards=4, shards_max=6, replication=2)),
+        dataclasses.replace(SMALL, gateway=GatewaySpec(replicas=2, read_only=True, fill_on_miss="off")),
+    ],
+)
+def test_counts_resources_and_the_gateway_restart_no_shard_and_no_engine(other: ServiceSpec) -> None:
+    assert args_of(other) == args_of(SMALL)
+
+
+def test_another_model_restarts_no_shard() -> None:
+    other = dataclasses.replace(SMALL, model=ModelSpec("/models/other"))
+    assert store_application(other) == store_application(SMALL)
+    assert service_application(other)["args"] != service_application(SMALL)["args"]
+
+
+def test_engines_know_the_directory_alone() -> None:
+    assert service_application(SMALL)["args"]["store_url"] == "shards://127.0.0.1:7410"
+    elsewhere = Placement(store_url="shards://store-head:7410")
+    assert service_application(SMALL, elsewhere)["args"]["store_url"] == "shards://store-head:7410"
+    tls = StoreSpec(host="::1", tls_ca="/a", tls_cert="/c", tls_key="/k")
+    assert directory_url(tls) == "shards://[::1]:7410?tls_ca=/a&tls_cert=/c&tls_key=/k"
+    assert directory_url(StoreSpec(), "head") == "shards://head:7410"
+
+
+def test_only_what_differs_from_its_default_is_written() -> None:
+    assert changed(StoreSpec()) == {}
+    assert changed(StoreSpec(ram_gib=8, tiers=(TierSpec("/a", 1),), data_dir="/d"), "ram_gib") == {
+        "tiers": [{"path": "/a", "gib": 1}],
+        "data_dir": "/d",
+    }
+
+
+def test_a_configuration_file() -> None:
+    values = {"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 4}], "data_dir": "/d"}}
+    assert spec_from_yaml_mapping(values).store.tiers == (TierSpec("/a", 4.0),)
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({}, "config.model"),
+        ({"model": {"path": ""}}, "model.path"),
+        ({"model": {"path": "m", "codec": "zip"}}, "codec"),
+        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 3, "max": 1}}}, "replicas"),
+        ({"model": {"path": "m"}, "engines": {"cpus": -1}}, "engines.cpus"),
+        ({"model": {"path": "m"}, "engines": {"gpus": float("nan")}}, "engines.gpus"),
+        ({"model": {"path": "m"}, "engines": {"kv_cache_gib": 0}}, "engines.kv_cache_gib"),
+        ({"model": {"path": "m"}, "engines": {"queueing_ms_max": 0}}, "engines.queueing_ms_max"),
+        ({"model": {"path": "m"}, "engines": {"connector": {"store": "ram://x"}}}, "engines.connector.store"),
+        ({"model": {"path": "m"}, "engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
+        ({"model": {"path": "m"}, "store": {"shards": 0}}, "store.shards"),
+        ({"model": {"path": "m"}, "store": {"shards": 2, "shards_max": 1}}, "store.shards_max"),
+        ({"model": {"path": "m"}, "store": {"replication": 2}}, "store.replication"),
+        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 1}]}}, "store.data_dir"),
+        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "", "gib": 1}]}}, "store.tiers.path"),
+        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 0}]}}, "store.tiers.gib"),
+        ({"model": {"path": "m"}, "store": {"ram_gib": 0}}, "store.ram_gib"),
+        ({"model": {"path": "m"}, "store": {"tls_ca": "/a"}}, "store.tls"),
+        ({"model": {"path": "m"}, "store": {"port": 65_536}}, "store.port"),
+        ({"model": {"path": "m"}, "store": {"directory_port": 0}}, "store.directory_port"),
+        ({"model": {"path": "m"}, "gateway": {"replicas": 0}}, "gateway.replicas"),
+        ({"model": {"path": "m"}, "gateway": {"http_port": -1}}, "gateway.http_port"),
+        ({"model": {"path": "m"}, "gateway": {"fill_on_miss": "always"}}, "gateway.fill_on_miss"),
+        ({"model": {"path": "m"}, "gateway": {"tls_cert": "/c"}}, "gateway.tls"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidField) as raised:
+        spec_from_yaml_mapping(values)
+    assert raised.value.field == where
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(UnknownField, match="did you mean 'replication'") as raised:
+        spec_from_yaml_mapping({"model": {"path": "m"}, "store": {"replicatoin": 2}})
+    assert raised.value.field == "config.store.replicatoin"
