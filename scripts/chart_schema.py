@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -229,7 +230,8 @@ def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
         if depth == 0:
             yield ""
         doc = docs.get(one.name) or (_first_line(cls) if depth == 0 and cls else "")
-        yield from (f"{indent}# {text}" for text in (doc, COMMENTS.get(where, "")) if text)
+        for text in (doc, COMMENTS.get(where, "")):
+            yield from (f"{indent}# {line}" for line in textwrap.wrap(text, LINE_MAX - depth * 2 - 2))
         if dataclasses.is_dataclass(inner):
             yield f"{indent}{name}:"
             yield from _lines(inner, where, depth + 1)
