@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
+
 from kintsugi_operator.api import (
     LABEL,
     NAME,
@@ -45,7 +46,7 @@ from kintsugi_operator.crd import Schema, field_docs, schema_of
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
-HINT = "make images REPOSITORY=registry/kintsugi builds them, push them, then set image.repository=registry/kintsugi"
+HINT = "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
 REPOSITORY = rf"^(?:{HINT}){{0}}[a-z0-9][a-z0-9._/:-]*$"
 """Helm quotes the pattern that was not matched, and nothing else of the schema. What is repeated zero times
 matches nothing and says how to get images."""
@@ -100,7 +101,7 @@ class Operator:
     memory: str = bounded("128Mi", pattern=QUANTITY)
     """Request and limit."""
     network_policy: bool = True
-    """Nothing but probes and metrics comes in; out go name lookups, the API server, and this release's pods."""
+    """Nothing but probes comes in; out go name lookups, calls of the API server, and of the service's pods."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -175,8 +176,7 @@ class Values:
 
 COMMENTS = {
     "model.path": "Empty: what `name` says.",
-    "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a random token for the namespace "
-    "`default`.",
+    "gateway.tokensSecret": "Empty, and not insecure: the chart makes one, with a random token for `default`.",
 }
 """Where the chart does more than the operator."""
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import yaml
+
 from kintsugi_operator.crd import crds
 
 FOLDER = Path(__file__).resolve().parent.parent / "charts/kintsugi/crds"

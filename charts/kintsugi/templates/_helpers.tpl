@@ -28,7 +28,7 @@ app.kubernetes.io/component: {{ last . }}
 {{/* The registry's folder of images. The schema has refused an empty one, unless it was told not to look. */}}
 {{- define "kintsugi.repository" -}}
 {{- if not .Values.image.repository -}}
-{{- fail "image.repository is not set: make images REPOSITORY=registry/kintsugi builds the images; push them, then set image.repository=registry/kintsugi" -}}
+{{- fail "image.repository is not set: make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi" -}}
 {{- end -}}
 {{- .Values.image.repository | trimSuffix "/" -}}
 {{- end }}
@@ -107,7 +107,7 @@ tolerations:
 
 {{- define "kintsugi.url" -}}
 {{- $scheme := ternary "https" "http" (ne .Values.tls.secret "") -}}
-{{- printf "%s://%s-gateway.%s.svc:%d" $scheme (include "kintsugi.name" .) .Release.Namespace (int .Values.gateway.httpPort) -}}
+{{- printf "%s://%s-http.%s.svc:%d" $scheme (include "kintsugi.name" .) .Release.Namespace (int .Values.gateway.httpPort) -}}
 {{- end }}
 
 {{- define "kintsugi.modelName" -}}
