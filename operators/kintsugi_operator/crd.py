@@ -62,7 +62,7 @@ def crds() -> dict[str, Schema]:
 
 def schema_of(cls: type[Any]) -> Schema:
     """OpenAPI v3 of one dataclass, as a CRD may have it."""
-    hints, docs = get_type_hints(cls), _field_docs(cls)
+    hints, docs = get_type_hints(cls), field_docs(cls)
     properties: Schema = {}
     required = []
     for one in dataclasses.fields(cls):
@@ -172,7 +172,7 @@ def _first_line(cls: type[Any]) -> str:
     return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 
-def _field_docs(cls: type[Any]) -> dict[str, str]:
+def field_docs(cls: type[Any]) -> dict[str, str]:
     """The strings behind fields, which Python itself forgets."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)

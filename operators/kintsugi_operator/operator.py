@@ -6,28 +6,28 @@ writes. Its finalizer and annotations carry our prefix all the same.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import kopf
-from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api import GROUP, VERSION
 from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
 from kintsugi_operator.election import LeaseLost, lead
 from kintsugi_operator.names import FIELD_MANAGER, FINALIZER, LABEL_CORPUS, LABEL_SERVICE
+from kintsugi_operator.pulse import Counted, Pulse
 from kintsugi_operator.queue import Key, WorkQueue
 from kintsugi_operator.reconcile import Reconciler, utc_now
 from kintsugi_operator.scrape import HttpWeb
@@ -35,59 +35,38 @@ from kintsugi_operator.scrape import HttpWeb
 logger = logging.getLogger(__name__)
 
 WORKERS = 4
-ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 WATCHED_RAY = ("rayservices", "rayjobs")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """From the environment."""
+    """From the command line and the pod's environment."""
 
     lease_namespace: str
     identity: str
     namespaces: tuple[str, ...] = ()
     """Looked at; empty: all."""
-    health_port: int = 8081
+    health_port: int = 8080
+    metrics_port: int = 9090
     lease_name: str = FIELD_MANAGER
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> Settings:
-        """Raises `InvalidField`."""
-        port = environ.get("KINTSUGI_HEALTH_PORT", "8081")
-        if not port.isdecimal() or not 0 <= int(port) <= 65535:
-            raise InvalidField("KINTSUGI_HEALTH_PORT", f"{port!r} is no port")
-        here = ACCOUNT_NAMESPACE.read_text().strip() if ACCOUNT_NAMESPACE.is_file() else "default"
-        names = environ.get("KINTSUGI_NAMESPACES", "").split(",")
+    def of(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
+        """Exits with usage where an argument is none."""
+        parser = argparse.ArgumentParser(prog="kintsugi-operator", description=__doc__.split("\n")[0])
+        parser.add_argument("--namespace", action="append", default=[], help="look at this one; else at all")
+        parser.add_argument("--lease", default=FIELD_MANAGER, help="name of the Lease that says who leads")
+        parser.add_argument("--health-port", type=int, default=8080, help="of /healthz and /leader")
+        parser.add_argument("--metrics-port", type=int, default=9090, help="of /metrics")
+        given = parser.parse_args(arguments)
         return Settings(
-            lease_namespace=environ.get("KINTSUGI_LEASE_NAMESPACE", "") or here,
+            lease_namespace=environ.get("POD_NAMESPACE", "default"),
             identity=environ.get("POD_NAME", "") or f"{socket.gethostname()}-{os.getpid()}",
-            namespaces=tuple(name.strip() for name in names if name.strip()),
-            health_port=int(port),
+            namespaces=tuple(given.namespace),
+            health_port=given.health_port,
+            metrics_port=given.metrics_port,
+            lease_name=given.lease,
         )
-
-
-class Health:
-    """Whether this process is alive, and whether it leads."""
-
-    def __init__(self) -> None:
-        self.is_leader = False
-
-    async def serve(self, port: int) -> web.AppRunner:
-        """`/healthz` answers while the loop runs, which a standby's does too; `/leader` tells them apart."""
-        app = web.Application()
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/leader", self._leader)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        # The kubelet asks at the pod's address.
-        await web.TCPSite(runner, "0.0.0.0", port).start()
-        return runner
-
-    async def _healthz(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def _leader(self, request: web.Request) -> web.Response:
-        return web.json_response({"leader": self.is_leader}, status=200 if self.is_leader else 503)
 
 
 def registry(queue: WorkQueue) -> kopf.OperatorRegistry:
@@ -100,6 +79,8 @@ def registry(queue: WorkQueue) -> kopf.OperatorRegistry:
         settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
         settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
         settings.posting.enabled = False
+        # Neither CRDs nor namespaces are watched, which would need rights over the whole cluster.
+        settings.scanning.disabled = True
         # A connection that has died without a word is noticed by this.
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
@@ -131,15 +112,21 @@ def registry(queue: WorkQueue) -> kopf.OperatorRegistry:
     return handlers
 
 
-async def operate(cluster: Cluster, settings: Settings, session: aiohttp.ClientSession) -> None:
+async def operate(cluster: Cluster, settings: Settings, session: aiohttp.ClientSession, pulse: Pulse) -> None:
     """Watch and reconcile until cancelled."""
-    reconciler = Reconciler(cluster, HttpWeb(session), utc_now)
+    reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now)
 
     async def look(key: Key) -> float | None:
+        pulse.looks += 1
         reconcile = reconciler.service if key.kind == BLEND_SERVICE.kind else reconciler.corpus
-        return await reconcile(key.namespace, key.name)
+        try:
+            return await reconcile(key.namespace, key.name)
+        except Exception:
+            pulse.failures += 1
+            raise
 
     queue = WorkQueue(look, time.monotonic)
+    pulse.waiting = lambda: len(queue)
     workers = [asyncio.create_task(queue.run()) for _ in range(WORKERS)]
     watching = asyncio.create_task(
         kopf.operator(
@@ -163,20 +150,21 @@ async def operate(cluster: Cluster, settings: Settings, session: aiohttp.ClientS
 async def main(settings: Settings) -> None:
     """Answer probes, wait for the lease, operate. Raises `LeaseLost`."""
     configuration = await _configuration()
-    health = Health()
-    runner = await health.serve(settings.health_port)
+    pulse = Pulse()
+    runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
     try:
         async with ApiClient(configuration) as client, aiohttp.ClientSession() as session:
 
             async def work() -> None:
-                health.is_leader = True
+                pulse.is_leader = True
                 logger.info("%s leads", settings.identity)
-                await operate(ApiServer(client), settings, session)
+                await operate(ApiServer(client), settings, session, pulse)
 
             logger.info("%s waits for the lease", settings.identity)
             await lead(client, settings.lease_name, settings.lease_namespace, settings.identity, work)
     finally:
-        await runner.cleanup()
+        for runner in runners:
+            await runner.cleanup()
 
 
 async def _configuration() -> Configuration:
@@ -193,13 +181,10 @@ def run() -> int:
     """The console script. Exit status 1: the lease is lost, and the pod's restart makes it a standby."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(main(Settings.of(os.environ)))
+        asyncio.run(main(Settings.of(sys.argv[1:], os.environ)))
     except LeaseLost as error:
         logger.error("%s", error)
         return 1
-    except InvalidField as error:
-        logger.error("%s", error)
-        return 2
     except KeyboardInterrupt:
         return 130
     return 0
