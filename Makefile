@@ -70,6 +70,7 @@ check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(if $(wildcard scripts/proto.py),$(PROTO_VENV)/bin/python scripts/proto.py --check)
+	$(BIN)/python scripts/crds.py --check
 	$(BIN)/python scripts/ratchet.py
 
 proto: $(PROTO_VENV)/.installed
