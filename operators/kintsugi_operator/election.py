@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aiohttp import ClientError
@@ -22,11 +23,22 @@ from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LEASE_S = 15
-RENEW_DEADLINE_S = 10
-RETRY_S = 2
 TRY_S = 5.0
 """One request to the API server."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of a lease, in seconds."""
+
+    lease_s: float = 15
+    """How long another waits after the last renewal."""
+    renew_deadline_s: float = 10
+    """How long a leader tries to renew before it gives up: less than `lease_s`, so that there are never two."""
+    retry_s: float = 2
+
+
+TERMS = Terms()
 
 
 class LeaseLost(Exception):
@@ -62,6 +74,7 @@ async def lead(
     namespace: str,
     identity: str,
     work: Callable[[], Coroutine[Any, Any, None]],
+    terms: Terms = TERMS,
 ) -> None:
     """Wait for the lease, then work, as long as it can be renewed.
 
@@ -83,13 +96,18 @@ async def lead(
 
     async def lost() -> None:
         if not ended.done():
-            ended.set_exception(
-                LeaseLost(f"{namespace}/{name} could not be renewed for {RENEW_DEADLINE_S} s")
-            )
+            ended.set_exception(LeaseLost(f"Lease {namespace}/{name} could not be renewed"))
 
     lock = PatientLock(name, namespace, identity, client)
     election = LeaderElection(
-        Config(lock, LEASE_S, RENEW_DEADLINE_S, RETRY_S, onstarted_leading=working, onstopped_leading=lost)
+        Config(
+            lock,
+            terms.lease_s,
+            terms.renew_deadline_s,
+            terms.retry_s,
+            onstarted_leading=working,
+            onstopped_leading=lost,
+        )
     )
     task = asyncio.create_task(election.run())
     try:

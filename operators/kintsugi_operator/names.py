@@ -28,7 +28,7 @@ LABEL_TEMPLATE = f"{GROUP}/template"
 ANNOTATION_DIGEST = f"{GROUP}/desired"
 """Digest of what was applied: an object that still has it needs no write."""
 ANNOTATION_CLUSTER = f"{GROUP}/cluster"
-"""Digest of a Ray cluster's spec. KubeRay copies a RayService's annotations to the RayCluster that it makes."""
+"""Digest of a Ray cluster: KubeRay copies the annotations of a RayService to the RayCluster that it makes."""
 FINALIZER = f"{GROUP}/finalizer"
 FIELD_MANAGER = "kintsugi-operator"
 
