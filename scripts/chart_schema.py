@@ -46,7 +46,9 @@ from kintsugi_operator.crd import Schema, field_docs, schema_of
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
-HINT = "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
+HINT = (
+    "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
+)
 REPOSITORY = rf"^(?:{HINT}){{0}}[a-z0-9][a-z0-9._/:-]*$"
 """Helm quotes the pattern that was not matched, and nothing else of the schema. What is repeated zero times
 matches nothing and says how to get images."""
