@@ -1,8 +1,8 @@
 """What a user may ask for: the specs of both kinds, from which their CRDs are generated.
 
-In YAML the names are camelCase (`from_manifest`). Bounds stand in `metadata` of the fields, rules over several
-fields in `RULES` of the class as CEL; both end up in the CRD, where the API server checks them. What an older
-CRD let pass, or CEL cannot say, `validation` checks.
+In YAML the names are camelCase (`from_manifest`). Bounds stand in `metadata` of the fields, rules over
+several fields in `RULES` of the class as CEL; both end up in the CRD, where the API server checks them. What
+an older CRD let pass, or CEL cannot say, `validation` checks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.layout import Codec
 from kintsugi.core.schema import STRICT, load
 
 GROUP = "kintsugi.dev"
@@ -161,7 +162,7 @@ class Model:
     """Tokens."""
     system_prompt: str | None = bounded(None, maxLength=65536)
     """What chunks are prefilled behind; unset: the tokenizer's BOS."""
-    codec: str = bounded("raw", enum=["raw", "int8", "fp8", "int8_sinks", "fp8_sinks"])
+    codec: str = bounded("raw", enum=[codec.name.lower() for codec in Codec])
     """How chunk KV is encoded."""
     volume_claim: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
     """A PersistentVolumeClaim with checkpoints, mounted read-only at /models."""
@@ -270,6 +271,12 @@ class Store:
     image: Image | None = None
     """Unset: the service's image as it was when the store was made. Shards restart, one at a time, only when
     this or a figure of theirs changes."""
+    ray_version: str = bounded("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
+    """The one in the store's image; unset: as the service's was when the store was made."""
+    tls_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret with ca.crt, tls.crt and tls.key: shards and their clients show each other certificates."""
+    insecure: bool = False
+    """Plaintext, and no NetworkPolicies around it either."""
     placement: ShardPlacement = ShardPlacement.APART
     nodes: Nodes = field(default_factory=Nodes)
 
@@ -339,6 +346,11 @@ class BlendServiceSpec:
             "self.gateway.tokensSecret != '' || self.gateway.insecure",
             "gateway.tokensSecret is mandatory: name a Secret with hashed tokens, or set gateway.insecure "
             "to serve anybody",
+        ),
+        Rule(
+            "self.store.tlsSecret != '' || self.network.policies || self.store.insecure",
+            "without network.policies the store needs store.tlsSecret, or store.insecure to say that anybody "
+            "in the cluster may read it",
         ),
     )
 
@@ -425,118 +437,6 @@ class CorpusPrecomputeSpec:
     """Seconds that a finished job stays."""
     ledger_gib: float = bounded(1.0, minimum=0.1, maximum=1024)
     """Volume that remembers which document has which chunks."""
-
-
-class Status(StrEnum):
-    """Of a condition."""
-
-    TRUE = "True"
-    FALSE = "False"
-    UNKNOWN = "Unknown"
-
-
-@dataclass(frozen=True)
-class Condition:
-    """As Kubernetes writes them."""
-
-    __pydantic_config__ = STRICT
-
-    type: str = bounded(maxLength=63)
-    status: Status
-    reason: str = bounded(maxLength=128)
-    message: str = bounded("", maxLength=4096)
-    last_transition_time: str = bounded("", format="date-time")
-    observed_generation: int = 0
-
-
-@dataclass(frozen=True)
-class TierStatus:
-    """Of all shards together."""
-
-    __pydantic_config__ = STRICT
-
-    name: str
-    bytes_used: int = bounded(format="int64")
-    bytes_total: int = bounded(format="int64")
-
-
-@dataclass(frozen=True)
-class Endpoints:
-    """Where clients find what, within the cluster."""
-
-    __pydantic_config__ = STRICT
-
-    grpc: str = ""
-    http: str = ""
-    directory: str = ""
-    """`shards://` URL of the store."""
-
-
-@dataclass(frozen=True)
-class RolloutStatus:
-    """Which revision of the engines serves, and which is to."""
-
-    __pydantic_config__ = STRICT
-
-    active: str = ""
-    pending: str = ""
-    phase: str = "Idle"
-    since: str = ""
-    """When the phase began."""
-    retiring: tuple[str, ...] = ()
-    """Served before; removed once what they had begun is done."""
-    retiring_since: str = ""
-
-
-@dataclass(frozen=True)
-class BlendServiceStatus:
-    """What the operator has seen and done."""
-
-    __pydantic_config__ = STRICT
-
-    observed_generation: int = 0
-    shards_ready: int = 0
-    shards_desired: int = 0
-    shard_groups: int = 0
-    """Worker groups that the store has, those without a shard included: KubeRay forgets the pods of a group
-    that is taken away."""
-    store_image: str = ""
-    """What shards run; engine images do not change it."""
-    engines_ready: bool = False
-    tiers: tuple[TierStatus, ...] = ()
-    hit_rate: float | None = None
-    """Share of chunk tokens that were found, lately."""
-    calibration: str = ""
-    model: str = ""
-    """Served now."""
-    endpoints: Endpoints = field(default_factory=Endpoints)
-    rollout: RolloutStatus = field(default_factory=RolloutStatus)
-    conditions: tuple[Condition, ...] = bounded((), mapKey="type")
-
-
-@dataclass(frozen=True)
-class CorpusPrecomputeStatus:
-    """What the last job has done."""
-
-    __pydantic_config__ = STRICT
-
-    observed_generation: int = 0
-    phase: str = ""
-    job: str = ""
-    """Name of the RayJob."""
-    run: str = ""
-    """What the job was started for: digest of this spec, the model and the tick."""
-    last_schedule_time: str = ""
-    last_success_time: str = ""
-    documents: int = 0
-    documents_failed: int = 0
-    chunks: int = 0
-    chunks_failed: int = 0
-    coverage: float | None = None
-    """Share of the corpus's chunks that the store holds."""
-    progress: float | None = None
-    """Share of the work that is done."""
-    conditions: tuple[Condition, ...] = bounded((), mapKey="type")
 
 
 def camel(name: str) -> str:

@@ -9,19 +9,10 @@ import textwrap
 import types
 from collections.abc import Mapping
 from enum import StrEnum
-from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kintsugi_operator.api import (
-    GROUP,
-    VERSION,
-    BlendServiceSpec,
-    BlendServiceStatus,
-    CorpusPrecomputeSpec,
-    CorpusPrecomputeStatus,
-    camel,
-    to_manifest,
-)
+from kintsugi_operator.api import GROUP, VERSION, BlendServiceSpec, CorpusPrecomputeSpec, camel, to_manifest
+from kintsugi_operator.status import BlendServiceStatus, CorpusPrecomputeStatus
 
 Schema = dict[str, Any]
 
@@ -181,7 +172,6 @@ def _first_line(cls: type[Any]) -> str:
     return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 
-@cache
 def field_docs(cls: type[Any]) -> dict[str, str]:
     """The strings behind fields, which Python itself forgets."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
