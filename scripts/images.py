@@ -1,7 +1,7 @@
 """Build the images: `python scripts/images.py [--only NAME ...] [--repository R] [--tag T] [--base IMAGE]`.
 
-Wheels come first, downloaded by this machine's pip from its configured sources, exactly those of the lock; the
-build itself copies them and reaches no network. Builds with buildah, podman or docker, whichever is found
+Wheels come first, downloaded by this machine's pip from its configured sources, exactly those of the lock;
+the build itself copies them and reaches no network. Builds with buildah, podman or docker, whichever is found
 first. `--make-base` makes a base image from Debian's packages with debootstrap, for machines that reach no
 image registry; it needs root. Prints each image's digest and size, and writes a list of everything in it as
 CycloneDX JSON to build/images/NAME/sbom.cdx.json.
