@@ -40,20 +40,12 @@ UNNEEDED = (
     "var/lib/apt/lists",
     "var/log",
 )
-PLATFORMS = (
-    "manylinux_2_36_x86_64",
-    "manylinux_2_35_x86_64",
-    "manylinux_2_34_x86_64",
-    "manylinux_2_31_x86_64",
+GLIBC_MINORS = (36, 35, 34, 31, 28, 27, 17)
+PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS) + (
+    *("manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
+    *("linux_x86_64", "any"),
 )
-PLATFORMS += (
-    "manylinux_2_28_x86_64",
-    "manylinux_2_27_x86_64",
-    "manylinux_2_17_x86_64",
-    "manylinux2014_x86_64",
-)
-PLATFORMS += ("manylinux_2_12_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64", "any")
-"""What Debian 12's C library can run. pip takes no range."""
+"""What Debian 12's C library can run, newest first. pip takes no range."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 """Within every machine's own, which may be lower than what builders ask for."""
