@@ -41,7 +41,8 @@ UNNEEDED = (
     "var/log",
 )
 GLIBC_MINORS = (36, 35, 34, 31, 28, 27, 17)
-PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS) + (
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS),
     *("manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
     *("linux_x86_64", "any"),
 )
