@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,8 @@ PLATFORMS = (
     *("linux_x86_64", "any"),
 )
 """What Debian 12's C library can run, newest first. pip takes no range."""
+EPOCH_S = 315_532_800
+"""1980, where zip's time begins."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 """Within every machine's own, which may be lower than what builders ask for."""
@@ -96,7 +99,7 @@ class Builder:
     @property
     def options(self) -> list[str]:
         """Docker's format knows health checks; OCI's does not."""
-        return [] if self.name == "docker" else ["--format", "docker", *LIMITS]
+        return [] if self.name == "docker" else ["--format", "docker", "--layers", *LIMITS]
 
     def run(self, *arguments: str) -> str:
         """What it printed. Raises `ImagesError`."""
@@ -116,10 +119,10 @@ def builder() -> Builder:
 
 
 def pip(*arguments: str) -> None:
-    """Raises `ImagesError`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False
-    )
+    """Raises `ImagesError`. What it builds has no dates: the same sources are the same wheel."""
+    env = {**os.environ, "SOURCE_DATE_EPOCH": str(EPOCH_S)}
+    command = [sys.executable, "-m", "pip", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ImagesError(f"pip {arguments[0]} failed:\n{done.stderr.strip()}")
 
@@ -149,6 +152,8 @@ def fill_context(image: Image) -> None:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(REPOSITORY / name, source / name)
         pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(ours), str(source))
+    for wheel in ours.iterdir():
+        os.utime(wheel, (EPOCH_S, EPOCH_S))
 
 
 def download(pins: list[str], wheels: Path) -> None:
