@@ -159,7 +159,9 @@ class FakeKubeRay:
                     metadata = {"name": name, "namespace": namespace, "labels": labels}
                     self._cluster.put({"kind": POD.kind, "metadata": metadata, "status": status})
 
-    def finish(self, job: str, status: str = "SUCCEEDED", namespace: str = "default", message: str = "") -> None:
+    def finish(
+        self, job: str, status: str = "SUCCEEDED", namespace: str = "default", message: str = ""
+    ) -> None:
         """A RayJob has ended."""
         manifest = self._cluster.find("RayJob", job, namespace)
         deployment = "Complete" if status == "SUCCEEDED" else "Failed"
@@ -191,5 +193,3 @@ def _merge(stored: Any, patch: Any) -> None:
             _merge(stored[key], value)
         else:
             stored[key] = value
-
-

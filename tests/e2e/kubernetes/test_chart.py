@@ -25,7 +25,6 @@ from tests.e2e.kubernetes.rendering import (
     HELMS,
     NAMESPACE,
     RELEASE,
-    VALUE_SETS,
     VALUES,
     Manifest,
     canonical,
@@ -41,7 +40,7 @@ OURS = "kintsugi.dev/v1alpha1"
 CRDS_OF_OTHERS = ("monitoring.coreos.com/v1",)
 
 every_helm = pytest.mark.parametrize("helm", HELMS)
-every_value_set = pytest.mark.parametrize("value_set", VALUE_SETS)
+every_value_set = pytest.mark.parametrize("value_set", sorted(VALUES))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +74,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_there_are_eight_value_sets() -> None:
-    assert len(VALUE_SETS) == 8
+    assert len(VALUES) == 8
 
 
 def test_values_and_their_schema_are_generated_from_their_types() -> None:
@@ -86,7 +85,7 @@ def test_values_and_their_schema_are_generated_from_their_types() -> None:
 @every_helm
 @every_value_set
 def test_lints_strictly(helm: str, value_set: str) -> None:
-    done = helm_named(helm).run("lint", "--strict", str(CHART), "-f", str(VALUES / f"{value_set}.yaml"))
+    done = helm_named(helm).run("lint", "--strict", str(CHART), "-f", str(VALUES[value_set]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 chart(s) failed" in done.stdout
 
@@ -282,7 +281,7 @@ def test_a_wrong_value_is_refused_with_its_path(helm: str, setting: str, path: s
         RELEASE,
         str(CHART),
         "-f",
-        str(VALUES / "defaults.yaml"),
+        str(VALUES["defaults"]),
         "--set",
         setting.replace("\\,", ","),
     )
@@ -302,7 +301,7 @@ def test_notes_say_how_to_send_a_first_request(value_set: str) -> None:
         NAMESPACE,
         "--dry-run=client",
         "-f",
-        str(VALUES / f"{value_set}.yaml"),
+        str(VALUES[value_set]),
     )
     assert done.returncode == 0, done.stderr
     notes = done.stdout.split("NOTES:")[1]
@@ -312,7 +311,7 @@ def test_notes_say_how_to_send_a_first_request(value_set: str) -> None:
 
 
 def test_a_release_whose_name_cannot_name_a_service_says_what_to_set() -> None:
-    done = helm_named(HELMS[1]).run("template", "7b", str(CHART), "-f", str(VALUES / "defaults.yaml"))
+    done = helm_named(HELMS[1]).run("template", "7b", str(CHART), "-f", str(VALUES["defaults"]))
     assert done.returncode != 0
     assert "set service.name" in done.stderr
 

@@ -76,7 +76,10 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "replication": draw(st.integers(1, min(shards, 8))),
         "ramGib": draw(st.sampled_from([0.25, 4, 96])),
         "tiers": [{"name": name, "gib": draw(st.sampled_from([1, 200.5]))} for name in tiers],
-        "volumes": {"kind": draw(st.sampled_from(["Persistent", "Ephemeral"])), "retain": draw(st.booleans())},
+        "volumes": {
+            "kind": draw(st.sampled_from(["Persistent", "Ephemeral"])),
+            "retain": draw(st.booleans()),
+        },
         "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
         "tlsSecret": draw(optional),
         "insecure": True,
