@@ -46,7 +46,9 @@ from kintsugi_operator.crd import Schema, field_docs, schema_of
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
-HINT = "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
+HINT = (
+    "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
+)
 REPOSITORY = rf"^(?:{HINT}){{0}}[a-z0-9][a-z0-9._/:-]*$"
 """Helm quotes the pattern that was not matched, and nothing else of the schema. What is repeated zero times
 matches nothing and says how to get images."""
@@ -101,7 +103,7 @@ class Operator:
     memory: str = bounded("128Mi", pattern=QUANTITY)
     """Request and limit."""
     network_policy: bool = True
-    """Nothing but probes comes in; out go name lookups, calls of the API server, and of the service's pods."""
+    """Nothing but probes comes in; out go name lookups and calls of the API server and the service's pods."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -128,10 +130,10 @@ class Monitoring:
     """For Prometheus and Grafana, both behind switches."""
 
     service_monitor: bool = False
-    """Needs the Prometheus operator's CRDs."""
+    """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
     interval: str = bounded("30s", pattern=r"^[0-9]+(ms|s|m)$")
     labels: Mapping[str, str] = field(default_factory=dict)
-    """By which Prometheus selects its ServiceMonitors."""
+    """By which Prometheus selects its monitors."""
     dashboard: bool = False
     """A ConfigMap with the dashboard."""
     dashboard_labels: Mapping[str, str] = field(default_factory=lambda: {"grafana_dashboard": "1"})
@@ -176,7 +178,7 @@ class Values:
 
 COMMENTS = {
     "model.path": "Empty: what `name` says.",
-    "gateway.tokensSecret": "Empty, and not insecure: the chart makes one, with a random token for `default`.",
+    "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
 }
 """Where the chart does more than the operator."""
 

@@ -37,7 +37,7 @@ def main() -> int:
 
 def post(url: str, body: dict[str, object]) -> dict[str, dict[str, int]]:
     """The JSON that comes back."""
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "X-Kintsugi-Namespace": os.environ["KINTSUGI_NAMESPACE"]}
     if token := os.environ.get("KINTSUGI_TOKEN"):
         headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)

@@ -15,11 +15,15 @@ import yaml
 
 REPOSITORY = Path(__file__).parents[3]
 CHART = REPOSITORY / "charts" / "kintsugi"
-VALUES = Path(__file__).with_name("values")
+VALUES = {
+    path.stem: path
+    for folder in (Path(__file__).with_name("values"), CHART / "profiles")
+    for path in sorted(folder.glob("*.yaml"))
+}
+"""Value sets: those of the tests, and the profiles that come with the chart."""
 TOOLS = REPOSITORY / ".tools"
 RELEASE, NAMESPACE = "kintsugi", "rag"
 HELMS = ("helm-3.17.2", "helm-4.1.4")
-VALUE_SETS = sorted(path.stem for path in VALUES.glob("*.yaml"))
 
 Manifest = dict[str, Any]
 
@@ -45,7 +49,7 @@ class Helm:
             "-n",
             NAMESPACE,
             "-f",
-            str(VALUES / f"{value_set}.yaml"),
+            str(VALUES[value_set]),
             *arguments,
         )
         assert done.returncode == 0, done.stderr
