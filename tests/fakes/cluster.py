@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kintsugi_operator.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
+from kintsugi_operator.cluster import POD, RAY_CLUSTER, Cluster, Refused, Resource
 from kintsugi_operator.pods import Manifest
 from kintsugi_operator.scrape import Web
 
