@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, builder, sbom, version
