@@ -55,9 +55,11 @@ RAY_SERVICE = Resource("RayService", "rayservices", RAY_API_VERSION)
 RAY_JOB = Resource("RayJob", "rayjobs", RAY_API_VERSION)
 RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
 
+LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
+
 OWNED = (SERVICE_ACCOUNT, CONFIG_MAP, CLAIM, SERVICE, BUDGET, POLICY, RAY_SERVICE, RAY_JOB)
 """Kinds that are applied."""
-BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE)}
+BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE, LEASE)}
 
 
 class Refused(KintsugiError):
@@ -90,6 +92,14 @@ class Cluster(ABC):
     @abstractmethod
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
         """A JSON merge patch."""
+
+    @abstractmethod
+    async def create(self, manifest: Manifest) -> None:
+        """Refused where there is one."""
+
+    @abstractmethod
+    async def replace(self, manifest: Manifest) -> None:
+        """Refused where it has changed since its `resourceVersion`."""
 
     @abstractmethod
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
@@ -135,6 +145,15 @@ class ApiServer(Cluster):
         query = {"fieldManager": FIELD_MANAGER}
         path = resource.path(namespace, name)
         await self._request("PATCH", path, query, patch, "application/merge-patch+json")
+
+    async def create(self, manifest: Manifest) -> None:
+        path = BY_KIND[manifest["kind"]].path(manifest["metadata"]["namespace"])
+        await self._request("POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
+
+    async def replace(self, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        path = BY_KIND[manifest["kind"]].path(metadata["namespace"], metadata["name"])
+        await self._request("PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
         query = {"propagationPolicy": "Background"}

@@ -10,7 +10,7 @@ from kintsugi_operator import conditions as c
 from kintsugi_operator.api import BlendServiceSpec
 from kintsugi_operator.deployed import Revision
 from kintsugi_operator.jobs import calibration_job
-from kintsugi_operator.names import ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
+from kintsugi_operator.names import ANNOTATION_CLUSTER, ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
 from kintsugi_operator.network import budgets, policies
 from kintsugi_operator.objects import Owner
 from kintsugi_operator.observed import JobState, Observed
@@ -86,7 +86,7 @@ def desired(
         shard_groups=groups,
         store_image=image.image,
     )
-    return Desired(signed_objects, status, shard_step, _cluster_patch(signed_objects, owner, observed))
+    return Desired(signed_objects, status, shard_step, _cluster_patch(store[-1], observed))
 
 
 def signed(manifest: Manifest) -> Manifest:
@@ -130,19 +130,17 @@ def _calibration(
     return [calibration_job(spec, owner, known[rollout.calibrated])]
 
 
-def _cluster_patch(objects: Sequence[Manifest], owner: Owner, observed: Observed) -> ClusterPatch | None:
+def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
     """The RayCluster carries the annotations of the RayService that it was made from, and so the digest of
     what it was to be. Another digest means that KubeRay left the cluster as it was."""
     if observed.store is None or not observed.store.cluster or not observed.cluster_digest:
         return None
-    name = ray_service_name(owner.name)
-    (service,) = [one for one in objects if one["kind"] == "RayService" and one["metadata"]["name"] == name]
-    wanted = service["metadata"]["annotations"][ANNOTATION_DIGEST]
+    wanted = store["metadata"]["annotations"][ANNOTATION_CLUSTER]
     if wanted == observed.cluster_digest:
         return None
-    cluster = service["spec"]["rayClusterConfig"]
+    cluster = store["spec"]["rayClusterConfig"]
     patch = {
-        "metadata": {"annotations": {ANNOTATION_DIGEST: wanted}},
+        "metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}},
         "spec": {
             "headGroupSpec": cluster["headGroupSpec"],
             "workerGroupSpecs": cluster["workerGroupSpecs"],

@@ -27,6 +27,8 @@ LABEL_TEMPLATE = f"{GROUP}/template"
 """Digest of the pod template that a shard's pod was made from."""
 ANNOTATION_DIGEST = f"{GROUP}/desired"
 """Digest of what was applied: an object that still has it needs no write."""
+ANNOTATION_CLUSTER = f"{GROUP}/cluster"
+"""Digest of a Ray cluster: KubeRay copies the annotations of a RayService to the RayCluster that it makes."""
 FINALIZER = f"{GROUP}/finalizer"
 FIELD_MANAGER = "kintsugi-operator"
 

@@ -196,6 +196,6 @@ def revision_of(manifest: Manifest) -> tuple[str, Revision] | None:
         return None
 
 
-def digest_of(manifest: Manifest) -> str:
+def digest_of(manifest: Manifest, annotation: str = ANNOTATION_DIGEST) -> str:
     """What was applied when the object was last written by us."""
-    return str((manifest["metadata"].get("annotations") or {}).get(ANNOTATION_DIGEST, ""))
+    return str((manifest["metadata"].get("annotations") or {}).get(annotation, ""))

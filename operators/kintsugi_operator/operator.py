@@ -69,9 +69,10 @@ class Settings:
         )
 
 
-def registry(queue: WorkQueue) -> kopf.OperatorRegistry:
+def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegistry:
     """Handlers that only say what to look at."""
     handlers = kopf.OperatorRegistry()
+    kopf.on.login(registry=handlers)(login)
 
     @kopf.on.startup(registry=handlers)
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -112,8 +113,14 @@ def registry(queue: WorkQueue) -> kopf.OperatorRegistry:
     return handlers
 
 
-async def operate(cluster: Cluster, settings: Settings, session: aiohttp.ClientSession, pulse: Pulse) -> None:
-    """Watch and reconcile until cancelled."""
+async def operate(
+    cluster: Cluster,
+    settings: Settings,
+    session: aiohttp.ClientSession,
+    pulse: Pulse,
+    login: Callable[..., Any] = kopf.login_via_client,
+) -> None:
+    """Watch and reconcile until cancelled. `login`: how kopf finds the API server."""
     reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now)
 
     async def look(key: Key) -> float | None:
@@ -130,7 +137,7 @@ async def operate(cluster: Cluster, settings: Settings, session: aiohttp.ClientS
     workers = [asyncio.create_task(queue.run()) for _ in range(WORKERS)]
     watching = asyncio.create_task(
         kopf.operator(
-            registry=registry(queue),
+            registry=registry(queue, login),
             standalone=True,
             clusterwide=not settings.namespaces,
             namespaces=settings.namespaces,
@@ -154,14 +161,15 @@ async def main(settings: Settings) -> None:
     runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
     try:
         async with ApiClient(configuration) as client, aiohttp.ClientSession() as session:
+            cluster = ApiServer(client)
 
             async def work() -> None:
                 pulse.is_leader = True
                 logger.info("%s leads", settings.identity)
-                await operate(ApiServer(client), settings, session, pulse)
+                await operate(cluster, settings, session, pulse)
 
             logger.info("%s waits for the lease", settings.identity)
-            await lead(client, settings.lease_name, settings.lease_namespace, settings.identity, work)
+            await lead(cluster, settings.lease_name, settings.lease_namespace, settings.identity, work)
     finally:
         for runner in runners:
             await runner.cleanup()

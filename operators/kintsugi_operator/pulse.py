@@ -85,6 +85,14 @@ class Counted(Cluster):
         self._pulse.writes += 1
         await self._inner.merge(resource, namespace, name, patch)
 
+    async def create(self, manifest: Manifest) -> None:
+        self._pulse.writes += 1
+        await self._inner.create(manifest)
+
+    async def replace(self, manifest: Manifest) -> None:
+        self._pulse.writes += 1
+        await self._inner.replace(manifest)
+
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
         self._pulse.writes += 1
         await self._inner.delete(resource, namespace, name)

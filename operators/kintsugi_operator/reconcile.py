@@ -43,6 +43,7 @@ from kintsugi_operator.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, 
 from kintsugi_operator.desired import Desired, desired, timestamp
 from kintsugi_operator.jobs import CALIBRATION
 from kintsugi_operator.names import (
+    ANNOTATION_CLUSTER,
     FINALIZER,
     LABEL_CORPUS,
     LABEL_PART,
@@ -214,7 +215,7 @@ class Reconciler:
         cluster_digest = ""
         if view is not None and view.cluster:
             cluster = await self._cluster.get(RAY_CLUSTER, owner.namespace, view.cluster)
-            cluster_digest = digest_of(cluster) if cluster is not None else ""
+            cluster_digest = digest_of(cluster, ANNOTATION_CLUSTER) if cluster is not None else ""
         remembered = [revision_of(one) for one in owned if one["kind"] == "ConfigMap"]
         jobs = [
             one for one in owned if one["kind"] == RAY_JOB.kind and _label(one, LABEL_PART) == CALIBRATION

@@ -19,7 +19,7 @@ from kintsugi_operator.deployed import (
     TIERS,
     store_config,
 )
-from kintsugi_operator.names import LABEL_ROLE, labels, named, ray_named, selector
+from kintsugi_operator.names import ANNOTATION_CLUSTER, LABEL_ROLE, digest, labels, named, ray_named, selector
 from kintsugi_operator.objects import RAY_API_VERSION, Group, Owner, made, ray_cluster, serve_yaml
 from kintsugi_operator.pods import (
     STORE_TLS,
@@ -114,7 +114,9 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
     }
     tags = labels(owner.name, part=PART)
     name = ray_service_name(owner.name)
-    return [*objects, made(owner, "RayService", name, tags, body, RAY_API_VERSION)]
+    service = made(owner, "RayService", name, tags, body, RAY_API_VERSION)
+    service["metadata"]["annotations"] = {ANNOTATION_CLUSTER: digest(cluster)}
+    return [*objects, service]
 
 
 def shard_templates(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> list[Manifest]:

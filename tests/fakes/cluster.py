@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kintsugi.core.errors import Unavailable
 from kintsugi_operator.cluster import POD, RAY_CLUSTER, Cluster, Refused, Resource
 from kintsugi_operator.pods import Manifest
 from kintsugi_operator.scrape import Web
@@ -27,6 +28,7 @@ class FakeCluster(Cluster):
         self.writes: Counter[str] = Counter()
         """By verb and kind."""
         self.evicted: list[str] = []
+        self.is_down = False
         self.may_evict = True
         self.defaults: Callable[[Manifest], None] = lambda manifest: None
         """What the API server would add to a stored object."""
@@ -54,6 +56,8 @@ class FakeCluster(Cluster):
         return sorted(name for found, _, name in self.objects if found == kind)
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        if self.is_down:
+            raise Unavailable("the API server does not answer")
         return copy.deepcopy(self.objects.get((resource.kind, namespace, name)))
 
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
@@ -96,6 +100,21 @@ class FakeCluster(Cluster):
         self._stamp(stored)
         if "deletionTimestamp" in stored["metadata"] and not stored["metadata"].get("finalizers"):
             self._collect(stored)
+
+    async def create(self, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        if (manifest["kind"], metadata["namespace"], metadata["name"]) in self.objects:
+            raise Refused("POST", 409, "it exists")
+        self.writes[f"create {manifest['kind']}"] += 1
+        self.put(manifest)
+
+    async def replace(self, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        stored = self.objects[manifest["kind"], metadata["namespace"], metadata["name"]]
+        if stored["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise Refused("PUT", 409, "the object has been modified")
+        self.writes[f"replace {manifest['kind']}"] += 1
+        self.put(manifest)
 
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
         self.writes[f"delete {resource.kind}"] += 1

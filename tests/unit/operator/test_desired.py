@@ -27,7 +27,7 @@ from kintsugi_operator.status import BlendServiceStatus
 from kintsugi_operator.store import ray_service_name
 from tests.unit.operator.specs import NOW, OWNER, names, spec_of, specs
 
-PROPERTY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OLDEST, NEWEST = "1.30", "1.36"
 """Kubernetes versions that are supported."""
 BEFORE = BlendServiceStatus()
@@ -140,7 +140,7 @@ def test_every_pod_is_restricted(spec: BlendServiceSpec) -> None:
         assert pod["automountServiceAccountToken"] is (pod["serviceAccountName"].endswith("-head"))
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=4)
 @given(specs)
 def test_manifests_are_valid_for_the_oldest_and_newest_kubernetes(spec: BlendServiceSpec) -> None:
     objects = objects_of(spec)
