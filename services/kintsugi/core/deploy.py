@@ -235,7 +235,9 @@ class GatewaySpec:
     """`off` or `background`."""
     read_only: bool = False
     data_dir: str = ""
-    """What the gateway knows of documents and chunk texts."""
+    """What the gateway knows of chunk texts; empty: forgotten with the process."""
+    ledger: str = ""
+    """State folder of the precompute whose corpora segments may name and messages may hold."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

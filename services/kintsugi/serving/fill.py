@@ -205,9 +205,12 @@ class Filler:
                 except TimeoutError:
                     continue  # its patience is over
                 continue
-            await self._check()
-            if self.queue.due_in_s(self._idle(), time.monotonic()) == 0.0:
-                await self._fill()
+            try:
+                await self._check()
+                if self.queue.due_in_s(self._idle(), time.monotonic()) == 0.0:
+                    await self._fill()
+            except Exception:
+                log.exception("filling broke; it goes on with the next chunk")
 
     async def _check(self) -> None:
         unchecked, self._unchecked = self._unchecked, OrderedDict()
@@ -235,9 +238,10 @@ class Filler:
             saved = [outcome.state is SaveState.SAVED for outcome in outcomes]
         except KintsugiError as error:
             log.info("%d misses are not filled: %s", len(batch), error)
-        for (address, _), one in zip(batch, saved, strict=True):
-            self.queue.done(address, one)
-            self._observe("filled" if one else "failed")
+        finally:
+            for (address, _), one in zip(batch, saved, strict=True):
+                self.queue.done(address, one)
+                self._observe("filled" if one else "failed")
 
     async def close(self) -> None:
         """Idempotent."""

@@ -23,7 +23,7 @@ from kintsugi.client.documents import DocumentIndex
 from kintsugi.client.interface import AsyncChunkStore
 from kintsugi.client.registry import open_async_store
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.request import KintsugiParams, Op, SelectorName
@@ -33,6 +33,7 @@ from kintsugi.serving.backend import EngineBackend
 from kintsugi.serving.fill import FillConfig, Filler, FillMode
 from kintsugi.serving.gateway_metrics import GatewayMetrics
 from kintsugi.serving.known_chunks import KnownChunks
+from kintsugi.serving.learning import Detokenize, Learner
 from kintsugi.serving.saves import Saver
 from kintsugi.serving.segments import Piece, ResolvedPrompt, Segment, SegmentResolver, Tokenize
 from kintsugi.serving.tracing import Span as TraceSpan
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 INFO_TTL_S = 5.0
 """So long the engines' description is believed: a calibration that passes is seen soon after."""
+INFO_TIMEOUT_S = 5.0
 RETRIES_MAX = 1
 """Of an answer that has not begun when its engine goes."""
 RETRY_WAIT_S = 0.05
@@ -150,12 +152,14 @@ class Gateway:
         *,
         known: KnownChunks | None = None,
         documents: DocumentIndex | None = None,
+        detokenize: Detokenize | None = None,
         access: Access | None = None,
         limits: GatewayLimits | None = None,
         fill: FillConfig | None = None,
         read_only: bool = False,
     ) -> None:
-        """``tokenize``: a text's ids alone, without special tokens. ``fill`` None: misses are not filled."""
+        """``tokenize``: a text's ids alone, without special tokens. ``detokenize`` given, the texts of
+        ``documents`` are found in messages. ``fill`` None: misses are not filled."""
         self.backend = backend
         self.store = store
         self.access = access or OpenAccess()
@@ -164,13 +168,19 @@ class Gateway:
         self.known = KnownChunks() if known is None else known  # an empty one is false
         self.metrics = GatewayMetrics()
         self._tokenize = tokenize
+        self._documents = documents
         self._resolver = SegmentResolver(tokenize, self.known, documents)
         self._saver = Saver(backend)
         self._active = 0
         self._info: EngineInfo | None = None
         self._info_s = float("-inf")
         self._info_lock = asyncio.Lock()
+        self._renewing: asyncio.Task[None] | None = None
         self._spaces: dict[str, ChunkSpace] = {}
+        self._learner: Learner | None = None
+        if documents is not None and detokenize is not None:
+            self._learner = Learner(documents, self.known, tokenize, detokenize, self.info)
+            self._learner.start()
         self._filler: Filler | None = None
         if fill is not None and not read_only:
             self._filler = Filler(store, self._saver, lambda: not self._active, fill, self.metrics.filled)
@@ -189,14 +199,12 @@ class Gateway:
         store_url: str,
         model_folder: str | Path,
         *,
-        ledger: Path | None = None,
         limits: GatewayLimits | None = None,
     ) -> Gateway:
         """As `spec` says, with the tokenizer in `model_folder`. On the running event loop.
 
-        ``ledger`` is the state folder of a precompute whose corpora segments may name. Does not ask the
-        backend anything: engines may still be starting. Raises `InvalidField`, `NotFound`, `Corrupted` and
-        `Unavailable`.
+        Does not ask the backend anything: engines may still be starting. Raises `InvalidField`, `NotFound`,
+        `Corrupted` and `Unavailable`.
         """
         from kintsugi.client.chunking import Chunker  # the splitter is of the extra `chunking`
 
@@ -207,17 +215,19 @@ class Gateway:
                 "gateway.fill_on_miss", f"{spec.fill_on_miss!r} is not one of {', '.join(FillMode)}"
             ) from None
         documents: DocumentIndex | None = None
-        if ledger is not None:
+        if spec.ledger:
             from kintsugi.precompute.ledger import Ledger  # its readers are of the extra `precompute`
 
-            documents = Ledger(ledger)
+            documents = Ledger(Path(spec.ledger))
+        chunker = Chunker.of_model(model_folder)
         folder = Path(spec.data_dir) / "known_chunks" if spec.data_dir else None
         return Gateway(
             backend,
             open_async_store(store_url),
-            Chunker.of_model(model_folder).token_ids,
+            chunker.token_ids,
             known=KnownChunks(folder),
             documents=documents,
+            detokenize=chunker.text_of,
             access=opened_access(spec.tokens_file),
             limits=limits,
             fill=FillConfig() if mode is FillMode.BACKGROUND else None,
@@ -225,23 +235,35 @@ class Gateway:
         )
 
     async def info(self) -> EngineInfo:
-        """Of the engines, at most `INFO_TTL_S` old; older while none answers. Raises `Unavailable`."""
+        """Of the engines. What is older than `INFO_TTL_S` is renewed beside the request that finds it so: an
+        engine that hangs must not hold up those who could be answered. Raises `Unavailable` where none has
+        ever answered."""
+        if self._info is None:
+            return await self.renewed_info()
+        if time.monotonic() - self._info_s >= INFO_TTL_S and (
+            self._renewing is None or self._renewing.done()
+        ):
+            self._renewing = asyncio.create_task(self._renew_beside())
+        return self._info
+
+    async def _renew_beside(self) -> None:
+        try:
+            await self.renewed_info()
+        except KintsugiError as error:
+            log.warning("the engines' description is an old one: %s", error)
+
+    async def renewed_info(self) -> EngineInfo:
+        """Of an engine that answers now. Raises `Unavailable`."""
         async with self._info_lock:
-            if time.monotonic() - self._info_s >= INFO_TTL_S:
+            if self._info is None or time.monotonic() - self._info_s >= INFO_TTL_S:
                 try:
-                    info = await self.backend.info()
-                except Unavailable as error:
-                    if self._info is None:
-                        raise
-                    log.warning("the engines' description is an old one: %s", error)
-                else:
-                    if self._info is None or dataclasses.replace(info, blending="") != dataclasses.replace(
-                        self._info, blending=""
-                    ):
-                        self._spaces.clear()
-                    self._info = info
-                self._info_s = time.monotonic()
-            assert self._info is not None
+                    async with asyncio.timeout(INFO_TIMEOUT_S):
+                        info = await self.backend.info()
+                except TimeoutError:
+                    raise Unavailable(f"no engine described itself within {INFO_TIMEOUT_S:.0f} s") from None
+                if self._info is None or _identity(info) != _identity(self._info):
+                    self._spaces.clear()
+                self._info, self._info_s = info, time.monotonic()
             return self._info
 
     async def space(self, namespace: str) -> ChunkSpace:
@@ -477,11 +499,23 @@ class Gateway:
 
     async def close(self) -> None:
         """Idempotent. The backend is its owner's to close."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        if self._learner is not None:
+            await self._learner.close()
         if self._filler is not None:
             await self._filler.close()
         await self._saver.close()
         await self.store.close()
         await asyncio.to_thread(self.known.close)
+        if self._documents is not None:
+            self._documents.close()
+
+
+def _identity(info: EngineInfo) -> EngineInfo:
+    """What chunk spaces depend on: a calibration that passes changes none."""
+    return dataclasses.replace(info, blending="")
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

@@ -320,10 +320,10 @@ class GatewayServer:
         self._health = asyncio.create_task(self._report_health(health))
 
     async def _report_health(self, health: Any) -> None:
-        """Serving while an engine has described itself and none has been missing since."""
+        """Serving while an engine answers."""
         while True:
             try:
-                await self.gateway.info()
+                await self.gateway.renewed_info()
                 status = HealthCheckResponse.SERVING
             except KintsugiError:
                 status = HealthCheckResponse.NOT_SERVING

@@ -203,6 +203,11 @@ class KnownChunks:
     def __len__(self) -> int:
         return len(self._seen)
 
+    @property
+    def room(self) -> int:
+        """Chunks that may come before others have to go."""
+        return self._chunks_max - len(self._seen)
+
     def remember(
         self, namespace: str, key: ChunkKey, token_ids: Sequence[int], text: str | None = None
     ) -> None:

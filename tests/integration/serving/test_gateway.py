@@ -15,13 +15,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.client.sdk import Client, ClientOptions
 from kintsugi.client.sdk_types import DocumentChunk, Sampling
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveState
-from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.spaces import ChunkKey, token_bytes
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.serving.access import ANYONE, TokenFile
 from kintsugi.serving.fill import FillConfig
@@ -103,6 +105,13 @@ class OneCorpus(DocumentIndex):
             for ref, chunk in zip(refs, found, strict=True)
         ]
 
+    def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
+        numbered = [
+            IndexedChunk(number, NAMESPACE, chunk.key, chunk.token_ids)
+            for number, chunk in enumerate(self._chunks, start=1)
+        ]
+        return [chunk for chunk in numbered if chunk.number > after][:limit]
+
 
 def test_a_documents_chunk_is_what_precompute_made_of_it() -> None:
     tokenize = bundled_tokenize()
@@ -127,6 +136,42 @@ def test_a_documents_chunk_is_what_precompute_made_of_it() -> None:
                 client.generate([DocumentChunk("others", "a.md", 0)], QUESTION)
         with Client(gateway.address, "another") as client, pytest.raises(NotFound, match="'another'"):
             client.generate([DocumentChunk("docs", "a.md", 0)], QUESTION)
+
+
+def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> None:
+    tokenize = bundled_tokenize()
+    backend = StubBackend()
+    space = backend.space(NAMESPACE)
+    texts = [
+        "one that is long enough to be found in a longer text",
+        "another of them, which ends in a smile 🙂",
+    ]
+    scanned = [
+        ScannedChunk(ChunkKey.of(space, tokenize(text)).digest, token_bytes(tokenize(text)), 0, len(text))
+        for text in texts
+    ]
+    ledger = Ledger(tmp_path)
+    edition = ledger.open_edition("docs", space, "source", "model", "chunking")
+    run = ledger.begin_run(edition)
+    ledger.record(
+        edition, run, NAMESPACE, [ScannedDocument("u", 0, "a.md", "v1", b"d", "{}", tuple(scanned))]
+    )
+    ledger.end_run(run, 0, 0.0, complete=True)
+    ledger.close()
+
+    async def learn() -> None:
+        spec = GatewaySpec(ledger=str(tmp_path))
+        gateway = await Gateway.open(spec, backend, "ram://learning", BUNDLED_CHECKPOINT)
+        async with asyncio.timeout(20):
+            while len(gateway.known) < 2:
+                await asyncio.sleep(0.01)
+        message = f"Use:\n{texts[1]}\n\n{texts[0]}"
+        assert [message[start:end] for start, end in gateway.known.find(NAMESPACE, message)] == texts[::-1]
+        (piece,) = await gateway._resolver.pieces(space, [Segment(key=ChunkKey(scanned[0].key))])
+        assert piece.token_ids == tokenize(texts[0])
+        await gateway.close()
+
+    asyncio.run(learn())
 
 
 def test_requests_are_counted_and_logged_without_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,8 +336,6 @@ def test_a_port_that_is_taken_and_files_that_are_none() -> None:
 def test_a_gateway_opens_as_its_spec_says_before_any_engine_is_there(tmp_path: Path) -> None:
     async def restarted() -> None:
         spec = GatewaySpec(data_dir=str(tmp_path), fill_on_miss="off")
-        from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
-
         backend = StubBackend()
         backend.down = True
         gateway = await Gateway.open(spec, backend, "ram://gateway-open", BUNDLED_CHECKPOINT)
