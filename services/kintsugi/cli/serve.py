@@ -129,7 +129,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def run(screen: Screen, task: Task) -> ExitCode:
-    """Until SIGINT or SIGTERM; a second one does not wait for answers under way."""
+    """Until SIGINT or SIGTERM; then answers under way may end, for `engines.drain_s` at most."""
     spec = specified(task)
     if task.print_config:
         import yaml

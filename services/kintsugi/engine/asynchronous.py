@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from kintsugi.client.interface import ChunkStore
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.deploy import OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
@@ -40,7 +41,10 @@ from kintsugi.engine.sampling import checked_sampling
 if TYPE_CHECKING:
     from kintsugi.engine.gate import Gate
 
-NOTHING_CACHED = "no_chunk_cached"
+UNABLE = frozenset(
+    ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
+)
+"""Reasons that only the worker finds, and that stay. All others can pass: a report comes, a store answers."""
 PROBE_NAMESPACE = "kintsugi-probe"
 PROBE_TOKENS = 8
 SAVES_AT_ONCE = 64
@@ -84,7 +88,10 @@ class AsyncSpec:
 class AsyncEngine:
     """A running engine. Make it with `start`, inside the event loop that uses it; `stop` it."""
 
-    def __init__(self, client: Any, spec: AsyncSpec, gate: Gate, unsupported: str | None) -> None:
+    def __init__(
+        self, client: Any, spec: AsyncSpec, store: ChunkStore, gate: Gate, unsupported: str | None
+    ) -> None:
+        """Owns all of it."""
         from kintsugi.engine.gate import prefix_of
 
         self.client = client
@@ -96,6 +103,7 @@ class AsyncEngine:
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
         self._spec = spec
+        self._store = store
         self._gate = gate
         self._declined = unsupported
         self._submitted = 0
@@ -130,6 +138,8 @@ class AsyncEngine:
             )
             binding = binding_of(vllm_config, config)
             await asyncio.to_thread(prepare, binding)
+            store = open_store(config.store)
+            gate = await asyncio.to_thread(opened_gate, config, store, binding)
             client = AsyncLLM.from_vllm_config(vllm_config)
         except KintsugiError:
             raise
@@ -138,8 +148,7 @@ class AsyncEngine:
             raise Unavailable(
                 f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}"
             ) from error
-        gate = await asyncio.to_thread(lambda: opened_gate(config, open_store(config.store), binding))
-        engine = AsyncEngine(client, spec, gate, unsupported(vllm_config))
+        engine = AsyncEngine(client, spec, store, gate, unsupported(vllm_config))
         await engine._warm_up()
         return engine
 
@@ -158,8 +167,7 @@ class AsyncEngine:
             async for delta in self.generate(request):
                 accounting = delta.accounting or {}
             reason = str(accounting.get("reason") or "")
-            label = reason.split(":", 1)[0]
-            if label not in ("", NOTHING_CACHED, self._gate.state.reason):
+            if reason.split(":", 1)[0] in UNABLE:
                 self._declined = reason
 
     def info(self) -> EngineInfo:
@@ -319,6 +327,7 @@ class AsyncEngine:
             return
         client, self.client = self.client, None
         self._gate.close()
+        self._store.close()
         if self._metrics is not None:
             self._metrics.shutdown()
             self._metrics.server_close()

@@ -280,7 +280,7 @@ class OpenAIFront:
     async def _tokenized(self, prompt: Any, params: Any) -> Any:
         """In place of the renderer's own. Called for the prompts of a request in their order."""
         asked = getattr(params, "asked", None)
-        if asked is None or not asked.call.chunk_texts or not _may_be_cut(prompt, params):
+        if asked is None or not asked.call.chunk_texts or not _may_be_cut(params):
             if asked is not None:
                 asked.spans.append(None)
             return await self._whole(prompt, params)
@@ -291,7 +291,7 @@ class OpenAIFront:
         return self._renderer._build_tokens_prompt(segmented.token_ids, prompt)
 
 
-def _may_be_cut(prompt: Any, params: Any) -> bool:
+def _may_be_cut(params: Any) -> bool:
     """Truncation would cut chunks, and offsets are of the whole text."""
     return params.truncate_prompt_tokens is None and not params.return_token_offsets
 

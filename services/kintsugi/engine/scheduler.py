@@ -1,7 +1,7 @@
 """The scheduler's side of the connector: per request, decide, look up, claim, and account.
 
-Nothing here blocks or raises: the scheduler's thread serves everybody. A request that cannot be blended
-is declined, runs as an ordinary full prefill, and its response says why.
+Nothing here raises, or blocks while others compute: the scheduler's thread serves everybody. A request that
+cannot be blended is declined, runs as an ordinary full prefill, and its response says why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 LOOKUP_THREADS = 4
+IDLE_WAIT_S = 0.002
+"""How long a step waits for a lookup where the engine has nothing else to do: looking again at once would
+take from the lookup's own thread what it needs to come to an end."""
 LOOKUPS_MAX = 256
 """Lookups that may wait: beyond it prompts are prefilled in full at once, not after a deadline each."""
 
@@ -123,6 +126,8 @@ class SchedulerSide:
     _timing: Timing = field(default_factory=Timing)
     _breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     """Around lookups: a store that does not answer costs a few prompts their deadline, not every one."""
+    _has_waited: bool = False
+    """Whether this step has waited for a lookup."""
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
     )
@@ -274,6 +279,9 @@ class SchedulerSide:
     def _take_match(self, request: Request, state: _State) -> Match | None:
         """The lookup's result once it is there; None while waiting, or when it was given up."""
         assert state.match is not None
+        if not state.match.done() and not self._has_waited and self._timing.is_alone(request.request_id):
+            self._has_waited = True
+            wait((state.match,), IDLE_WAIT_S)
         if not state.match.done():
             if time.monotonic() > state.matched_by:
                 state.match.cancel()
@@ -315,7 +323,8 @@ class SchedulerSide:
             loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
-            plan = self._planned(request, state, hits, num_computed)
+            exact = exact_end(match.spans, state.space, request.prompt_token_ids)
+            plan = self._planned(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
@@ -343,7 +352,7 @@ class SchedulerSide:
         )
 
     def _planned(
-        self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int
+        self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int, exact: int
     ) -> BlendPlan:
         is_trial = self._timing.trial_is_due()
         asked = dataclasses.replace(
@@ -351,6 +360,7 @@ class SchedulerSide:
             ratio=state.params.ratio,
             selector=state.params.selector,
             adaptive_mass=state.params.adaptive_mass,
+            exact_end=exact,
             is_trial=is_trial,
         )
         plan = state.planner.plan(asked)
@@ -426,13 +436,14 @@ class SchedulerSide:
             return
         self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
         tokens, plan = state.job.tokens, state.job.plan
-        region = Region(tokens.start, tokens.start + len(tokens.token_ids))
+        region = Region(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
         work = work_of(self.engine, plan.selection, plan.hits, region)
         terms = terms_of(work, plan.hits, region, accounting.token_layers_computed)
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
 
     def begin_step(self, output: SchedulerOutput) -> StepMetadata:
         """Once per engine step, when it has been decided what it computes."""
+        self._has_waited = False
         self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
         return self.take_metadata()
 

@@ -118,7 +118,8 @@ class Calibrator:
 
 def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
     """Put the report that lies beside the checkpoint where engines look, if it speaks about them and none is
-    there; whether it did. Raises `Corrupted` for a file that is no report, and what a store raises."""
+    there; whether it did. Raises `Corrupted` and `VersionMismatch` for a file that is no report of ours, and
+    what a store raises."""
     from kintsugi.client.registry import open_store
     from kintsugi.quality import reports
 

@@ -89,7 +89,15 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         )
 
     def _wanted(self, pending_request: PendingRequest) -> Wanted:
-        """What a call brings along; nothing of one that asks an engine about itself."""
+        """What a call brings along, found once."""
+        kept = vars(pending_request)
+        if "kintsugi_wanted" not in kept:
+            kept["kintsugi_wanted"] = self._found(pending_request)
+        wanted: Wanted = kept["kintsugi_wanted"]
+        return wanted
+
+    def _found(self, pending_request: PendingRequest) -> Wanted:
+        """Nothing of a call that asks an engine about itself."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
                 ids, params = argument.prompt_token_ids, argument.params

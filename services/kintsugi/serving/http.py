@@ -44,7 +44,6 @@ from kintsugi.serving.openai_metrics import HttpMetrics
 from kintsugi.serving.openai_request import (
     CHAT_PATH,
     COMPLETIONS_PATH,
-    SEARCHED_CHARS_MAX,
     parsed_call,
     wanted_namespace,
 )
@@ -126,6 +125,11 @@ class Problem:
             if isinstance(error, cls):
                 return Problem(status, kind, str(error), field)
         return Problem(500, "InternalServerError", str(error))
+
+    @staticmethod
+    def of_defect(request_id: str) -> Problem:
+        text = f"the server failed; its log says why, under request {request_id}"
+        return Problem(500, "InternalServerError", text)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -232,31 +236,36 @@ class HttpFront:
         return _Deferred(lambda scope, receive, send: self._answer(request, receive, send))
 
     async def _answer(self, request: Request, receive: Receive, send: Send) -> None:
-        path, incoming = request.url.path, _Incoming(receive)
+        path, incoming, reply = request.url.path, _Incoming(receive), _Reply(send)
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         status = 500
         self.metrics.in_flight.inc()
         self._requests += 1
         try:
-            if self._requests > REQUESTS_MAX:
-                raise ResourceExhausted(f"{REQUESTS_MAX} requests are being answered; try again later")
-            caller = self._caller(request)  # first: a stranger's body is not even read
-            async with self._bodies.of(request, incoming) as raw:
-                call = await self._call(request, caller, request_id, raw)
-                del raw
-                with self._answering():
-                    status = await self._passed_on(call, incoming, send)
-        except KintsugiError as error:
-            problem = Problem.of(error)
+            status = await self._handled(request, request_id, incoming, reply)
+        except Exception as error:
+            problem = _problem_of(error, request_id)
+            if reply.has_begun:
+                # What was sent cannot be taken back: an exception makes the server cut the connection.
+                raise
             status = problem.status
-            if status == 500:
-                logger.exception("Request %s failed", request_id)
-            await _refused(problem, incoming, send)
+            await _refused(problem, incoming, reply)
         finally:
             self._requests -= 1
             self.metrics.in_flight.dec()
             self.metrics.answered(path, status)
+
+    async def _handled(self, request: Request, request_id: str, incoming: _Incoming, reply: _Reply) -> int:
+        """Answer; the status. Raises what becomes another answer, while nothing was sent."""
+        if self._requests > REQUESTS_MAX:
+            raise ResourceExhausted(f"{REQUESTS_MAX} requests are being answered; try again later")
+        caller = self._caller(request)  # first: a stranger's body is not even read
+        async with self._bodies.of(request, incoming) as raw:
+            call = await self._call(request, caller, request_id, raw)
+            del raw
+            with self._answering():
+                return await self._passed_on(call, incoming, reply)
 
     def _caller(self, request: Request) -> Caller:
         """Raises `Unauthenticated`."""
@@ -281,7 +290,6 @@ class HttpFront:
                 trace,
             )
 
-        assert SEARCH_INLINE_CHARS < SEARCHED_CHARS_MAX
         return parse() if len(raw) <= SEARCH_INLINE_CHARS else await asyncio.to_thread(parse)
 
     async def _passed_on(self, call: OpenAICall, receive: Receive, send: Send) -> int:
@@ -339,6 +347,14 @@ class HttpFront:
         task.add_done_callback(self._follow_ups.discard)
 
 
+def _problem_of(error: Exception, request_id: str) -> Problem:
+    """What a caller is told. Defects are logged, and not explained to strangers."""
+    problem = Problem.of(error) if isinstance(error, KintsugiError) else Problem.of_defect(request_id)
+    if problem.status == 500:
+        logger.exception("Request %s failed", request_id)
+    return problem
+
+
 async def _followed_up(work: Awaitable[None]) -> None:
     try:
         await work
@@ -393,6 +409,18 @@ class _Deferred(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send)
+
+
+@dataclass
+class _Reply:
+    """Sends, and knows whether an answer has begun."""
+
+    _send: Send
+    has_begun: bool = False
+
+    async def __call__(self, message: Message) -> None:
+        self.has_begun = True
+        await self._send(message)
 
 
 @dataclass

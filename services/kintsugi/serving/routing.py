@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from kintsugi.client.directory import ShardMap
@@ -67,10 +68,11 @@ class Wanted:
 def prefix_digests(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
     """A digest of each beginning of the prompt that is a whole number of blocks, the shortest first."""
     hasher = xxhash.xxh3_64(namespace.encode())
+    data = np.asarray(token_ids[: BLOCKS_MAX * BLOCK_TOKENS], dtype="<u4").tobytes()
+    size = 4 * BLOCK_TOKENS
     digests = []
-    for start in range(0, min(len(token_ids), BLOCKS_MAX * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        block = token_ids[start : start + BLOCK_TOKENS]
-        hasher.update(b"".join(token.to_bytes(4, "little") for token in block))
+    for start in range(0, len(data) - size + 1, size):
+        hasher.update(data[start : start + size])
         digests.append(hasher.intdigest())
     return tuple(digests)
 

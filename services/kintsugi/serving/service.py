@@ -1,9 +1,10 @@
-"""A whole service on Ray: start one here or join a cluster, deploy a generated configuration, watch, stop."""
+"""A whole service on Ray: start one here, deploy a generated configuration, watch, stop."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from kintsugi.core.deploy import (
     SERVICE_APP,
     SHARD_DEPLOYMENT,
     STORE_APP,
-    Placement,
     ServiceSpec,
     serve_config,
 )
@@ -71,22 +71,18 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     )
 
 
-def join_ray(address: str) -> None:
-    """A cluster that runs. Raises `Unavailable`."""
-    import ray
-
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise Unavailable(f"no Ray cluster answers at {address} ({error})") from error
+def cause_in(message: str) -> str:
+    """Of what Serve says about a replica that failed, mostly a traceback: our own error if there is one."""
+    ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
+    return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
 
 
 class Service:
     """The two applications of one specification, on the Ray that this process is connected to."""
 
-    def __init__(self, spec: ServiceSpec, placement: Placement | None = None) -> None:
+    def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
-        self.config = serve_config(spec, placement or Placement())
+        self.config = serve_config(spec)
 
     def deploy(self) -> None:
         """Hand the configuration to Serve, as `serve deploy` does; returns before anything runs."""
@@ -119,7 +115,7 @@ class Service:
     def _wanted(self, deployment: str) -> int:
         return {
             SHARD_DEPLOYMENT: self.spec.store.shards,
-            ENGINE_DEPLOYMENT: max(1, self.spec.engines.replicas.min),
+            ENGINE_DEPLOYMENT: self.spec.engines.replicas.min,
             GATEWAY_DEPLOYMENT: self.spec.gateway.replicas,
         }[deployment]
 
@@ -139,7 +135,7 @@ class Service:
             say(progress)
             for one in progress:
                 if one.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    raise Unavailable(f"{one.deployment} does not start: {one.message[-MESSAGE_CHARS_MAX:]}")
+                    raise Unavailable(f"{one.deployment} does not start: {cause_in(one.message)}")
             if len(progress) == len(self._deployments) and all(one.is_ready for one in progress):
                 return
             if time.monotonic() > deadline_s:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,8 +20,9 @@ from kintsugi.serving import http
 from kintsugi.serving.access import Access, Caller, OpenAccess
 from kintsugi.serving.http import BODY_BYTES_MAX, HttpFront, Problem
 from kintsugi.serving.openai_request import CHAT_PATH, COMPLETIONS_PATH
-from kintsugi.serving.openai_server import HttpServer
+from kintsugi.serving.openai_server import HttpServer, HttpTls
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered
+from tests.integration.store.test_tls import issue
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 DEADLINE_S = 20.0
@@ -123,6 +126,17 @@ def test_errors_have_their_status(error: errors.KintsugiError, status: int) -> N
         assert response.status_code == status
         assert error_of(response)["message"] == str(error)
         assert ("retry-after" in response.headers) == (status in (429, 503))
+
+    run(body)
+
+
+def test_a_defect_is_logged_and_not_explained(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        response = await post(scripted(KeyError("a secret")), CHAT, headers={"x-request-id": "r-7"})
+        assert response.status_code == 500
+        assert "r-7" in error_of(response)["message"]
+        assert "secret" not in response.text
+        assert "KeyError" in caplog.text
 
     run(body)
 
@@ -407,3 +421,30 @@ def test_a_response_that_broke_after_its_head_is_cut_off() -> None:
 def test_every_error_of_the_tree_has_a_problem() -> None:
     assert Problem.of(errors.SelfTestFailed("x")).status == 500
     assert Problem.of(errors.UnknownField("rato", ["ratio"])).field == "rato"
+
+
+@pytest.mark.parametrize("mutual", [True, False])
+def test_tls(tmp_path: Path, mutual: bool) -> None:
+    files = issue(tmp_path / "tls")
+    trusting = ssl.create_default_context(cafile=str(files.ca))
+    known = ssl.create_default_context(cafile=str(files.ca))
+    known.load_cert_chain(files.cert, files.key)
+
+    async def body() -> None:
+        app = HttpFront(ScriptedBackend(), OpenAccess()).app
+        server = HttpServer(app, "127.0.0.1", 0, HttpTls(files.cert, files.key, files.ca if mutual else None))
+        await server.start()
+        url = f"https://{server.address}{CHAT_PATH}"
+        try:
+            async with httpx.AsyncClient(verify=known) as caller:
+                assert (await caller.post(url, json=CHAT)).status_code == 200
+            async with httpx.AsyncClient(verify=trusting) as caller:
+                if mutual:
+                    with pytest.raises(httpx.TransportError):
+                        await caller.post(url, json=CHAT)
+                else:
+                    assert (await caller.post(url, json=CHAT)).status_code == 200
+        finally:
+            await server.stop()
+
+    run(body)
