@@ -6,6 +6,9 @@
 #   make test-full           everything
 #   make check               formatting, lints, types, import layers, stubs, length limits
 #   make bench [BENCHMARKS=benchmarks/...py]
+#   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1]
+#                            container images of operator and serving, with digests and lists of contents
+#   make tools               helm and kubectl for the chart's tests, into .tools
 #   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
 #   make proto               generate the gRPC stubs again
 #   make lock                resolve locks/*.in again
@@ -26,7 +29,7 @@ CPU_EXCLUDE := torchvision torchaudio torchcodec
 
 BENCHMARKS := $(wildcard benchmarks/*.py)
 
-.PHONY: help setup demo test test-full check proto bench lock
+.PHONY: help setup demo test test-full check proto bench lock images tools
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -58,10 +61,10 @@ else
 	$(BIN)/kintsugi demo --random-weights
 endif
 
-test: setup
+test: setup tools
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: setup
+test-full: setup tools
 	$(BIN)/python -m pytest
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
@@ -70,7 +73,16 @@ check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(if $(wildcard scripts/proto.py),$(PROTO_VENV)/bin/python scripts/proto.py --check)
+	$(BIN)/python scripts/crds.py --check
+	$(BIN)/python scripts/chart_schema.py --check
 	$(BIN)/python scripts/ratchet.py
+
+tools: setup
+	$(BIN)/python scripts/tools.py
+
+images: setup
+	$(BIN)/python scripts/images.py $(if $(ONLY),--only $(ONLY)) $(if $(REPOSITORY),--repository $(REPOSITORY)) \
+		$(if $(BASE),--base $(BASE)) $(if $(MAKE_BASE),--make-base)
 
 proto: $(PROTO_VENV)/.installed
 	$(PROTO_VENV)/bin/python scripts/proto.py
@@ -81,6 +93,9 @@ bench: setup
 lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in
 	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
+	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt
+	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --exclude $(CPU_EXCLUDE)
+	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt
 
 # $(call make_venv,FOLDER): an environment of the first suitable interpreter, unless there is a working one.
 define make_venv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -77,7 +78,7 @@ class Server:
         """The process of a Serve replica, by Ray's title for it."""
         for process in self.processes():
             try:
-                if any(f":{deployment}:" in part or f":{deployment}#" in part for part in process.cmdline()):
+                if re.search(rf"ServeReplica:[^:]*:{deployment}\b", " ".join(process.cmdline())):
                     return process
             except psutil.NoSuchProcess:
                 continue

@@ -11,6 +11,7 @@ import typer
 from kintsugi import __version__
 from kintsugi.cli.exits import ExitCode, reported
 from kintsugi.cli.screen import Screen
+from kintsugi.cli.size import size
 
 EXIT_CODES = (
     "Exit codes: 0 done · 1 unforeseen failure · 2 bad input · 3 not blendable, or the self-test failed · "
@@ -242,6 +243,8 @@ def token(
 
     command.run(Screen(as_json), name, namespace, file)
 
+
+app.command()(size)
 
 if find_spec("lmdb") is not None:  # the extra `store` is installed
     from kintsugi.cli.store import app as store_app

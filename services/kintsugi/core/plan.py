@@ -50,7 +50,7 @@ class Selection:
     """
 
     ratio: float
-    """Share of the hit tokens to recompute."""
+    """Share to recompute of the hit tokens whose KV is approximate (`BlendPlan.exact_end`)."""
     selector: SelectorName = SelectorName.HKVD
     check_layer: int = 1
     """The layer whose deviation selects, where the selector looks at one."""
@@ -83,6 +83,9 @@ class BlendPlan:
     hits: tuple[ChunkHit, ...]
     """In prompt order, disjoint."""
     selection: Selection
+    exact_end: int = 0
+    """What is loaded for tokens before it is what a full prefill computes (`exact_end`). Only a ratio of 1
+    recomputes them, and no other counts them."""
     predicted_ttft_s: float | None = None
     """From the moment of planning; None where nothing was known yet."""
 

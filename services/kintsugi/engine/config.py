@@ -36,6 +36,9 @@ class EngineConfig:
     """Blend without a passing report, as `ratio`, `selector` and `check_layer` say. For random weights, and
     for those who know better; `$KINTSUGI_ALLOW_UNCALIBRATED=1` does the same."""
 
+    save_only: bool = False
+    """Save chunks and blend nothing: no report is read, and none is missed. For precompute's workers."""
+
     ratio: float = 0.15
     """Share of the hit tokens that a blend recomputes where a request names none. With a calibration report
     the report's choice counts, not this, nor the two below."""

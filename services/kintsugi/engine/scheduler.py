@@ -323,7 +323,8 @@ class SchedulerSide:
             loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
-            plan = self._planned(request, state, hits, num_computed)
+            exact = exact_end(match.spans, state.space, request.prompt_token_ids)
+            plan = self._planned(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
@@ -351,7 +352,7 @@ class SchedulerSide:
         )
 
     def _planned(
-        self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int
+        self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int, exact: int
     ) -> BlendPlan:
         is_trial = self._timing.trial_is_due()
         asked = dataclasses.replace(
@@ -359,6 +360,7 @@ class SchedulerSide:
             ratio=state.params.ratio,
             selector=state.params.selector,
             adaptive_mass=state.params.adaptive_mass,
+            exact_end=exact,
             is_trial=is_trial,
         )
         plan = state.planner.plan(asked)
@@ -434,7 +436,7 @@ class SchedulerSide:
             return
         self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
         tokens, plan = state.job.tokens, state.job.plan
-        region = Region(tokens.start, tokens.start + len(tokens.token_ids))
+        region = Region(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
         work = work_of(self.engine, plan.selection, plan.hits, region)
         terms = terms_of(work, plan.hits, region, accounting.token_layers_computed)
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)

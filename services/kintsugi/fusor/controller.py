@@ -82,7 +82,7 @@ def predicted_full_s(request: PlanRequest) -> float | None:
 
 
 def _region(request: PlanRequest) -> Region:
-    return Region(request.num_computed, request.num_tokens - 1)
+    return Region(request.num_computed, request.num_tokens - 1, request.exact_end)
 
 
 def _forecast(

@@ -18,11 +18,14 @@ class Workload:
     """The tokens of one prompt that a pass loads or computes, and the model they pass through."""
 
     hit_tokens: int
+    """All that are loaded."""
     other_tokens: int
     """Always computed: the question, missed chunks, what lies between and before chunks."""
     num_layers: int
     projection_share: float
     """See `fusor.stack.DecoderStack.projection_share`."""
+    exact_tokens: int = 0
+    """Of those loaded, what is before `BlendPlan.exact_end`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class PassWork:
 def pass_work(selection: Selection, work: Workload) -> PassWork:
     """What each layer of a blend computes: exact where the ratio is not adaptive, else at most."""
     hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
+    if selection.ratio not in (0, 1):
+        hit -= work.exact_tokens
     if selection.ratio in (0, 1) or not hit:
         chosen = hit if selection.ratio == 1 else 0
         return PassWork((), tuple(LayerWork(layer, chosen, other, 0.0) for layer in range(layers)))

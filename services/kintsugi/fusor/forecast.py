@@ -42,6 +42,8 @@ class Region:
 
     start: int
     end: int
+    exact_end: int = 0
+    """As in `BlendPlan`."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +105,9 @@ def work_of(engine: Engine, selection: Selection, hits: Sequence[ChunkHit], regi
 
 
 def _work(engine: Engine, selection: Selection, shape: _Shape) -> PassWork:
-    tokens = Workload(shape.hit_tokens, shape.other_tokens, engine.num_layers, engine.projection_share)
+    tokens = Workload(
+        shape.hit_tokens, shape.other_tokens, engine.num_layers, engine.projection_share, shape.exact_tokens
+    )
     return pass_work(selection, tokens)
 
 
@@ -111,11 +115,12 @@ class _Shape:
     """Where the hit tokens of a region lie, in sums."""
 
     def __init__(self, hits: Sequence[ChunkHit], region: Region) -> None:
-        self.hit_tokens = 0
+        self.hit_tokens = self.exact_tokens = 0
         self._hit_pairs = 0.0
         for hit in hits:
             first, last = max(hit.start, region.start), min(hit.end, region.end)
             self.hit_tokens += last - first
+            self.exact_tokens += max(min(last, region.exact_end) - first, 0)
             self._hit_pairs += attended_pairs(first, last)
         self.other_tokens = region.num_tokens - self.hit_tokens
         self._other_pairs = attended_pairs(region.start, region.end) - self._hit_pairs

@@ -27,6 +27,8 @@ class PlanRequest:
     """What the request demands; None leaves it to the planner."""
     selector: SelectorName | None
     adaptive_mass: float | None = None
+    exact_end: int = 0
+    """As in `BlendPlan`."""
     engine: Engine | None = None
     """None: nothing can be predicted."""
     measured: Measured = field(default_factory=Measured)
@@ -87,7 +89,7 @@ class FixedRatioPlanner:
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
         selection = self.configuration(request.ratio, request.selector, request.adaptive_mass)
-        return BlendPlan(request.hits, selection)
+        return BlendPlan(request.hits, selection, request.exact_end)
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:

@@ -1,0 +1,115 @@
+{{/* The BlendService's name, and the beginning of every other. */}}
+{{- define "kintsugi.name" -}}
+{{- $name := default .Release.Name .Values.service.name -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$" $name) -}}
+{{- fail (printf "%q cannot name a BlendService: set service.name to at most 40 of a-z, 0-9 and -, beginning with a letter" $name) -}}
+{{- end -}}
+{{- $name -}}
+{{- end }}
+
+{{/* Call with (list $ component). */}}
+{{- define "kintsugi.labels" -}}
+{{- $root := first . -}}
+{{ include "kintsugi.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+app.kubernetes.io/part-of: kintsugi
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* The labels of pods that never change. Call with (list $ component). */}}
+{{- define "kintsugi.selector" -}}
+{{- $root := first . -}}
+app.kubernetes.io/name: kintsugi-{{ last . }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ last . }}
+{{- end }}
+
+{{/* The registry's folder of images. The schema has refused an empty one, unless it was told not to look. */}}
+{{- define "kintsugi.repository" -}}
+{{- if not .Values.image.repository -}}
+{{- fail "image.repository is not set: make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi" -}}
+{{- end -}}
+{{- .Values.image.repository | trimSuffix "/" -}}
+{{- end }}
+
+{{- define "kintsugi.operatorImage" -}}
+{{- $repository := printf "%s/operator" (include "kintsugi.repository" .) -}}
+{{- if .Values.image.operatorDigest -}}
+{{- printf "%s@%s" $repository .Values.image.operatorDigest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "kintsugi.servingRepository" -}}
+{{- $serving := .Values.image.serving -}}
+{{- if eq $serving "auto" -}}
+{{- $serving = ternary "serving-gpu" "serving-cpu" (gt (int .Values.engines.gpus) 0) -}}
+{{- end -}}
+{{- printf "%s/%s" (include "kintsugi.repository" .) $serving -}}
+{{- end }}
+
+{{/* The Secret with hashed tokens; empty where anybody is served. */}}
+{{- define "kintsugi.tokensSecret" -}}
+{{- if .Values.gateway.tokensSecret -}}
+{{- .Values.gateway.tokensSecret -}}
+{{- else if not .Values.gateway.insecure -}}
+{{- include "kintsugi.name" . }}-tokens
+{{- end -}}
+{{- end }}
+
+{{/* The Secret with a token that may be used; empty where the chart knows none. */}}
+{{- define "kintsugi.clientSecret" -}}
+{{- if .Values.test.tokenSecret -}}
+{{- .Values.test.tokenSecret -}}
+{{- else if and (not .Values.gateway.tokensSecret) (not .Values.gateway.insecure) -}}
+{{- include "kintsugi.name" . }}-client
+{{- end -}}
+{{- end }}
+
+{{/* What the chart's own pods look like to the `restricted` pod security standard. */}}
+{{- define "kintsugi.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "kintsugi.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "kintsugi.pullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kintsugi.nodes" -}}
+{{- with .selector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "kintsugi.url" -}}
+{{- $scheme := ternary "https" "http" (ne .Values.tls.secret "") -}}
+{{- printf "%s://%s-http.%s.svc:%d" $scheme (include "kintsugi.name" .) .Release.Namespace (int .Values.gateway.httpPort) -}}
+{{- end }}
+
+{{- define "kintsugi.modelName" -}}
+{{- default (.Values.model.path | trimSuffix "/" | base) .Values.model.name -}}
+{{- end }}

@@ -1,0 +1,198 @@
+"""The process: kopf watches, a queue remembers what changed, workers reconcile, a Lease says who may.
+
+kopf's own persistence is not used: raw events write nothing to objects, so that a steady state makes no
+writes. Its finalizer and annotations carry our prefix all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import kopf
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import load_incluster_config, load_kube_config
+from kubernetes.aio.config.config_exception import ConfigException
+
+from kintsugi_operator.api import GROUP, VERSION
+from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
+from kintsugi_operator.election import LeaseLost, lead
+from kintsugi_operator.names import FIELD_MANAGER, FINALIZER, LABEL_CORPUS, LABEL_SERVICE
+from kintsugi_operator.pulse import Counted, Pulse
+from kintsugi_operator.queue import Key, WorkQueue
+from kintsugi_operator.reconcile import Reconciler, utc_now
+from kintsugi_operator.scrape import HttpWeb
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 4
+WATCHED_RAY = ("rayservices", "rayjobs")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """From the command line and the pod's environment."""
+
+    lease_namespace: str
+    identity: str
+    namespaces: tuple[str, ...] = ()
+    """Looked at; empty: all."""
+    health_port: int = 8080
+    metrics_port: int = 9090
+    lease_name: str = FIELD_MANAGER
+
+    @staticmethod
+    def of(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
+        """Exits with usage where an argument is none."""
+        parser = argparse.ArgumentParser(prog="kintsugi-operator", description=__doc__.split("\n")[0])
+        parser.add_argument("--namespace", action="append", default=[], help="look at this one; else at all")
+        parser.add_argument("--lease", default=FIELD_MANAGER, help="name of the Lease that says who leads")
+        parser.add_argument("--health-port", type=int, default=8080, help="of /healthz and /leader")
+        parser.add_argument("--metrics-port", type=int, default=9090, help="of /metrics")
+        given = parser.parse_args(arguments)
+        return Settings(
+            lease_namespace=environ.get("POD_NAMESPACE", "default"),
+            identity=environ.get("POD_NAME", "") or f"{socket.gethostname()}-{os.getpid()}",
+            namespaces=tuple(given.namespace),
+            health_port=given.health_port,
+            metrics_port=given.metrics_port,
+            lease_name=given.lease,
+        )
+
+
+def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegistry:
+    """Handlers that only say what to look at."""
+    handlers = kopf.OperatorRegistry()
+    kopf.on.login(registry=handlers)(login)
+
+    @kopf.on.startup(registry=handlers)
+    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.persistence.finalizer = FINALIZER
+        settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
+        settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+        settings.posting.enabled = False
+        # Neither CRDs nor namespaces are watched, which would need rights over the whole cluster.
+        settings.scanning.disabled = True
+        # A connection that has died without a word is noticed by this.
+        settings.watching.server_timeout = 300
+        settings.watching.client_timeout = 330
+
+    def own(kind: str) -> Callable[..., Coroutine[Any, Any, None]]:
+        async def changed(namespace: str | None, name: str | None, spec: kopf.Spec, **_: Any) -> None:
+            queue.add(Key(kind, namespace or "", name or ""))
+            # Who waits for a service or its corpora hears of it at its next look.
+            if kind == CORPUS_PRECOMPUTE.kind and spec.get("service"):
+                queue.add(Key(BLEND_SERVICE.kind, namespace or "", str(spec["service"])))
+
+        return changed
+
+    for resource in (BLEND_SERVICE, CORPUS_PRECOMPUTE):
+        kopf.on.event(GROUP, VERSION, resource.plural, registry=handlers, id=resource.plural)(
+            own(resource.kind)
+        )
+
+    async def owned(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        if corpus := labels.get(LABEL_CORPUS):
+            queue.add(Key(CORPUS_PRECOMPUTE.kind, namespace or "", corpus))
+        elif service := labels.get(LABEL_SERVICE):
+            queue.add(Key(BLEND_SERVICE.kind, namespace or "", service))
+
+    for plural in WATCHED_RAY:
+        kopf.on.event(
+            "ray.io", "v1", plural, labels={LABEL_SERVICE: kopf.PRESENT}, registry=handlers, id=plural
+        )(owned)
+    return handlers
+
+
+async def operate(
+    cluster: Cluster,
+    settings: Settings,
+    session: aiohttp.ClientSession,
+    pulse: Pulse,
+    login: Callable[..., Any] = kopf.login_via_client,
+) -> None:
+    """Watch and reconcile until cancelled. `login`: how kopf finds the API server."""
+    reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now)
+
+    async def look(key: Key) -> float | None:
+        pulse.looks += 1
+        reconcile = reconciler.service if key.kind == BLEND_SERVICE.kind else reconciler.corpus
+        try:
+            return await reconcile(key.namespace, key.name)
+        except Exception:
+            pulse.failures += 1
+            raise
+
+    queue = WorkQueue(look, time.monotonic)
+    pulse.waiting = lambda: len(queue)
+    workers = [asyncio.create_task(queue.run()) for _ in range(WORKERS)]
+    watching = asyncio.create_task(
+        kopf.operator(
+            registry=registry(queue, login),
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+        )
+    )
+    try:
+        await asyncio.wait({watching, *workers}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (watching, *workers):
+            if task.done():
+                task.result()
+    finally:
+        for task in (watching, *workers):
+            task.cancel()
+        await asyncio.gather(watching, *workers, return_exceptions=True)
+
+
+async def main(settings: Settings) -> None:
+    """Answer probes, wait for the lease, operate. Raises `LeaseLost`."""
+    configuration = await _configuration()
+    pulse = Pulse()
+    runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
+    try:
+        async with ApiClient(configuration) as client, aiohttp.ClientSession() as session:
+            cluster = ApiServer(client)
+
+            async def work() -> None:
+                pulse.is_leader = True
+                logger.info("%s leads", settings.identity)
+                await operate(cluster, settings, session, pulse)
+
+            logger.info("%s waits for the lease", settings.identity)
+            await lead(cluster, settings.lease_name, settings.lease_namespace, settings.identity, work)
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def _configuration() -> Configuration:
+    """Of the pod's ServiceAccount, else of the kubeconfig."""
+    configuration = Configuration()
+    try:
+        load_incluster_config(client_configuration=configuration)
+    except ConfigException:
+        await load_kube_config(client_configuration=configuration)
+    return configuration
+
+
+def run() -> int:
+    """The console script. Exit status 1: the lease is lost, and the pod's restart makes it a standby."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(main(Settings.of(sys.argv[1:], os.environ)))
+    except LeaseLost as error:
+        logger.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,67 @@
+"""Whether a spec can work. What CEL cannot say is said here, with what to change."""
+
+from __future__ import annotations
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.spaces import checked_namespace
+from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec
+from kintsugi_operator.deployed import service_config, store_config
+from kintsugi_operator.pods import quantity
+from kintsugi_operator.schedule import Schedule
+
+RESERVED_PORTS = {
+    6379: "Ray's GCS",
+    7400: "shards",
+    7480: "metrics of shards",
+    7410: "the store's directory",
+    7580: "metrics of engines",
+    8080: "Ray's metrics",
+    8265: "Ray's dashboard",
+    10001: "Ray's client server",
+    52365: "Ray's agent",
+}
+
+
+def check_service(spec: BlendServiceSpec, name: str, namespace: str) -> None:
+    """Raise `InvalidField` for a spec that no cluster could run."""
+    gateway, engines = spec.gateway, spec.engines
+    if not (gateway.tokens_secret or gateway.insecure):
+        raise InvalidField(
+            "spec.gateway.tokensSecret",
+            "is mandatory: name a Secret with hashed tokens, or set gateway.insecure to serve anybody",
+        )
+    if not (spec.store.tls_secret or spec.network.policies or spec.store.insecure):
+        raise InvalidField(
+            "spec.store.tlsSecret",
+            "is mandatory without network.policies: name a Secret, or set store.insecure",
+        )
+    if engines.replicas.min > engines.replicas.max:
+        raise InvalidField("spec.engines.replicas.min", "must not exceed max")
+    for field, port in (("grpcPort", gateway.grpc_port), ("httpPort", gateway.http_port)):
+        if port in RESERVED_PORTS:
+            raise InvalidField(f"spec.gateway.{field}", f"{port} is taken by {RESERVED_PORTS[port]}")
+    if gateway.grpc_port == gateway.http_port:
+        raise InvalidField("spec.gateway.httpPort", "must differ from grpcPort")
+    if quantity(engines.shared_memory) >= quantity(engines.memory):
+        raise InvalidField("spec.engines.sharedMemory", "counts towards memory: make it smaller than that")
+    if len({tier.name for tier in spec.store.tiers}) != len(spec.store.tiers):
+        raise InvalidField("spec.store.tiers", "must have different names")
+    if spec.tls.require_client and not spec.tls.secret:
+        raise InvalidField("spec.tls.secret", "is needed for requireClient: it holds ca.crt")
+    try:
+        store_config(spec)
+        service_config(spec, name, namespace)
+    except InvalidField as error:
+        raise InvalidField(f"spec.{error.field}", error.problem) from None
+
+
+def check_corpus(spec: CorpusPrecomputeSpec) -> None:
+    """Raise `InvalidField` for a spec that no job could do."""
+    try:
+        checked_namespace(spec.namespace)
+    except InvalidField as error:
+        raise InvalidField("spec.namespace", error.problem) from None
+    if spec.overlap >= spec.tokens_max:
+        raise InvalidField("spec.overlap", f"{spec.overlap} must be less than tokensMax, {spec.tokens_max}")
+    if spec.schedule:
+        Schedule.parse(spec.schedule)

@@ -1,0 +1,277 @@
+"""The chart's values: their types, and what is generated of them.
+
+Usage: python scripts/chart_schema.py [--check]
+
+Writes `charts/kintsugi/values.yaml` (every value with its default and what it means) and
+`charts/kintsugi/values.schema.json`, with which helm refuses wrong values before anything is rendered.
+`--check` writes nothing and fails where a file is out of date. What describes a service has the types of the
+operator's `api`; here stand only the chart's own values and the defaults that differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from kintsugi_operator.api import (
+    LABEL,
+    NAME,
+    OPTIONAL_NAME,
+    QUANTITY,
+    CorpusPrecomputeSpec,
+    Engines,
+    Gateway,
+    Model,
+    Network,
+    Nodes,
+    PullPolicy,
+    Replicas,
+    Store,
+    Tls,
+    bounded,
+    camel,
+    dataclass_within,
+    to_manifest,
+)
+from kintsugi_operator.crd import Schema, field_docs, schema_of
+
+CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
+LINE_MAX = 110
+HINT = (
+    "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
+)
+REPOSITORY = rf"^(?:{HINT}){{0}}[a-z0-9][a-z0-9._/:-]*$"
+"""Helm quotes the pattern that was not matched, and nothing else of the schema. What is repeated zero times
+matches nothing and says how to get images."""
+DIGEST = r"^(sha256:[0-9a-f]{64})?$"
+
+
+class Serving(StrEnum):
+    """Which of the images engines and gateway run."""
+
+    AUTO = "auto"
+    """serving-gpu where engines have GPUs, else serving-cpu."""
+    GPU = "serving-gpu"
+    CPU = "serving-cpu"
+
+
+class Scope(StrEnum):
+    """Whose objects the operator looks after."""
+
+    NAMESPACE = "Namespace"
+    """Those of the release's namespace; all it may do is bound to it."""
+    CLUSTER = "Cluster"
+
+
+@dataclass(frozen=True)
+class Images:
+    """Where all images lie: REPOSITORY/operator and REPOSITORY/serving-gpu or serving-cpu."""
+
+    repository: str = bounded("", maxLength=230, pattern=REPOSITORY)
+    """Mandatory, such as registry.example.com/kintsugi. `make images` builds what has to be there."""
+    tag: str = bounded("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
+    """Empty: the chart's appVersion."""
+    serving: Serving = Serving.AUTO
+    """auto: serving-gpu where engines have GPUs, else serving-cpu."""
+    serving_digest: str = bounded("", pattern=DIGEST)
+    """Wins over the tag."""
+    operator_digest: str = bounded("", pattern=DIGEST)
+    pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator's own pods."""
+
+    enabled: bool = True
+    """Off where another release's operator looks after this namespace."""
+    replicas: int = bounded(1, minimum=1, maximum=5)
+    """One leads; the others wait for its lease. From two on there is a PodDisruptionBudget."""
+    scope: Scope = Scope.NAMESPACE
+    """Namespace: it looks after this namespace and has rights in no other. Cluster: after all."""
+    cpu: str = bounded("50m", pattern=QUANTITY)
+    """Requested; it may use more."""
+    memory: str = bounded("128Mi", pattern=QUANTITY)
+    """Request and limit."""
+    network_policy: bool = True
+    """Nothing but probes comes in; out go name lookups and calls of the API server and the service's pods."""
+    nodes: Nodes = field(default_factory=Nodes)
+
+
+@dataclass(frozen=True)
+class Service:
+    """The BlendService of this release."""
+
+    enabled: bool = True
+    """Off: install the operator alone."""
+    name: str = bounded("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
+    """Empty: the release's name."""
+
+
+@dataclass(frozen=True)
+class Precompute:
+    """CorpusPrecompute objects: documents that are prefilled before anybody asks."""
+
+    corpora: tuple[CorpusPrecomputeSpec, ...] = bounded((), maxItems=64)
+    """Each has a name, and what a CorpusPrecompute's spec has, but the service."""
+
+
+@dataclass(frozen=True)
+class Monitoring:
+    """For Prometheus and Grafana, both behind switches."""
+
+    service_monitor: bool = False
+    """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
+    interval: str = bounded("30s", pattern=r"^[0-9]+(ms|s|m)$")
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """By which Prometheus selects its monitors."""
+    dashboard: bool = False
+    """A ConfigMap with the dashboard."""
+    dashboard_labels: Mapping[str, str] = field(default_factory=lambda: {"grafana_dashboard": "1"})
+    """By which Grafana's sidecar finds it."""
+
+
+@dataclass(frozen=True)
+class HelmTest:
+    """`helm test`: a first request."""
+
+    enabled: bool = True
+    prompt: str = bounded("Kintsugi mends pottery with", minLength=1, maxLength=4096)
+    namespace: str = bounded("default", minLength=1, maxLength=255)
+    """Tenant it asks as."""
+    token_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret whose key `token` is a bearer token for it. Empty: the one that the chart made, if it did."""
+    timeout_s: int = bounded(600, minimum=1, maximum=7200)
+    """How long it waits for the gateway."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Everything that `helm install --set` knows."""
+
+    image: Images = field(default_factory=Images)
+    image_pull_secrets: tuple[str, ...] = bounded((), maxItems=16, itemPattern=NAME)
+    """Secrets of this namespace."""
+    model: Model = field(default_factory=lambda: Model(path=""))
+    engines: Engines = field(
+        default_factory=lambda: Engines(replicas=Replicas(1, 4), gpus=1, memory="64Gi", shared_memory="8Gi")
+    )
+    store: Store = field(default_factory=Store)
+    gateway: Gateway = field(default_factory=Gateway)
+    tls: Tls = field(default_factory=Tls)
+    network: Network = field(default_factory=Network)
+    precompute: Precompute = field(default_factory=Precompute)
+    service: Service = field(default_factory=Service)
+    operator: Operator = field(default_factory=Operator)
+    monitoring: Monitoring = field(default_factory=Monitoring)
+    test: HelmTest = field(default_factory=HelmTest)
+
+
+COMMENTS = {
+    "model.path": "Empty: what `name` says.",
+    "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
+}
+"""Where the chart does more than the operator."""
+
+
+def values_schema() -> Schema:
+    """JSON schema, draft 7: what helm 3 and helm 4 both read."""
+    root: Schema = _closed(schema_of(Values))
+    properties = root["properties"]
+    model = properties["model"]
+    del model["required"]
+    model["properties"]["path"].pop("minLength")
+    named = [{"properties": {name: {"minLength": 1}}, "required": [name]} for name in ("path", "name")]
+    enabled = {"properties": {"service": {"properties": {"enabled": {"const": True}}}}}
+    root["if"], root["then"] = enabled, {"properties": {"model": {"anyOf": named}}}
+    corpus = properties["precompute"]["properties"]["corpora"]["items"]
+    del corpus["properties"]["service"]
+    corpus["properties"] = {"name": {"type": "string", "pattern": LABEL}, **corpus["properties"]}
+    corpus["required"] = ["name", *(name for name in corpus["required"] if name != "service")]
+    # Set by helm where this chart is another's dependency.
+    properties["global"] = {"type": "object"}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of kintsugi", **root}
+
+
+def _closed(schema: Schema) -> Schema:
+    """Without Kubernetes' extensions; an unknown key is an error."""
+    kept = {key: value for key, value in schema.items() if not key.startswith("x-kubernetes-")}
+    if "properties" in kept:
+        kept["properties"] = {name: _closed(one) for name, one in kept["properties"].items()}
+        kept["additionalProperties"] = False
+    if isinstance(kept.get("items"), dict):
+        kept["items"] = _closed(kept["items"])
+    return kept
+
+
+def values_yaml() -> str:
+    """Every value with its default, what it means above it."""
+    head = [
+        "# Values of the chart: made by scripts/chart_schema.py from its types; change them there.",
+        "# What is commented out is unset.",
+    ]
+    return "\n".join([*head, *_lines(Values(), "", 0)]) + "\n"
+
+
+def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
+    docs, hints = field_docs(type(value)), get_type_hints(type(value))
+    indent = "  " * depth
+    for one in dataclasses.fields(value):
+        name, inner = camel(one.name), getattr(value, one.name)
+        where = f"{path}.{name}".lstrip(".")
+        cls = dataclass_within(hints[one.name])
+        if depth == 0:
+            yield ""
+        doc = docs.get(one.name) or (_first_line(cls) if depth == 0 and cls else "")
+        for text in (doc, COMMENTS.get(where, "")):
+            yield from (f"{indent}# {line}" for line in textwrap.wrap(text, LINE_MAX - depth * 2 - 2))
+        if dataclasses.is_dataclass(inner):
+            yield f"{indent}{name}:"
+            yield from _lines(inner, where, depth + 1)
+        elif inner is None:
+            yield f"{indent}# {name}:"
+        else:
+            yield f"{indent}{name}: {_flow(to_manifest(inner))}"
+
+
+def _flow(value: Any) -> str:
+    """On one line, as YAML writes it within a mapping."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _first_line(cls: type[Any]) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def generated() -> dict[Path, str]:
+    """The chart's generated files and what belongs into them."""
+    return {
+        CHART / "values.yaml": values_yaml(),
+        CHART / "values.schema.json": json.dumps(values_schema(), indent=2) + "\n",
+    }
+
+
+def main() -> int:
+    stale = [path for path, text in generated().items() if not path.is_file() or path.read_text() != text]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path.relative_to(CHART.parents[1])} is out of date: run scripts/chart_schema.py")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(generated()[path])
+        print(f"wrote {path.relative_to(CHART.parents[1])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

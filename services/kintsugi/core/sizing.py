@@ -1,0 +1,170 @@
+"""How many bytes a corpus takes, and at which bandwidth blending pays. Arithmetic only.
+
+The times are bounds from the model's shape (CacheBlend's loading controller, section 5 of the paper): a blend
+takes at least as long as its computing plus the load of the first layer, and at least as long as its loading
+plus the computing of the last layer. What an engine adds to both sides is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kintsugi.core.errors import InvalidField, NotBlendable
+from kintsugi.core.layout import Codec, KVLayout
+
+SLAB_FILL_MAX = 0.9
+"""Share of an SSD tier to count on: above it the allocator fragments and eviction runs all the time."""
+ENGINE_DTYPES = {"float32": "bfloat16"}
+"""What vLLM makes of a checkpoint's dtype when it is told `auto`."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a decoder decides bytes and floating-point operations per token."""
+
+    layout: KVLayout
+    heads: int
+    active_parameters: int
+    """Weights that one token passes through in the decoder's layers; embeddings and head left out."""
+
+    def prefill_flops(self, num_tokens: int) -> float:
+        """Of a causal prefill: two per weight and token, and attention over half a square per layer."""
+        attention = 2 * num_tokens**2 * self.heads * self.layout.head_dim * self.layout.num_layers
+        return float(2 * self.active_parameters * num_tokens + attention)
+
+
+def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
+    """Read a checkpoint's `config.json`; `dtype` is vLLM's. Raises `InvalidField`, `NotBlendable`.
+
+    Counts gated MLPs of three matrices, as all supported decoders have.
+    """
+    values = _text_config(config)
+    if values.get("kv_lora_rank"):
+        raise NotBlendable("mla", "latent KV has no separate keys to rotate; such models are served in full")
+    hidden = _positive(values, "hidden_size")
+    layers = _positive(values, "num_hidden_layers")
+    heads = _positive(values, "num_attention_heads")
+    kv_heads = _positive(values, "num_key_value_heads", heads)
+    head_dim = _positive(values, "head_dim", hidden // heads or 1)
+    element = _element(values, dtype)
+    projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    width = _positive(values, "intermediate_size", 4 * hidden)
+    if values.get("num_experts_per_tok"):
+        width = _positive(values, "moe_intermediate_size", width)
+    experts = _positive(values, "num_experts_per_tok", 1)
+    return ModelSize(
+        KVLayout(layers, kv_heads, head_dim, element),
+        heads,
+        layers * (projections + 3 * hidden * width * experts),
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Models of several modalities keep the decoder's part by itself."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _positive(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = values.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise InvalidField(name, "is not in config.json; name the folder of a decoder's checkpoint")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidField(name, f"{value!r} in config.json is not a positive number")
+    return value
+
+
+def _element(values: Mapping[str, Any], dtype: str) -> str:
+    if dtype != "auto":
+        return dtype
+    stored = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    return ENGINE_DTYPES.get(str(stored), str(stored))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is stored and asked."""
+
+    corpus_tokens: int
+    chunk_tokens: int = 512
+    chunks_per_prompt: int = 6
+    replication: int = 1
+    hot_share: float = 0.1
+    """Share of the corpus that is to be in RAM."""
+    cost: float = 0.2
+    """Share of a full prefill's token-layers that a blend computes, as `kintsugi calibrate` reports it."""
+
+    def __post_init__(self) -> None:
+        for name in ("corpus_tokens", "chunk_tokens", "chunks_per_prompt", "replication"):
+            if getattr(self, name) < 1:
+                raise InvalidField(name, f"{getattr(self, name)} is not positive")
+        if not 0 <= self.hot_share <= 1:
+            raise InvalidField("hot_share", f"{self.hot_share} is outside [0, 1]")
+        if not 0 < self.cost < 1:
+            raise InvalidField("cost", f"{self.cost} is outside (0, 1); at 1 a blend is a full prefill")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt that come from chunks."""
+        return self.chunk_tokens * self.chunks_per_prompt
+
+
+@dataclass(frozen=True)
+class CodecSize:
+    """A corpus in one codec. Bytes are of all shards together, replicas included."""
+
+    codec: Codec
+    bytes_per_token: float
+    corpus_bytes: int
+    ram_bytes: int
+    """For the hot share."""
+    ssd_bytes: int
+    """For the whole corpus, in tiers that are filled to `SLAB_FILL_MAX`."""
+    prompt_bytes: int
+    """Loaded for one prompt."""
+
+
+def codec_size(layout: KVLayout, codec: Codec, work: Workload) -> CodecSize:
+    """Sizes of a corpus that is cut into whole chunks."""
+    chunk_bytes = layout.chunk_bytes(codec, work.chunk_tokens)
+    chunks = -(-work.corpus_tokens // work.chunk_tokens)
+    corpus_bytes = chunks * (chunk_bytes + layout.digests_bytes) * work.replication
+    return CodecSize(
+        codec=codec,
+        bytes_per_token=chunk_bytes / work.chunk_tokens,
+        corpus_bytes=corpus_bytes,
+        ram_bytes=round(corpus_bytes * work.hot_share),
+        ssd_bytes=round(corpus_bytes / SLAB_FILL_MAX),
+        prompt_bytes=chunk_bytes * work.chunks_per_prompt,
+    )
+
+
+@dataclass(frozen=True)
+class LoadingPace:
+    """Bandwidths that matter to one prompt, in bytes per second."""
+
+    pays_bytes_per_s: float
+    """Above it a blend takes less time than a full prefill; below it loading loses."""
+    hides_bytes_per_s: float
+    """Above it loading is hidden behind the blend's own computing, and faster is no sooner."""
+
+
+def loading_pace(prompt_bytes: int, layers: int, full_s: float, cost: float) -> LoadingPace:
+    """For a prompt whose full prefill takes `full_s`."""
+    first_layer = prompt_bytes / layers
+    last_layer_s = cost * full_s / layers
+    behind_compute = first_layer / (full_s * (1 - cost))
+    return LoadingPace(
+        pays_bytes_per_s=max(prompt_bytes / (full_s - last_layer_s), behind_compute),
+        hides_bytes_per_s=prompt_bytes / (cost * full_s),
+    )
+
+
+def blend_s(prompt_bytes: int, layers: int, full_s: float, cost: float, bytes_per_s: float) -> float:
+    """The least time of a blend that loads over one link."""
+    computing_s = cost * full_s
+    loading_s = prompt_bytes / bytes_per_s
+    return max(loading_s + computing_s / layers, loading_s / layers + computing_s)

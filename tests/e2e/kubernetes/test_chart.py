@@ -1,0 +1,341 @@
+"""The chart: real helm 3 and 4 render every value set, and every object is one that Kubernetes takes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate import utils as kubernetes_schemas
+from scripts.chart_schema import HINT, generated
+
+from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, from_manifest
+from kintsugi_operator.cluster import OWNED
+from kintsugi_operator.network import OPERATOR
+from kintsugi_operator.rbac import LEASE_RULES, RULES, granted
+from kintsugi_operator.validation import check_corpus, check_service
+from tests.e2e.kubernetes.rendering import (
+    CHART,
+    HELMS,
+    NAMESPACE,
+    RELEASE,
+    VALUES,
+    Manifest,
+    canonical,
+    helm_named,
+    one,
+    pod_of,
+    rendered,
+)
+
+KUBERNETES = ("1.30", "1.36")
+"""Oldest and newest that are supported: Chart.yaml's kubeVersion, and the newest whose schemas are known."""
+OURS = "kintsugi.dev/v1alpha1"
+CRDS_OF_OTHERS = ("monitoring.coreos.com/v1",)
+
+every_helm = pytest.mark.parametrize("helm", HELMS)
+every_value_set = pytest.mark.parametrize("value_set", sorted(VALUES))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _schemas_are_read_once() -> Iterator[None]:
+    """The definitions have 1 MB, and are read for every object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            kubernetes_schemas, "schema_contents", functools.cache(kubernetes_schemas.schema_contents)
+        )
+        yield
+
+
+@functools.cache
+def closed_crd(kind: str) -> dict[str, Any]:
+    """The schema of our kind, in which an unknown key is an error, as for a strict API server."""
+    for path in (CHART / "crds").glob("*.yaml"):
+        crd = yaml.safe_load(path.read_text())
+        if crd["spec"]["names"]["kind"] == kind:
+            (version,) = crd["spec"]["versions"]
+            return closed(version["schema"]["openAPIV3Schema"])
+    raise AssertionError(f"no CRD for {kind}")
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("properties") and schema.get("additionalProperties") is None:
+        schema = {**schema, "additionalProperties": False}
+        schema["properties"] = {name: closed(inner) for name, inner in schema["properties"].items()}
+    if isinstance(schema.get("items"), dict):
+        schema = {**schema, "items": closed(schema["items"])}
+    return schema
+
+
+def test_there_are_eight_value_sets() -> None:
+    assert len(VALUES) == 8
+
+
+def test_values_and_their_schema_are_generated_from_their_types() -> None:
+    for path, text in generated().items():
+        assert path.read_text() == text, f"run scripts/chart_schema.py: {path.name} is out of date"
+
+
+@every_helm
+@every_value_set
+def test_lints_strictly(helm: str, value_set: str) -> None:
+    done = helm_named(helm).run("lint", "--strict", str(CHART), "-f", str(VALUES[value_set]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 chart(s) failed" in done.stdout
+
+
+@every_value_set
+def test_both_helms_render_the_same(value_set: str) -> None:
+    texts = [sorted(map(canonical, map(without_token, rendered(helm, value_set)))) for helm in HELMS]
+    assert texts[0] == texts[1]
+
+
+def without_token(manifest: Manifest) -> Manifest:
+    """Without what is random where helm sees no cluster."""
+    return (
+        {**manifest, "stringData": sorted(manifest["stringData"])} if "stringData" in manifest else manifest
+    )
+
+
+@every_value_set
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_object_is_kubernetes_own(value_set: str, version: str) -> None:
+    validated = 0
+    for manifest in rendered(HELMS[1], value_set):
+        if manifest["apiVersion"] in (OURS, *CRDS_OF_OTHERS):
+            continue
+        assert kubernetes_validate.validate(manifest, version, strict=True) == version
+        validated += 1
+    assert validated >= 7
+
+
+@every_value_set
+def test_our_objects_pass_their_crds(value_set: str) -> None:
+    ours = [each for each in rendered(HELMS[1], value_set) if each["apiVersion"] == OURS]
+    assert bool(ours) == (value_set != "minimal")
+    for manifest in ours:
+        schema = closed_crd(manifest["kind"])
+        schema["properties"]["metadata"] = {"type": "object"}
+        jsonschema.Draft202012Validator(schema).validate(manifest)
+        if manifest["kind"] == "BlendService":
+            check_service(from_manifest(BlendServiceSpec, manifest["spec"]), RELEASE, NAMESPACE)
+        else:
+            check_corpus(from_manifest(CorpusPrecomputeSpec, manifest["spec"]))
+
+
+@every_value_set
+def test_every_object_is_in_the_release_and_labelled(value_set: str) -> None:
+    for manifest in rendered(HELMS[1], value_set):
+        metadata = manifest["metadata"]
+        assert ("namespace" in metadata) != manifest["kind"].startswith("ClusterRole")
+        assert metadata.get("namespace", NAMESPACE) == NAMESPACE
+        assert metadata["labels"]["app.kubernetes.io/instance"] == RELEASE
+        assert metadata["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+
+
+@every_value_set
+def test_no_two_objects_have_one_name(value_set: str) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in rendered(HELMS[1], value_set)]
+    assert len(names) == len(set(names))
+
+
+@every_value_set
+def test_pods_pass_the_restricted_standard_and_name_their_resources(value_set: str) -> None:
+    pods = [pod for each in rendered(HELMS[1], value_set) if (pod := pod_of(each)) is not None]
+    assert pods
+    for pod in (pod["spec"] for pod in pods):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert all("hostPath" not in volume for volume in pod.get("volumes", []))
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"]["drop"] == ["ALL"]
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+
+
+@every_value_set
+def test_only_what_talks_to_kubernetes_has_a_token(value_set: str) -> None:
+    for manifest in rendered(HELMS[1], value_set):
+        pod = pod_of(manifest)
+        if pod is not None:
+            expected = manifest["metadata"]["name"] in (f"{RELEASE}-operator", f"{RELEASE}-remove")
+            assert pod["spec"]["automountServiceAccountToken"] is expected
+
+
+@every_value_set
+def test_selectors_match_the_pods_they_mean(value_set: str) -> None:
+    manifests = rendered(HELMS[1], value_set)
+    labels = one(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        if manifest["kind"] in ("Deployment", "PodDisruptionBudget"):
+            assert spec["selector"]["matchLabels"].items() <= labels.items()
+        if manifest["kind"] == "NetworkPolicy":
+            assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_operators_pods_are_those_that_the_services_policies_let_in() -> None:
+    labels = one(rendered(HELMS[1], "defaults"), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert OPERATOR.items() <= labels.items()
+
+
+def allowed(role: Manifest) -> set[tuple[str, str, str]]:
+    """Group, resource and verb of everything that a role allows."""
+    return {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+@pytest.mark.parametrize("value_set", ["defaults", "minimal"])
+def test_the_operator_may_do_what_it_does_and_nothing_else(value_set: str) -> None:
+    manifests = rendered(HELMS[1], value_set)
+    name = f"{RELEASE}-operator"
+    own = one(manifests, "Role", name) if value_set == "defaults" else one(manifests, "ClusterRole")
+    lease = one(manifests, "Role", f"{name}-lease")
+    assert allowed(own) == granted(RULES)
+    assert allowed(lease) == granted(LEASE_RULES)
+    assert [rule.get("resourceNames") for rule in lease["rules"]] == [None, [name]], (
+        "creating has no name yet"
+    )
+    for resource in OWNED:
+        group = resource.api_version.rpartition("/")[0]
+        # Server-side apply of a new object is checked for both.
+        assert {(group, resource.plural, verb) for verb in ("create", "patch")} <= allowed(own)
+
+
+@every_value_set
+def test_only_an_operator_of_the_whole_cluster_has_rights_beyond_the_namespace(value_set: str) -> None:
+    roles = [each for each in rendered(HELMS[1], value_set) if each["kind"].startswith("ClusterRole")]
+    assert bool(roles) == (value_set == "minimal")
+
+
+def test_one_operator_has_no_disruption_budget_and_two_have() -> None:
+    kinds = {name: [each["kind"] for each in rendered(HELMS[1], name)] for name in ("defaults", "ha")}
+    assert "PodDisruptionBudget" not in kinds["defaults"]
+    assert "PodDisruptionBudget" in kinds["ha"]
+
+
+@every_helm
+def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
+    arguments = ["template", RELEASE, str(CHART), "--set", "model.name=m"]
+    done = helm_named(helm).run(*arguments)
+    assert done.returncode != 0
+    assert HINT in done.stderr
+    unchecked = helm_named(helm).run(*arguments, "--skip-schema-validation")
+    assert unchecked.returncode != 0
+    assert "make images" in unchecked.stderr
+
+
+@every_helm
+@pytest.mark.parametrize(
+    ("setting", "path"),
+    [
+        ("model.nam=m", "model"),
+        ("model.codec=int4", "model.codec"),
+        ("model.maxModelLen=0", "model.maxModelLen"),
+        ("engines.replicas.max=none", "engines.replicas.max"),
+        ("engines.gpus=-1", "engines.gpus"),
+        ("store.shards=0", "store.shards"),
+        ("store.tiers[0].name=Fast\\,store.tiers[0].gib=1", "store.tiers.0.name"),
+        ("gateway.serviceType=Ingress", "gateway.serviceType"),
+        ("image.servingDigest=sha256:1", "image.servingDigest"),
+        ("operator.replicas=9", "operator.replicas"),
+        ("operator.memory=lots", "operator.memory"),
+        ("precompute.corpora[0].name=c", "precompute.corpora.0"),
+        ("monitoring.interval=often", "monitoring.interval"),
+        ("unheard=1", ""),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_path(helm: str, setting: str, path: str) -> None:
+    done = helm_named(helm).run(
+        "template",
+        RELEASE,
+        str(CHART),
+        "-f",
+        str(VALUES["defaults"]),
+        "--set",
+        setting.replace("\\,", ","),
+    )
+    assert done.returncode != 0
+    said = re.sub(r"at '/?([^']*)'", lambda match: match[1].replace("/", "."), done.stderr)
+    assert f"- {path or '(root)'}: " in said or f"- {path}: " in said, done.stderr
+
+
+@pytest.mark.parametrize("value_set", ["defaults", "tls", "minimal"])
+def test_notes_say_how_to_send_a_first_request(value_set: str) -> None:
+    """helm 3 shows them only where it reaches a cluster; both render them when they lint."""
+    done = helm_named(HELMS[1]).run(
+        "install",
+        RELEASE,
+        str(CHART),
+        "-n",
+        NAMESPACE,
+        "--dry-run=client",
+        "-f",
+        str(VALUES[value_set]),
+    )
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.split("NOTES:")[1]
+    assert ("curl" in notes) == (value_set != "minimal")
+    assert ("--cacert" in notes) == (value_set == "tls")
+    assert "kubectl apply --server-side -f crds/" in notes
+
+
+def test_a_release_whose_name_cannot_name_a_service_says_what_to_set() -> None:
+    done = helm_named(HELMS[1]).run("template", "7b", str(CHART), "-f", str(VALUES["defaults"]))
+    assert done.returncode != 0
+    assert "set service.name" in done.stderr
+
+
+def test_the_token_that_is_made_is_the_one_that_the_gateway_knows() -> None:
+    manifests = rendered(HELMS[1], "defaults")
+    token = one(manifests, "Secret", f"{RELEASE}-client")["stringData"]["token"]
+    service = one(manifests, "BlendService")["spec"]
+    known = one(manifests, "Secret", service["gateway"]["tokensSecret"])["stringData"]["tokens.yaml"]
+    (grant,) = json.loads(known)["tokens"]
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    assert grant == {"name": RELEASE, "sha256": digest, "namespaces": ["default"]}
+
+
+def test_no_secret_is_made_beside_a_given_one() -> None:
+    assert all(each["kind"] != "Secret" for each in rendered(HELMS[1], "ha"))
+
+
+def test_the_service_runs_the_image_that_fits_its_engines() -> None:
+    images = {
+        name: one(rendered(HELMS[1], name), "BlendService")["spec"]["image"] for name in ("defaults", "cpu")
+    }
+    assert images["defaults"]["repository"] == "registry.example.com/kintsugi/serving-gpu"
+    assert images["cpu"]["repository"] == "localhost/kintsugi/serving-cpu"
+
+
+def test_images_can_be_named_by_digest() -> None:
+    manifests = rendered(HELMS[1], "air-gapped")
+    assert one(manifests, "BlendService")["spec"]["image"]["digest"].startswith("sha256:")
+    (container,) = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["image"].startswith("registry.internal:5000/mirror/kintsugi/operator@sha256:")
+    assert one(manifests, "Deployment")["spec"]["template"]["spec"]["imagePullSecrets"] == [
+        {"name": "registry"}
+    ]
+
+
+def test_a_corpus_names_the_service_of_its_release() -> None:
+    corpora = [each for each in rendered(HELMS[1], "multi-tenant") if each["kind"] == "CorpusPrecompute"]
+    assert [each["metadata"]["name"] for each in corpora] == ["search-manuals", "support-tickets"]
+    assert all(each["spec"]["service"] == RELEASE for each in corpora)

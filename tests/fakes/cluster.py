@@ -1,0 +1,214 @@
+"""Kubernetes as `kintsugi_operator.cluster.Cluster` sees it, in memory: for tests of the shell.
+
+Not an API server: it checks nothing and defaults nothing but what `defaults` says. Applying merges maps, as
+server-side apply does with fields of one manager, and replaces lists.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kintsugi.core.errors import Unavailable
+from kintsugi_operator.cluster import POD, RAY_CLUSTER, Cluster, Refused, Resource
+from kintsugi_operator.pods import Manifest
+from kintsugi_operator.scrape import Web
+
+RAY = frozenset({"rayservices", "rayjobs", "rayclusters", "raycronjobs"})
+
+
+class FakeCluster(Cluster):
+    """Objects by kind, namespace and name."""
+
+    def __init__(self, served: frozenset[str] = RAY) -> None:
+        self.objects: dict[tuple[str, str, str], Manifest] = {}
+        self.ray = served
+        self.writes: Counter[str] = Counter()
+        """By verb and kind."""
+        self.evicted: list[str] = []
+        self.is_down = False
+        self.may_evict = True
+        self.defaults: Callable[[Manifest], None] = lambda manifest: None
+        """What the API server would add to a stored object."""
+        self.refuse: Callable[[Manifest], str] = lambda manifest: ""
+        """Why it would not store it."""
+        self._version = 0
+
+    def put(self, manifest: Manifest) -> Manifest:
+        """Somebody else makes or replaces an object."""
+        kept = copy.deepcopy(manifest)
+        metadata = kept["metadata"]
+        metadata.setdefault("namespace", "default")
+        metadata.setdefault("uid", f"uid-{kept['kind']}-{metadata['name']}")
+        metadata.setdefault("generation", 1)
+        self._stamp(kept)
+        self.objects[kept["kind"], metadata["namespace"], metadata["name"]] = kept
+        return kept
+
+    def find(self, kind: str, name: str, namespace: str = "default") -> Manifest:
+        """The stored object itself: a test may change it."""
+        return self.objects[kind, namespace, name]
+
+    def named(self, kind: str) -> list[str]:
+        """Names of all objects of a kind."""
+        return sorted(name for found, _, name in self.objects if found == kind)
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        if self.is_down:
+            raise Unavailable("the API server does not answer")
+        return copy.deepcopy(self.objects.get((resource.kind, namespace, name)))
+
+    async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
+        return [
+            copy.deepcopy(one)
+            for (kind, where, _), one in self.objects.items()
+            if (kind, where) == (resource.kind, namespace)
+            and labels.items() <= one["metadata"].get("labels", {}).items()
+        ]
+
+    async def apply(self, manifest: Manifest) -> Manifest:
+        if problem := self.refuse(manifest):
+            raise Refused(f"PATCH {manifest['kind']}", 422, problem)
+        self.writes[f"apply {manifest['kind']}"] += 1
+        metadata = manifest["metadata"]
+        key = (manifest["kind"], metadata["namespace"], metadata["name"])
+        stored = self.objects.get(key)
+        if stored is None:
+            stored = self.put(manifest)
+        else:
+            _merge(stored, copy.deepcopy(manifest))
+            self._stamp(stored)
+        self.defaults(stored)
+        return copy.deepcopy(stored)
+
+    async def apply_status(self, manifest: Manifest) -> None:
+        self.writes[f"status {manifest['kind']}"] += 1
+        metadata = manifest["metadata"]
+        stored = self.objects[manifest["kind"], metadata["namespace"], metadata["name"]]
+        stored["status"] = copy.deepcopy(manifest["status"])
+        self._stamp(stored)
+
+    async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
+        self.writes[f"merge {resource.kind}"] += 1
+        stored = self.objects[resource.kind, namespace, name]
+        wanted = patch.get("metadata", {}).get("resourceVersion")
+        if wanted is not None and wanted != stored["metadata"]["resourceVersion"]:
+            raise Refused(f"PATCH {resource.kind} {name}", 409, "the object has been modified")
+        _merge(stored, copy.deepcopy(patch))
+        self._stamp(stored)
+        if "deletionTimestamp" in stored["metadata"] and not stored["metadata"].get("finalizers"):
+            self._collect(stored)
+
+    async def create(self, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        if (manifest["kind"], metadata["namespace"], metadata["name"]) in self.objects:
+            raise Refused("POST", 409, "it exists")
+        self.writes[f"create {manifest['kind']}"] += 1
+        self.put(manifest)
+
+    async def replace(self, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        stored = self.objects[manifest["kind"], metadata["namespace"], metadata["name"]]
+        if stored["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise Refused("PUT", 409, "the object has been modified")
+        self.writes[f"replace {manifest['kind']}"] += 1
+        self.put(manifest)
+
+    async def delete(self, resource: Resource, namespace: str, name: str) -> None:
+        self.writes[f"delete {resource.kind}"] += 1
+        stored = self.objects.get((resource.kind, namespace, name))
+        if stored is not None:
+            self._collect(stored)
+
+    async def evict(self, namespace: str, pod: str) -> bool:
+        self.writes["evict Pod"] += 1
+        if self.may_evict:
+            self.evicted.append(pod)
+            self.objects.pop((POD.kind, namespace, pod), None)
+        return self.may_evict
+
+    async def served(self, api_version: str) -> frozenset[str]:
+        return self.ray if api_version == "ray.io/v1" else frozenset()
+
+    def _stamp(self, stored: Manifest) -> None:
+        self._version += 1
+        stored["metadata"]["resourceVersion"] = str(self._version)
+
+    def _collect(self, stored: Manifest) -> None:
+        """With all that it owns."""
+        metadata = stored["metadata"]
+        self.objects.pop((stored["kind"], metadata["namespace"], metadata["name"]), None)
+        for one in list(self.objects.values()):
+            if any(ref["uid"] == metadata["uid"] for ref in one["metadata"].get("ownerReferences", [])):
+                self._collect(one)
+
+
+class FakeKubeRay:
+    """What KubeRay does to RayServices and RayJobs, as far as the operator sees it."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
+
+    def serve(self, name: str, namespace: str = "default") -> None:
+        """A RayService is up: its RayCluster, its pods, its condition."""
+        service = self._cluster.find("RayService", name, namespace)
+        config = service["spec"]["rayClusterConfig"]
+        annotations = dict(service["metadata"]["annotations"])
+        existing = service.get("status", {}).get("activeServiceStatus", {}).get("rayClusterName")
+        if existing is None:
+            cluster = {"name": f"{name}-c1", "namespace": namespace, "annotations": annotations}
+            self._cluster.put({"kind": RAY_CLUSTER.kind, "metadata": cluster, "spec": copy.deepcopy(config)})
+        service["status"] = {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "activeServiceStatus": {"rayClusterName": existing or f"{name}-c1"},
+        }
+        self.pods(existing or f"{name}-c1", namespace)
+
+    def pods(self, cluster: str, namespace: str = "default") -> None:
+        """What is missing of a RayCluster's pods is made and becomes ready."""
+        spec = self._cluster.find(RAY_CLUSTER.kind, cluster, namespace)["spec"]
+        for group in spec["workerGroupSpecs"]:
+            for index in range(group["replicas"]):
+                name = f"{cluster}-{group['groupName']}-{index}"
+                if (POD.kind, namespace, name) not in self._cluster.objects:
+                    labels = dict(group["template"]["metadata"]["labels"])
+                    status = {"podIP": "10.0.0.9", "conditions": [{"type": "Ready", "status": "True"}]}
+                    metadata = {"name": name, "namespace": namespace, "labels": labels}
+                    self._cluster.put({"kind": POD.kind, "metadata": metadata, "status": status})
+
+    def finish(
+        self, job: str, status: str = "SUCCEEDED", namespace: str = "default", message: str = ""
+    ) -> None:
+        """A RayJob has ended."""
+        manifest = self._cluster.find("RayJob", job, namespace)
+        deployment = "Complete" if status == "SUCCEEDED" else "Failed"
+        manifest["status"] = {
+            "jobStatus": status,
+            "jobDeploymentStatus": deployment,
+            "dashboardURL": f"{job}-head-svc.{namespace}.svc:8265",
+            "jobId": f"{job}-1",
+            "message": message,
+        }
+
+
+class FakeWeb(Web):
+    """Pages by URL; everything else is silent."""
+
+    def __init__(self, pages: Mapping[str, str] | None = None) -> None:
+        self.pages = dict(pages or {})
+
+    async def fetch(self, url: str) -> str:
+        return self.pages.get(url, "")
+
+
+def _merge(stored: Any, patch: Any) -> None:
+    """A JSON merge patch."""
+    for key, value in patch.items():
+        if value is None:
+            stored.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(stored.get(key), dict):
+            _merge(stored[key], value)
+        else:
+            stored[key] = value

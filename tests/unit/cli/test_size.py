@@ -1,0 +1,98 @@
+"""`kintsugi size`: what it reads, what it refuses, and that both outputs say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.cli.main import app
+from kintsugi.cli.size import parsed_count, parsed_speed
+from kintsugi.core.errors import InvalidField
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def arguments(model: Path, bandwidth: str) -> list[str]:
+    return ["size", "--model", str(model), "--corpus-tokens", "250M", "--bandwidth", bandwidth]
+
+
+@pytest.mark.parametrize(("bandwidth", "raw_pays"), [("25Gbit/s", False), ("100Gb/s", True), ("7GB/s", True)])
+def test_says_whether_blending_pays(model: Path, bandwidth: str, raw_pays: bool) -> None:
+    done = RUNNER.invoke(app, [*arguments(model, bandwidth), "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    rows = {row["codec"]: row for row in document["codecs"]}
+    assert rows["raw"]["bytes_per_token"] == 128 * 1024
+    assert rows["raw"]["pays"] is raw_pays
+    assert rows["int8"]["pays"] is True
+    assert "assumed" in document["full_prefill_source"]
+
+
+def test_a_measured_prefill_replaces_the_assumption(model: Path) -> None:
+    command = [*arguments(model, "100Gbit/s"), "--prefill-tokens-per-s", "3072", "--json"]
+    document = json.loads(RUNNER.invoke(app, command).stdout)
+    assert document["full_prefill_s"] == 1.0
+    assert "measured" in document["full_prefill_source"]
+
+
+def test_the_table_names_every_codec_and_what_was_assumed(model: Path) -> None:
+    done = RUNNER.invoke(app, arguments(model, "25Gbit/s"), env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    assert all(name in done.stdout for name in ("raw", "int8", "fp8", "fp8_sinks", "assumed:"))
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_reads_a_real_checkpoint() -> None:
+    done = RUNNER.invoke(app, [*arguments(BUNDLED_CHECKPOINT, "1GB/s"), "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["codecs"][0]["bytes_per_token"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--bandwidth", "fast"], "bandwidth: 'fast' is no speed"),
+        (["--corpus-tokens", "0"], "corpus_tokens: '0' is no number"),
+        (["--cost", "1"], "cost: 1.0 is outside (0, 1)"),
+        (["--tflops", "0"], "tflops: 0.0 is not positive"),
+        (["--prefill-tokens-per-s", "-1"], "prefill_tokens_per_s: -1.0 is not positive"),
+        (["--dtype", "float8"], "layout.dtype: 'float8' is not one of"),
+        (["--model", "/nowhere"], "/nowhere is not a checkpoint folder"),
+    ],
+)
+def test_bad_input_is_one_line(model: Path, change: list[str], message: str) -> None:
+    done = RUNNER.invoke(app, [*arguments(model, "1GB/s"), *change])
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_small_b_is_a_bit() -> None:
+    assert parsed_speed("8Gbit/s") == parsed_speed("8Gbps") == parsed_speed("1GB/s") == 1e9
+    with pytest.raises(InvalidField):
+        parsed_speed("1e9")
+
+
+def test_counts() -> None:
+    assert parsed_count("n", "1.5B") == parsed_count("n", "1500M") == 1_500_000_000
+    with pytest.raises(InvalidField):
+        parsed_count("n", "-4")

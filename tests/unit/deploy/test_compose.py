@@ -1,0 +1,148 @@
+"""The compose file and the dashboard: what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kintsugi.core.deploy import ServiceSpec, spec_from_yaml_mapping
+
+REPOSITORY = Path(__file__).parents[3]
+COMPOSE = REPOSITORY / "docker" / "compose.yaml"
+DASHBOARD = REPOSITORY / "charts" / "kintsugi" / "dashboards" / "kintsugi.json"
+SOURCES = (REPOSITORY / "services" / "kintsugi", REPOSITORY / "operators")
+_VARIABLE = re.compile(r"\$\{([A-Z_]+):-([^}]*)\}")
+_METRIC = re.compile(r"\b(kintsugi_[a-z0-9_]+)")
+_SERIES = re.compile(r"_(total|bucket|sum|count)$")
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """As compose reads it without any variable set."""
+    document: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(lambda match: match[2], COMPOSE.read_text()))
+    return document
+
+
+def inline(compose: dict[str, Any], name: str) -> Any:
+    return yaml.safe_load(compose["configs"][name]["content"])
+
+
+def service_of(compose: dict[str, Any]) -> ServiceSpec:
+    return spec_from_yaml_mapping(inline(compose, "service"))
+
+
+def test_every_key_is_one_of_composes(compose: dict[str, Any]) -> None:
+    assert set(compose) <= {"name", "services", "volumes", "configs", "networks"}
+    known = {"image", "command", "entrypoint", "user", "read_only", "cap_drop", "security_opt", "restart"}
+    known |= {
+        "stop_grace_period",
+        "shm_size",
+        "tmpfs",
+        "environment",
+        "ports",
+        "configs",
+        "volumes",
+        "depends_on",
+    }
+    known |= {"network_mode"}
+    for service in compose["services"].values():
+        assert set(service) <= known
+        assert "image" in service
+
+
+def test_what_services_refer_to_is_there(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert {one["source"] for one in service.get("configs", [])} <= set(compose["configs"])
+        assert {one.split(":")[0] for one in service.get("volumes", [])} <= set(compose["volumes"])
+        assert set(service.get("depends_on", [])) <= set(compose["services"])
+    for config in compose["configs"].values():
+        assert "content" in config or (COMPOSE.parent / config["file"]).is_file()
+
+
+def test_nothing_is_published_beyond_loopback_and_nothing_of_the_host_is_mounted(
+    compose: dict[str, Any],
+) -> None:
+    for service in compose["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        assert not any(volume.startswith((".", "/", "~")) for volume in service.get("volumes", []))
+        assert service.get("network_mode") in (None, "none", "service:kintsugi")
+
+
+def test_the_service_is_one_that_we_know_and_only_its_gateway_is_reachable(compose: dict[str, Any]) -> None:
+    spec = service_of(compose)
+    assert spec.store.host == "127.0.0.1"
+    published = {int(port.rsplit(":", 1)[1]) for port in compose["services"]["kintsugi"]["ports"]}
+    assert {spec.gateway.grpc_port, spec.gateway.http_port} < published
+    folders = [spec.store.data_dir, spec.gateway.data_dir, *(tier.path for tier in spec.store.tiers)]
+    assert all(folder.startswith("/data/") for folder in folders)
+
+
+def test_prometheus_asks_the_ports_that_answer(compose: dict[str, Any]) -> None:
+    spec = service_of(compose)
+    (job,) = inline(compose, "prometheus")["scrape_configs"]
+    targets = {each["labels"]["part"]: each["targets"] for each in job["static_configs"]}
+    assert targets == {
+        "gateway": [f"127.0.0.1:{spec.gateway.http_port}"],
+        "shard": [f"127.0.0.1:{spec.store.metrics_port}"],
+        "engine": [f"127.0.0.1:{spec.engines.metrics_port}"],
+    }
+
+
+def expressions() -> Iterator[str]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            yield target["expr"]
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Metric names that a module writes, whole, or made of a prefix and its own words."""
+    tree = ast.parse(path.read_text())
+    words = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    yield from (word for word in words if _METRIC.fullmatch(word))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.JoinedStr)
+            and isinstance(node.values[0], ast.Constant)
+            and len(node.values) == 2
+        ):
+            prefix = str(node.values[0].value)
+            if prefix.startswith("kintsugi_"):
+                yield from (f"{prefix}{word}" for word in words if re.fullmatch(r"[a-z_]+", word))
+
+
+def test_every_metric_of_the_dashboard_is_written_somewhere() -> None:
+    written = {
+        _SERIES.sub("", name)
+        for folder in SOURCES
+        for path in folder.rglob("*.py")
+        if "kintsugi_" in path.read_text()
+        for name in names_in(path)
+    }
+    asked = {_SERIES.sub("", name) for expression in expressions() for name in _METRIC.findall(expression)}
+    assert len(asked) >= 15
+    assert asked <= written, asked - written
+
+
+def test_panels_do_not_overlap_and_have_different_ids() -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24

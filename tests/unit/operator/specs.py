@@ -1,0 +1,139 @@
+"""Specs for tests: a small one by hand, and any valid one by hypothesis."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kintsugi_operator.api import BlendServiceSpec, from_manifest
+from kintsugi_operator.objects import Owner
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+OWNER = Owner("BlendService", "acme", "team", "uid-1")
+SMALL: dict[str, Any] = {
+    "model": {"path": "/models/small"},
+    "image": {"repository": "registry.example/kintsugi/serving-cpu", "tag": "1"},
+    "gateway": {"tokensSecret": "acme-tokens"},
+}
+
+
+def spec_of(**parts: Any) -> BlendServiceSpec:
+    """The small one with parts of it replaced, as YAML names them."""
+    merged = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
+    return from_manifest(BlendServiceSpec, merged)
+
+
+names = st.from_regex(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True)
+objects = st.from_regex(r"[a-z]([-a-z0-9]{0,30}[a-z0-9])?", fullmatch=True)
+optional = st.one_of(st.just(""), objects)
+quantities = st.sampled_from(["4Gi", "16Gi", "120Gi", "1Ti", "900000Mi"])
+
+tolerations = st.one_of(
+    st.builds(lambda key, value: {"key": key, "value": value, "effect": "NoSchedule"}, objects, objects),
+    st.just({"operator": "Exists"}),
+)
+nodes = st.fixed_dictionaries(
+    {
+        "selector": st.dictionaries(objects, objects, max_size=2),
+        "tolerations": st.lists(tolerations, max_size=2),
+    }
+)
+images = st.fixed_dictionaries(
+    {"repository": st.sampled_from(["a/b", "registry.example:5000/x/y"]), "tag": objects},
+    optional={"digest": st.just(f"sha256:{'0' * 64}"), "pullPolicy": st.sampled_from(["Always", "Never"])},
+)
+
+
+@st.composite
+def replicas(draw: st.DrawFn) -> dict[str, int]:
+    least = draw(st.integers(0, 8))
+    return {"min": least, "max": draw(st.integers(max(least, 1), 16))}
+
+
+engines = st.fixed_dictionaries(
+    {"replicas": replicas()},
+    optional={
+        "cpus": st.sampled_from([0.5, 4, 7.25]),
+        "memory": quantities,
+        "gpus": st.integers(0, 4),
+        "calibrate": st.booleans(),
+        "kvCacheGib": st.sampled_from([0.5, 40]),
+        "vllm": st.just({"max_num_seqs": 16}),
+        "connector": st.just({"slice_tokens": 256}),
+        "nodes": nodes,
+    },
+)
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> dict[str, Any]:
+    shards = draw(st.integers(1, 5))
+    tiers = draw(st.lists(objects.map(lambda name: name[:20].rstrip("-")), unique=True, max_size=3))
+    return {
+        "shards": shards,
+        "replication": draw(st.integers(1, min(shards, 8))),
+        "ramGib": draw(st.sampled_from([0.25, 4, 96])),
+        "tiers": [{"name": name, "gib": draw(st.sampled_from([1, 200.5]))} for name in tiers],
+        "volumes": {
+            "kind": draw(st.sampled_from(["Persistent", "Ephemeral"])),
+            "retain": draw(st.booleans()),
+        },
+        "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
+        "tlsSecret": draw(optional),
+        "insecure": True,
+        "nodes": draw(nodes),
+        **({"image": draw(images)} if draw(st.booleans()) else {}),
+    }
+
+
+gateways = st.fixed_dictionaries(
+    {"insecure": st.just(True)},
+    optional={
+        "replicas": st.integers(1, 4),
+        "tokensSecret": optional,
+        "serviceType": st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
+        "grpcPort": st.just(7501),
+        "fillOnMiss": st.sampled_from(["off", "background"]),
+        "nodes": nodes,
+    },
+)
+models = st.fixed_dictionaries(
+    {"path": st.sampled_from(["/models/a", "org/name"])},
+    optional={
+        "name": objects,
+        "codec": st.sampled_from(["raw", "int8"]),
+        "systemPrompt": st.text(max_size=40),
+        "maxModelLen": st.integers(128, 8192),
+        "volumeClaim": objects,
+        "tokenSecret": objects,
+    },
+)
+networks = st.fixed_dictionaries(
+    {"policies": st.booleans(), "downloads": st.booleans()},
+    optional={
+        "clientNamespaces": st.lists(objects, max_size=2),
+        "monitoringNamespace": objects,
+        "kuberayNamespace": objects,
+    },
+)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> dict[str, Any]:
+    """The `spec` of a BlendService."""
+    secret = draw(optional)
+    return {
+        "model": draw(models),
+        "image": draw(images),
+        "engines": draw(engines),
+        "store": draw(stores()),
+        "gateway": draw(gateways),
+        "network": draw(networks),
+        "tls": {"secret": secret, "requireClient": bool(secret) and draw(st.booleans())},
+        "imagePullSecrets": draw(st.lists(objects, max_size=2)),
+    }
+
+
+specs = manifests().map(lambda values: from_manifest(BlendServiceSpec, values))

@@ -1,0 +1,140 @@
+"""Specs as YAML has them, what is refused, and the CRDs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from hypothesis import given, settings
+
+from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi_operator.api import (
+    BlendServiceSpec,
+    CorpusPrecomputeSpec,
+    camel,
+    from_manifest,
+    snake,
+    to_manifest,
+)
+from kintsugi_operator.crd import crds
+from kintsugi_operator.validation import check_corpus, check_service
+from tests.unit.operator.specs import SMALL, manifests, spec_of, specs
+
+ROOT = Path(__file__).resolve().parents[3]
+BLEND_SERVICE = jsonschema.Draft7Validator(
+    crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(specs)
+def test_a_spec_survives_its_manifest(spec: BlendServiceSpec) -> None:
+    assert from_manifest(BlendServiceSpec, to_manifest(spec)) == spec
+
+
+@settings(max_examples=15, deadline=None)
+@given(manifests())
+def test_what_the_types_accept_the_crd_accepts(values: dict[str, Any]) -> None:
+    BLEND_SERVICE.validate({"spec": values})
+    BLEND_SERVICE.validate({"spec": to_manifest(from_manifest(BlendServiceSpec, values))})
+
+
+def test_names_are_camel_in_yaml() -> None:
+    assert (camel("ram_gib"), camel("max"), snake("maxModelLen")) == ("ramGib", "max", "max_model_len")
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "says"),
+    [
+        ({"store": {"shard": 2}}, UnknownField, r"spec\.store\.shard: unknown; did you mean 'shards'"),
+        ({"engines": {"replicas": {"mn": 1}}}, UnknownField, r"spec\.engines\.replicas\.mn"),
+        ({"store": {"ramGib": "much"}}, InvalidField, r"spec\.store\.ramGib"),
+        ({"model": {"path": None}}, InvalidField, r"spec\.model\.path"),
+        ({"store": {"tiers": [{"name": "a"}]}}, InvalidField, r"spec\.store\.tiers\.0\.gib: is mandatory"),
+        ({"gateway": []}, InvalidField, r"spec\.gateway"),
+    ],
+)
+def test_a_wrong_field_is_named_as_yaml_does(
+    values: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        from_manifest(BlendServiceSpec, {**SMALL, **values})
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"gateway": {"tokensSecret": ""}}, "gateway.tokensSecret: is mandatory"),
+        ({"network": {"policies": False}}, "store.tlsSecret: is mandatory without network.policies"),
+        ({"engines": {"replicas": {"min": 3, "max": 2}}}, "replicas.min: must not exceed max"),
+        ({"gateway": {"httpPort": 7500}}, "must differ"),
+        ({"gateway": {"httpPort": 8265}}, "8265 is taken by Ray's dashboard"),
+        ({"engines": {"sharedMemory": "16Gi"}}, "counts towards memory"),
+        ({"store": {"replication": 2}}, "replication"),
+        ({"tls": {"requireClient": True}}, "spec.tls.secret"),
+        ({"engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
+        ({"engines": {"connector": {"store": "x"}}}, "engines.connector.store"),
+        ({"model": {"codec": "zip"}}, "codec"),
+    ],
+)
+def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidField, match=says):
+        check_service(spec_of(**parts), "acme", "team")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"namespace": "a b"}, "spec.namespace"),
+        ({"overlap": 512}, "overlap"),
+        ({"schedule": "61 * * * *"}, "schedule"),
+    ],
+)
+def test_a_corpus_that_cannot_work_says_what_to_change(values: dict[str, Any], says: str) -> None:
+    base = {"service": "acme", "namespace": "tenant", "source": "/corpus"}
+    with pytest.raises(InvalidField, match=says):
+        check_corpus(from_manifest(CorpusPrecomputeSpec, {**base, **values}))
+
+
+def test_the_crds_are_valid_and_structural() -> None:
+    for crd in crds().values():
+        for version in ("1.30", "1.36"):
+            kubernetes_validate.validate(crd, version, strict=True)
+        (version_,) = crd["spec"]["versions"]
+        assert version_["subresources"] == {"status": {}}
+        for path, schema in structures(version_["schema"]["openAPIV3Schema"]):
+            # A structural schema names the type of everything.
+            assert "type" in schema, path
+            if "default" in schema:
+                jsonschema.validate(schema["default"], schema)
+
+
+def structures(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+    found = [(path, schema)]
+    for name, one in schema.get("properties", {}).items():
+        found += structures(one, f"{path}.{name}")
+    if "items" in schema:
+        found += structures(schema["items"], f"{path}[]")
+    return found
+
+
+def test_every_rule_of_the_types_is_in_the_crd() -> None:
+    text = json.dumps(crds())
+    for rule in (*BlendServiceSpec.RULES, *CorpusPrecomputeSpec.RULES):
+        assert rule.message.split()[0] in text
+    spec = crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    assert len(spec["x-kubernetes-validations"]) == len(BlendServiceSpec.RULES)
+    tiers = spec["properties"]["store"]["properties"]["tiers"]
+    assert tiers["x-kubernetes-list-map-keys"] == ["name"]
+    assert "oldSelf" in tiers["items"]["x-kubernetes-validations"][0]["rule"]
+
+
+def test_the_files_are_what_the_types_say() -> None:
+    script = [sys.executable, str(ROOT / "scripts/crds.py"), "--check"]
+    assert subprocess.run(script, check=False, cwd=ROOT).returncode == 0

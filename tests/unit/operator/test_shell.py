@@ -1,0 +1,336 @@
+"""The process around it: the queue, the lease, the watches, the probes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import kopf
+import pytest
+
+from kintsugi.core.errors import Unavailable
+from kintsugi_operator.api import API_VERSION
+from kintsugi_operator.cluster import ApiServer, Refused
+from kintsugi_operator.election import Candidate, LeaseLost, Move, Sight, Terms, decided, lead
+from kintsugi_operator.operator import Settings, operate
+from kintsugi_operator.pulse import Pulse
+from kintsugi_operator.queue import KEYS_MAX, Key, WorkQueue
+from tests.fakes.cluster import FakeCluster
+from tests.unit.operator.conversation import Conversation, held
+
+ACME = Key("BlendService", "team", "acme")
+QUICK = Terms(lease_s=0.6, renew_deadline_s=0.4, retry_s=0.05)
+
+
+async def until(said: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Wait for something, and fail if it does not come."""
+    async with asyncio.timeout(within_s):
+        while not said():
+            await asyncio.sleep(0.01)
+
+
+async def stopped(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def test_a_queue_looks_once_for_many_events_and_again_when_told() -> None:
+    async def main() -> None:
+        looks: list[Key] = []
+
+        async def look(key: Key) -> float | None:
+            looks.append(key)
+            return 0.05 if len(looks) < 3 else None
+
+        queue = WorkQueue(look, asyncio.get_running_loop().time)
+        task = asyncio.create_task(queue.run())
+        for _ in range(10):
+            queue.add(ACME, 0.0)
+        await until(lambda: len(looks) == 3 and not len(queue))
+        await stopped(task)
+
+    asyncio.run(main())
+
+
+def test_no_object_is_looked_at_by_two_workers() -> None:
+    async def main() -> None:
+        busy, looks = 0, 0
+
+        async def look(key: Key) -> float | None:
+            nonlocal busy, looks
+            busy, looks = busy + 1, looks + 1
+            assert busy == 1
+            if looks == 1:
+                queue.add(key, 0.0)  # an event in the middle
+            await asyncio.sleep(0.02)
+            busy -= 1
+            return None
+
+        queue = WorkQueue(look, asyncio.get_running_loop().time)
+        tasks = [asyncio.create_task(queue.run()) for _ in range(3)]
+        queue.add(ACME, 0.0)
+        await until(lambda: looks == 2 and not busy)
+        assert len(queue) == 0
+        for task in tasks:
+            await stopped(task)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer"), ValueError("ours")])
+def test_what_fails_is_tried_again_later_and_later(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> list[float]:
+        now, waits = 0.0, []
+
+        async def look(key: Key) -> float | None:
+            raise error
+
+        queue = WorkQueue(look, lambda: now)
+        for _ in range(8):
+            await queue._take(ACME)
+            waits.append(queue._due.pop(ACME) - now)
+        return waits
+
+    with caplog.at_level(logging.WARNING):
+        waits = asyncio.run(main())
+    assert waits == [2, 4, 8, 16, 32, 64, 120, 120]
+    assert str(error) in caplog.text
+
+
+def test_a_queue_is_bounded() -> None:
+    async def main() -> None:
+        async def look(key: Key) -> float | None:
+            return None
+
+        queue = WorkQueue(look, lambda: 0.0)
+        for index in range(KEYS_MAX + 10):
+            queue.add(Key("BlendService", "team", str(index)))
+        assert len(queue) == KEYS_MAX
+
+    asyncio.run(main())
+
+
+def resting(leading: set[str], name: str) -> Callable[[], Any]:
+    """Work that says who does it."""
+
+    async def work() -> None:
+        leading.add(name)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            leading.discard(name)
+
+    return work
+
+
+def test_of_two_one_leads_and_the_other_takes_over() -> None:
+    async def main() -> None:
+        cluster, leading = FakeCluster(), set[str]()
+        first = asyncio.create_task(lead(cluster, "l", "team", "a", resting(leading, "a"), QUICK))
+        await until(lambda: leading == {"a"})
+        second = asyncio.create_task(lead(cluster, "l", "team", "b", resting(leading, "b"), QUICK))
+        await asyncio.sleep(QUICK.lease_s * 2)
+        assert leading == {"a"}
+        await stopped(first)
+        # It was given back: nobody waits for its end.
+        await until(lambda: leading == {"b"}, QUICK.lease_s)
+        assert cluster.find("Lease", "l", "team")["spec"]["leaseTransitions"] == 1
+        await stopped(second)
+
+    asyncio.run(main())
+
+
+def test_a_leader_that_has_died_is_waited_out() -> None:
+    async def main() -> None:
+        cluster, leading = FakeCluster(), set[str]()
+        dead = Candidate(cluster, "l", "team", "dead", QUICK)
+        assert await dead.attempt(0.0)
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        task = asyncio.create_task(lead(cluster, "l", "team", "b", resting(leading, "b"), QUICK))
+        await until(lambda: leading == {"b"})
+        assert loop.time() - begun_s >= QUICK.lease_s
+        await stopped(task)
+
+    asyncio.run(main())
+
+
+def test_who_loses_the_lease_ends() -> None:
+    async def main() -> None:
+        cluster, leading = FakeCluster(), set[str]()
+        task = asyncio.create_task(lead(cluster, "l", "team", "a", resting(leading, "a"), QUICK))
+        await until(lambda: leading == {"a"})
+        cluster.is_down = True
+        with pytest.raises(LeaseLost, match="team/l"):
+            await task
+        assert leading == set()
+
+    asyncio.run(main())
+
+
+def test_a_short_silence_is_no_loss() -> None:
+    async def main() -> None:
+        cluster, leading = FakeCluster(), set[str]()
+        task = asyncio.create_task(lead(cluster, "l", "team", "a", resting(leading, "a"), QUICK))
+        await until(lambda: leading == {"a"})
+        cluster.is_down = True
+        await asyncio.sleep(QUICK.renew_deadline_s / 2)
+        cluster.is_down = False
+        await asyncio.sleep(QUICK.renew_deadline_s)
+        assert leading == {"a"}
+        await stopped(task)
+
+    asyncio.run(main())
+
+
+def test_work_that_breaks_is_not_hidden() -> None:
+    async def main() -> None:
+        async def work() -> None:
+            raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            await lead(FakeCluster(), "l", "team", "a", work, QUICK)
+
+    asyncio.run(main())
+
+
+def test_of_two_who_write_at_once_one_is_refused() -> None:
+    async def main() -> None:
+        cluster = FakeCluster()
+        candidates = [Candidate(cluster, "l", "team", name, QUICK) for name in "abc"]
+        assert sum([await one.attempt(0.0) for one in candidates]) == 1
+        live = cluster.find("Lease", "l", "team")
+        live["metadata"]["resourceVersion"] = "changed"
+        stale = {**live, "metadata": {**live["metadata"], "resourceVersion": "1"}}
+        with pytest.raises(Refused, match="modified"):
+            await cluster.replace(stale)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("there", "holder", "age_s", "move"),
+    [
+        (False, "", 0.0, Move.CREATE),
+        (True, "", 0.0, Move.TAKE),
+        (True, "me", 99.0, Move.RENEW),
+        (True, "you", 14.9, Move.WAIT),
+        (True, "you", 15.0, Move.TAKE),
+    ],
+)
+def test_who_may_take_the_lease(there: bool, holder: str, age_s: float, move: Move) -> None:
+    assert decided(there, Sight(holder, "then", 100.0), "me", 15.0, 100.0 + age_s) is move
+
+
+def test_a_renewal_starts_the_wait_anew() -> None:
+    sight = Sight("you", "1", 10.0)
+    assert sight.again({"holderIdentity": "you", "renewTime": "1"}, 20.0) == sight
+    assert sight.again({"holderIdentity": "you", "renewTime": "2"}, 20.0).since_s == 20.0
+
+
+def test_an_event_leads_to_a_look_and_kopf_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kopf's watches against prepared pages: discovery, a list, an event."""
+    group = "/apis/kintsugi.dev/v1alpha1"
+    kinds = [("blendservices", "BlendService"), ("corpusprecomputes", "CorpusPrecompute")]
+    resources = [
+        {
+            "name": plural,
+            "kind": kind,
+            "namespaced": True,
+            "singularName": kind.lower(),
+            "verbs": ["list", "watch", "patch"],
+        }
+        for plural, kind in kinds
+    ]
+    found = {
+        ("GET", "/api"): (200, {"versions": ["v1"]}),
+        ("GET", "/api/v1"): (200, {"resources": []}),
+        ("GET", "/apis"): (
+            200,
+            {
+                "groups": [
+                    {
+                        "name": "kintsugi.dev",
+                        "preferredVersion": {"version": "v1alpha1"},
+                        "versions": [{"version": "v1alpha1"}],
+                    },
+                ]
+            },
+        ),
+        ("GET", group): (200, {"resources": resources}),
+    }
+    for plural, kind in kinds:
+        listed = {"kind": f"{kind}List", "metadata": {"resourceVersion": "5"}, "items": []}
+        found["GET", f"{group}/namespaces/team/{plural}"] = (200, listed)
+    event = {
+        "type": "ADDED",
+        "object": {
+            "apiVersion": API_VERSION,
+            "kind": "BlendService",
+            "metadata": {"name": "acme", "namespace": "team", "uid": "u1", "resourceVersion": "6"},
+            "spec": {},
+        },
+    }
+    conversation = Conversation(dict(found), {f"{group}/namespaces/team/blendservices": [event]})
+
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        return kopf.ConnectionInfo(server=conversation.url)
+
+    async def main() -> Pulse:
+        pulse = Pulse()
+        settings = Settings("team", "me", namespaces=("team",))
+        async with held(conversation) as client, aiohttp.ClientSession() as session:
+            server = ApiServer(client)
+            task = asyncio.create_task(operate(server, settings, session, pulse, login))
+            await until(lambda: any(one.path.endswith("/blendservices/acme") for one in conversation.asked))
+            await stopped(task)
+        return pulse
+
+    pulse = asyncio.run(main())
+    assert pulse.looks >= 1
+    assert pulse.writes == 0
+    assert {one.method for one in conversation.asked} == {"GET"}
+
+
+def test_probes_and_metrics(unused_port: int) -> None:
+    async def main() -> None:
+        pulse = Pulse()
+        runner = await pulse.serve(unused_port)
+        url = f"http://127.0.0.1:{unused_port}"
+        try:
+            async with aiohttp.ClientSession() as session:
+                assert (await session.get(f"{url}/healthz")).status == 200
+                assert (await session.get(f"{url}/leader")).status == 503
+                pulse.is_leader = True
+                assert (await session.get(f"{url}/leader")).status == 200
+                text = await (await session.get(f"{url}/metrics")).text()
+                assert "kintsugi_operator_leader 1" in text
+                assert "# TYPE kintsugi_operator_writes_total counter" in text
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_the_command_line() -> None:
+    environ = {"POD_NAME": "operator-0", "POD_NAMESPACE": "here"}
+    settings = Settings.of(["--lease=l", "--namespace", "a", "--namespace", "b"], environ)
+    assert settings == Settings("here", "operator-0", ("a", "b"), lease_name="l")
+    with pytest.raises(SystemExit):
+        Settings.of(["--what"], {})
