@@ -36,7 +36,14 @@ OF_SCRIPTS = ("loading", "gateway")
 SCRIPT_S = 3600
 
 FULL = Setting("llama-210m", max_model_len=8192, kv_cache_bytes=1 << 30)
-QUICK = Setting("tiny-llama", max_model_len=4096, kv_cache_bytes=64 << 20, ram_gib=0.5, ssd_gib=0.5)
+QUICK = Setting(
+    "tiny-llama",
+    max_model_len=4096,
+    kv_cache_bytes=64 << 20,
+    loading_controller=False,
+    ram_gib=0.5,
+    ssd_gib=0.5,
+)
 FULL_WORKLOAD = Workload(documents=200, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16)
 QUICK_WORKLOAD = Workload(documents=16, zipf=0.9, chunks=4, chunk_tokens=128, answer_tokens=8)
 
