@@ -52,7 +52,9 @@ GOODPUT_BAR, TTFT_BAR, STUFFING_BAR, RECOVERY_BAR_S = 2.5, 2.8, 0.95, 60.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, no kills, no bars; 2 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and no bars; without kills 2 minutes"
+    )
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--only", help=f"comma-separated parts of {', '.join((*OF_SERVERS, *OF_SCRIPTS))}")
     arguments = parser.parse_args()
@@ -103,7 +105,7 @@ def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
             figures += phases.goodput_figures(found, idle, None if quick else GOODPUT_BAR)
         if "stuffing" in chosen:
             figures += phases.measure_stuffing(ours, model, STUFFING_BAR)
-        if "recovery" in chosen and budget.recovery_load_s:
+        if "recovery" in chosen:
             figures += phases.measure_recovery(ours, texts, workload, idle, budget, RECOVERY_BAR_S)
     return figures
 
