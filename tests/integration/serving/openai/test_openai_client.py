@@ -208,7 +208,8 @@ def test_a_caller_that_leaves_aborts_in_the_engine(served: Served) -> None:
     with httpx.stream(
         "POST", f"{served.url}/completions", json=body, headers=served.headers("left"), timeout=60
     ) as response:
-        first = json.loads(next(response.iter_lines()).removeprefix("data: "))
+        lines = response.iter_lines()  # kept: without a reader, httpx would leave at once
+        first = json.loads(next(lines).removeprefix("data: "))
         assert (first.get("choices") or [{}])[0].get("finish_reason", "none") is None, first
         assert served.engine.stats().running == 1
     deadline_s = time.monotonic() + 10
