@@ -208,7 +208,9 @@ class Job:
         """A column that is not there is a mistake in the job, not in a document."""
         first = next(read(piece, self.spec.columns), None)
         if isinstance(first, Failure) and first.reason.startswith("no column"):
-            raise InvalidField("columns.text", f"{piece.url}: {first.reason}")
+            raise InvalidField(
+                "columns.text", f"{piece.url}: {first.reason}; say which one is the text (--text-column)"
+            )
 
     def _take(self, edition: int, run: int, block: Sequence[Scanned]) -> None:
         """One block of the scan into the ledger; its new chunks on to the store."""
