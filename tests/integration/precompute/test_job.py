@@ -314,6 +314,18 @@ def _unable_factory(log: str, spec: object) -> object:
     raise Unavailable("vLLM did not start: no such argument")
 
 
+def test_a_store_that_evicts_what_was_just_filled_is_found_out(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    with ShardServer(Shard(RamTier(256 << 10)), "127.0.0.1:0") as small:
+        url = f"grpc://{small.address}"
+        progress = bench.run(store=url, bytes_max=1 << 40)
+        kept = survey(bench.spec(store=url))
+    assert progress.state is State.DONE
+    assert progress.chunks_filled == progress.chunks
+    assert 0 < progress.chunks_evicted < progress.chunks
+    assert progress.coverage == kept.coverage < 1.0
+
+
 def test_a_store_without_room_ends_the_job_and_keeps_what_it_has(bench: Bench) -> None:
     write_corpus(bench.source, {"short": "Tea.", "long": "A long tale of tea. " * 60})
     with ShardServer(Shard(RamTier(256 << 10)), "127.0.0.1:0") as small:
