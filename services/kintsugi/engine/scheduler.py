@@ -274,9 +274,10 @@ class SchedulerSide:
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
+        exact = exact_end(match.spans, state.space, request.all_token_ids)
         return BlendJob(
             tokens,
-            plan,
+            dataclasses.replace(plan, exact_end=exact),
             {hit.key: match.manifests[hit.key] for hit in hits},
             state.space.namespace,
             state.params.explain,
