@@ -21,6 +21,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import pytest
+from hypothesis import settings
+
+# An example that waits for a busy machine is not slow code.
+settings.register_profile("kintsugi", deadline=None)
+settings.load_profile("kintsugi")
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import EngineSlot

@@ -9,18 +9,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.support import codecs
 from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, spread
-from benchmarks.support.quality_curve import Setup, bench_of, exact, judged, share, trained
+from benchmarks.support.quality_curve import Setup, bench_of, judged, share, trained
 from benchmarks.testbed.generator import eval_example
+from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import described
 from kintsugi.engine.local import LocalEngine
-from kintsugi.quality import metrics, reports
+from kintsugi.quality import reports
 
 LONG_TOKENS = 3900
 """With the question and the answer, what the bundled model reads."""
@@ -83,22 +86,26 @@ def default_of(setup: Setup) -> Selection:
 def measure_default(setup: Setup) -> list[Figure]:
     """Exact match and speed-up of the calibrated default, and the same in 8 bits."""
     default = default_of(setup)
-    with trained(setup) as running:
-        scores = judged(setup, running, [default], testbed.TASKS)[default]
+    url = f"ram://quality-{uuid.uuid4().hex[:8]}"
+    with trained(setup, url=url) as running:
+        by_codec = codecs.judged_by_codec(setup, running, codecs.store_at(url), default)
         ttft = _ttft(setup, running, default)
         raw_bytes = _stored_bytes(running)
+    scores = by_codec.pop(Codec.RAW)
     with trained(setup, codec="int8") as running:
         quantised = judged(setup, running, [default], testbed.TASKS)[default]
         ratio = _stored_bytes(running) / raw_bytes
     interval = share(scores)
     detail = f"{described(default)}, cost {scores.cost:.3f}, {interval}, n={len(scores.cases)}"
-    losses = [100 * (a - b) for a, b in zip(exact(scores), exact(quantised), strict=True)]
-    loss = metrics.bootstrap(losses)
+    loss = codecs.lost_points(scores, quantised)
     return [
         Figure.at_least("calibrated_em_share", interval.mean, 0.97, unit="", detail=detail),
         ttft,
-        Figure.at_most("int8_loss_points", loss.mean, 0.5, unit="points", detail=f"{loss}, n={len(losses)}"),
+        Figure.at_most(
+            "int8_loss_points", loss.mean, 0.5, unit="points", detail=f"{loss}, n={len(quantised.cases)}"
+        ),
         Figure.at_most("int8_bytes_ratio", ratio, 0.53, unit="", detail="stored bytes of the same chunks"),
+        *codecs.figures(scores, by_codec),
     ]
 
 

@@ -22,12 +22,12 @@ from benchmarks.support.calibrated import default_of
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.quality_curve import Setup
+from benchmarks.support.rewriting import put_back, stored
 from kintsugi.client.ram import RamStore
 from kintsugi.client.registry import open_store
-from kintsugi.core.layout import Codec, digests_of
+from kintsugi.core.layout import Codec
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.fusor.codecs import decode_frame, encode_frame
 from kintsugi.quality import reports
 from kintsugi.quality.measure import NAMESPACE, Case
 from kintsugi.quality.session import EngineSpec, measuring_engine
@@ -120,18 +120,16 @@ def _damaged(setup: Setup, damage: Damage, every_layer: bool) -> str | None:
 
 
 def _rewrite(store: RamStore, damage: Damage, every_layer: bool) -> None:
-    for address, chunk in list(store._chunks.items()):
-        manifest = chunk.manifest
-        layout, head_bytes = manifest.layout, manifest.layout.head_bytes(manifest.codec, manifest.num_tokens)
-        frames = []
-        for layer, frame in enumerate(chunk.frames):
-            if every_layer or layer == layout.num_layers // 2:
-                key, value = decode_frame(frame, layout, manifest.codec, manifest.num_tokens)
-                frame = memoryview(bytearray(encode_frame(*damage(key, value), manifest.codec)))
-            frames.append(frame)
-        digests = b"".join(digests_of(frame, head_bytes) for frame in frames)
-        store._chunks[address] = type(chunk)(dataclasses.replace(manifest, digests=digests), tuple(frames))
-    assert all(chunk.manifest.codec is Codec.RAW for chunk in store._chunks.values())
+    for chunk in stored(store):
+        assert chunk.manifest.codec is Codec.RAW
+        middle = chunk.manifest.layout.num_layers // 2
+
+        def alter(
+            layer: int, key: torch.Tensor, value: torch.Tensor, middle: int = middle
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return damage(key, value) if every_layer or layer == middle else (key, value)
+
+        put_back(store, chunk, Codec.RAW, alter)
 
 
 def _another_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> str | None:

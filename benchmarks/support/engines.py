@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
@@ -21,16 +21,28 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def engine(
-    shape: str, plugin: bool = True, layers: int | None = None, **vllm_args: Any
+    shape: str,
+    plugin: bool = True,
+    layers: int | None = None,
+    extra: Mapping[str, object] | None = None,
+    **vllm_args: Any,
 ) -> Iterator[LocalEngine]:
     say(f"starting {shape}{'' if plugin else ' without the plugin'}")
     # Patient: a busy machine must not turn into declined blends.
     patience = {"lookup_deadline_ms": 30_000, "layer_deadline_ms": 30_000}
-    config = {"store": f"ram://bench-{shape}", "allow_uncalibrated": True, **patience} if plugin else None
+    config = {
+        "store": f"ram://bench-{shape}",
+        "allow_uncalibrated": True,
+        "loading_controller": False,
+        **patience,
+        **(extra or {}),
+    }
     if plugin:
         say("random weights: blending without a calibration report (allow_uncalibrated)")
     arguments = {"dtype": "bfloat16", "max_model_len": 8192, **vllm_args}
-    running = LocalEngine.start(cached_checkpoint(shape, layers=layers), extra_config=config, **arguments)
+    running = LocalEngine.start(
+        cached_checkpoint(shape, layers=layers), extra_config=config if plugin else None, **arguments
+    )
     try:
         yield running
     finally:

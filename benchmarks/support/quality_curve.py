@@ -54,9 +54,11 @@ class Setup:
 
 
 @contextmanager
-def trained(setup: Setup, codec: str = "raw", **vllm_args: Any) -> Iterator[LocalEngine]:
+def trained(
+    setup: Setup, codec: str = "raw", url: str | None = None, **vllm_args: Any
+) -> Iterator[LocalEngine]:
     say(f"starting the trained model, {codec}")
-    with measuring_engine(EngineSpec(str(setup.model), codec, vllm_args=vllm_args)) as running:
+    with measuring_engine(EngineSpec(str(setup.model), codec, url, vllm_args=vllm_args)) as running:
         yield running
 
 

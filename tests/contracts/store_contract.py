@@ -82,6 +82,16 @@ class StoreContract:
         assert store.delete("rival", [manifest.key]) == 0
         assert store.list("rival") == []
 
+    def test_what_is_found_says_where_it_lies(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        found, absent = store.find("acme", [manifest.key, ChunkKey(b"\1" * 32)])
+        assert absent is None
+        assert found is not None
+        assert found.manifest == manifest
+        assert found.source.tier == store.tiers("acme", [manifest.key])[0]
+        assert store.find("rival", [manifest.key]) == [None]
+
     def test_a_tier_is_named_for_what_is_there(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))
         store.put(manifest, frames)

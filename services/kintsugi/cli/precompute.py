@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.manager import JobManager, survey
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.readers import Columns
+from kintsugi.precompute.readers import Columns, Failure
 from kintsugi.precompute.service import serve as serve_jobs
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.warm import pin as pin_corpus
@@ -129,12 +129,12 @@ def run(
     )
     ledger = Ledger(state_folder(state))
     try:
-        with _shown(as_json) as show:
+        with _shown(as_json) as (show, note):
             if dry_run:
                 progress = survey(spec, show)
             else:
                 job = Job(spec, ledger, on_progress=show)
-                with _cancelled_by_signals(job):
+                with _cancelled_by_signals(job, note):
                     progress = job.run()
         rate = ledger.tokens_per_s(progress.fingerprint)
     finally:
@@ -170,7 +170,7 @@ def coverage(
         dtype=dtype,
         errors_share_max=1.0,
     )
-    with _shown(as_json) as show:
+    with _shown(as_json) as (show, _):
         progress = survey(spec, show)
     if as_json:
         print(json.dumps(progress.to_mapping(), indent=2))
@@ -260,11 +260,12 @@ def _engine(text: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _cancelled_by_signals(job: Job) -> Iterator[None]:
+def _cancelled_by_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the job once its batches are done; a second Ctrl-C ends it at once."""
 
     def stop(number: int, frame: object) -> None:
         job.cancel()
+        note("stopping once the batches that run are done; Ctrl-C stops now, and they are lost")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -276,8 +277,9 @@ def _cancelled_by_signals(job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def _shown(as_json: bool) -> Iterator[Any]:
-    """Live progress on stderr; in a file or pipe, a line at every tenth second."""
+def _shown(as_json: bool) -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
+    """Live progress on stderr; in a file or pipe, a line at every tenth second. Yields what shows it and what
+    adds a remark."""
     console = Console(stderr=True)
     last = [0.0]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rest]}"))
@@ -293,7 +295,7 @@ def _shown(as_json: bool) -> Iterator[Any]:
                 last[0] = progress.elapsed_s
                 console.print(f"{text} {rest}", highlight=False, soft_wrap=True)
 
-        yield show
+        yield show, lambda text: console.print(text, highlight=False, soft_wrap=True)
 
 
 def _line(progress: Progress) -> tuple[str, str]:
@@ -302,6 +304,8 @@ def _line(progress: Progress) -> tuple[str, str]:
         f"{progress.state.value}: {progress.documents} documents, {progress.chunks} chunks, "
         f"{progress.chunks_resident} hits skipped"
     )
+    if progress.dry:
+        return text, f"{human(progress.bytes_missing)} missing"
     rest = f"{progress.tokens_per_s:.0f} tokens/s, {human(progress.bytes_filled)}"
     return text, f"{rest}, {'?' if left is None else f'{left:.0f} s'} left"
 
@@ -340,5 +344,16 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
         table.add_row(*row)
     console.print(table)
     for failure in progress.failures:
-        name = failure.document_id or f"{failure.url}@{failure.place}"
-        console.print(f"{name}: {failure.reason}", highlight=False, markup=False, soft_wrap=True)
+        line = f"{_place(failure)}: {failure.reason}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    unnamed = progress.documents_failed + progress.chunks_failed - len(progress.failures)
+    if unnamed > 0:
+        console.print(f"and {unnamed} more", highlight=False)
+
+
+def _place(failure: Failure) -> str:
+    """Where to look for it: the file, the place in it, and the document's own name where it has one."""
+    path = failure.url.removeprefix("file://")
+    place = f"{path}@{failure.place}" if failure.place else path
+    named = failure.document_id and not path.endswith(failure.document_id)
+    return f"{place} ({failure.document_id})" if place and named else place or failure.document_id

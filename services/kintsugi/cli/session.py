@@ -107,6 +107,7 @@ def opened(
                 extra_config={
                     "store": store,
                     "prefix_token_ids": list(prompt.prefix),
+                    "loading_controller": False,  # one prompt, to be shown blended whatever it takes
                     **trust.extra_config,
                 },
                 max_model_len=length,

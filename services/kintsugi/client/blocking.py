@@ -11,6 +11,7 @@ from kintsugi.client.interface import (
     BufferFor,
     ChunkLost,
     ChunkStore,
+    Found,
     LayerFrame,
     Pinned,
     StoreStats,
@@ -29,6 +30,9 @@ class BlockingStore(ChunkStore):
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         return finished(self._core.lookup(namespace, keys))
 
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        return finished(self._core.find(namespace, keys))
+
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         return finished(self._core.tiers(namespace, keys))
 
@@ -37,8 +41,8 @@ class BlockingStore(ChunkStore):
     ) -> dict[int, list[ChunkManifest]]:
         return finished(self._core.lookup_anchors(namespace, space_digest, anchors))
 
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
-        return finished(self._core.put(manifest, frames))
+    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
+        return finished(self._core.put(manifest, frames, recompute_ms))
 
     def stream(
         self,

@@ -22,6 +22,7 @@ from kintsugi.client.interface import (
     Buffer,
     BufferFor,
     ChunkLost,
+    Found,
     LayerFrame,
     Pinned,
     StoreStats,
@@ -39,6 +40,7 @@ from kintsugi.core.errors import (
     VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.plan import Source
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
@@ -58,7 +60,8 @@ class GrpcOptions:
     tier: str = ""
     """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
     recompute_ms_per_token: float = 0.0
-    """What prefilling a token costs here: placement and eviction weigh it. 0: unknown."""
+    """What prefilling a token costs here, where a put does not say: placement and eviction weigh it. 0:
+    unknown."""
     tls: TlsFiles | None = None
     """None talks in the clear, which a shard beyond loopback refuses."""
     same_host: bool = True
@@ -84,6 +87,13 @@ class AsyncGrpcStore(AsyncChunkStore):
 
     async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         return [self._readable(entry) for entry in await self._found(namespace, keys)]
+
+    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        answers = [(self._readable(entry), entry.tier) for entry in await self._found(namespace, keys)]
+        return [
+            None if manifest is None else Found(manifest, Source(self.address, tier))
+            for manifest, tier in answers
+        ]
 
     async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         found = await self._found(namespace, keys)
@@ -126,22 +136,24 @@ class AsyncGrpcStore(AsyncChunkStore):
                     found[candidates.anchor] = readable
         return found
 
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
         views = [memoryview(frame).cast("B") for frame in frames]
         checked_frames(manifest, [len(view) for view in views])
         if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
-        messages = self._put_messages(manifest, views)
+        messages = self._put_messages(manifest, views, recompute_ms)
         return bool((await self._calls.put(messages, self._options.put_timeout_s)).inserted)
 
-    def _put_messages(self, manifest: ChunkManifest, views: Sequence[memoryview]) -> Iterator[bytes]:
+    def _put_messages(
+        self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float
+    ) -> Iterator[bytes]:
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
             tier=self._options.tier,
-            recompute_ms=self._options.recompute_ms_per_token * manifest.num_tokens,
+            recompute_ms=recompute_ms or self._options.recompute_ms_per_token * manifest.num_tokens,
             ttl_s=self._options.ttl_s,
         )
         yield pb.PutChunkKVRequest(header=header).SerializeToString()

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.plan import Source
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.core.stream import ChunkLost as ChunkLost
 from kintsugi.core.stream import LayerFrame as LayerFrame
@@ -37,6 +38,14 @@ class StoreStats:
 
 
 @dataclass(frozen=True)
+class Found:
+    """A chunk that a store has, and where."""
+
+    manifest: ChunkManifest
+    source: Source
+
+
+@dataclass(frozen=True)
 class Pinned:
     """What a pin holds."""
 
@@ -58,6 +67,11 @@ class ChunkStore(ABC):
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """The manifest of each key, None for a miss; a hit counts as a use."""
 
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        """As `lookup`, with where each chunk would be read from now: one call to the store for both."""
+        source = Source(tier=self.transport)
+        return [None if m is None else Found(m, source) for m in self.lookup(namespace, keys)]
+
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         """The fastest tier that holds each key, None where no one does.
 
@@ -74,9 +88,10 @@ class ChunkStore(ABC):
         recomputes a candidate's key from its own tokens before using it."""
 
     @abstractmethod
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
         """Store one chunk: `frames[layer]` holds that layer. True if it was new; a key that is already
-        there is left alone. Raises `InvalidField` where frames and manifest disagree and `Corrupted`
+        there is left alone. `recompute_ms` is what computing it took, which placement and eviction weigh; 0:
+        unknown. Raises `InvalidField` where frames and manifest disagree and `Corrupted`
         where a digest does."""
 
     @abstractmethod
@@ -153,6 +168,11 @@ class AsyncChunkStore(ABC):
     async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """As `ChunkStore.lookup`."""
 
+    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        """As `ChunkStore.find`."""
+        source = Source(tier=self.transport)
+        return [None if m is None else Found(m, source) for m in await self.lookup(namespace, keys)]
+
     @abstractmethod
     async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         """As `ChunkStore.tiers`."""
@@ -164,7 +184,7 @@ class AsyncChunkStore(ABC):
         """As `ChunkStore.lookup_anchors`."""
 
     @abstractmethod
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
         """As `ChunkStore.put`."""
 
     @abstractmethod

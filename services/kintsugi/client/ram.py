@@ -65,7 +65,7 @@ class RamStore(ChunkStore):
                     found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
         return found
 
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
         checked_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         if manifest.chunk_bytes > self.capacity_bytes:
             raise ResourceExhausted(

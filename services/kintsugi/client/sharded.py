@@ -28,6 +28,7 @@ from kintsugi.client.interface import (
     Buffer,
     BufferFor,
     ChunkLost,
+    Found,
     LayerFrame,
     Pinned,
     StoreStats,
@@ -200,21 +201,25 @@ class AsyncShardedStore(AsyncChunkStore):
         return await self._concurrency.together([self._ask(address, call) for address, call in calls])
 
     async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        found = await self.find(namespace, keys)
+        return [None if entry is None else entry.manifest for entry in found]
+
+    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
         shards = await self.shard_map()
         owners = [shards.owners(key) for key in keys]
-        found: list[ChunkManifest | None] = [None] * len(keys)
+        found: list[Found | None] = [None] * len(keys)
         for rank in range(shards.replicas):
             missing: dict[ShardAddress, list[int]] = {}
             for index, ranked in enumerate(owners):
                 if found[index] is None and rank < len(ranked):
                     missing.setdefault(ranked[rank], []).append(index)
             answers = await self._ask_all(
-                (address, _lookup_call(namespace, [keys[index] for index in indices]))
+                (address, _find_call(namespace, [keys[index] for index in indices]))
                 for address, indices in missing.items()
             )
             for indices, answer in zip(missing.values(), answers, strict=True):
-                for index, manifest in zip(indices, answer or [], strict=False):
-                    found[index] = manifest
+                for index, entry in zip(indices, answer or [], strict=False):
+                    found[index] = entry
         return found
 
     async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
@@ -262,9 +267,11 @@ class AsyncShardedStore(AsyncChunkStore):
         answers = await self._ask_all((address, call) for address in shards.shards)
         return [answer for answer in answers if answer is not None]
 
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer]) -> bool:
+    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
         owners = (await self.shard_map()).owners(manifest.key)
-        answers = await self._ask_all((owner, lambda store: store.put(manifest, frames)) for owner in owners)
+        answers = await self._ask_all(
+            (owner, lambda store: store.put(manifest, frames, recompute_ms)) for owner in owners
+        )
         if all(answer is None for answer in answers):
             raise Unavailable(f"none of the {len(owners)} shards that own chunk {manifest.key} answers")
         return any(answers)
@@ -445,10 +452,10 @@ def _renumbered(buffer_for: BufferFor | None, chunks: Sequence[int]) -> BufferFo
     return lambda chunk, layer, size_bytes: buffer_for(chunks[chunk], layer, size_bytes)
 
 
-def _lookup_call(
+def _find_call(
     namespace: str, keys: Sequence[ChunkKey]
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[ChunkManifest | None]]]:
-    return lambda store: store.lookup(namespace, keys)
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[Found | None]]]:
+    return lambda store: store.find(namespace, keys)
 
 
 def _tiers_call(

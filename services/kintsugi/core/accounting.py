@@ -60,6 +60,13 @@ class Accounting:
     compute_ms: float = 0.0
     blend_ms: float = 0.0
     """Wall time from the first slice to the last, engine steps between them included."""
+    chunks_recomputed: int = 0
+    """Of those hit, chunks that were computed because loading them was predicted to be slower."""
+    ttft_ms: float | None = None
+    """From the scheduler's first look at the request, its queue behind it, to the end of the engine step that
+    brought the first token."""
+    predicted_ttft_ms: float | None = None
+    """The same as it was predicted when the prompt was planned; None where nothing was known yet."""
     restarts: int = 0
     recomputed_positions: dict[int, list[int]] | None = None
     """Layer -> positions computed, with `explain`."""

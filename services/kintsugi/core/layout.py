@@ -26,9 +26,11 @@ LAYERS_MAX = 1024
 HEADS_MAX = 1024
 HEAD_DIM_MAX = 1024
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SCALE_BYTES = 2
-"""Scales are bfloat16: the range of fp32, and their own rounding costs no accuracy, because elements are
-divided by the rounded scale."""
+SCALE_BYTES = 1
+"""A scale is a float of three bits of exponent and five of mantissa. Its own rounding costs little accuracy,
+because elements are divided by the rounded scale."""
+EXPONENTS_BYTES = 2
+"""Of a head: one exponent that its scales of K count from, and one for those of V."""
 SINK_TOKENS = 4
 
 
@@ -87,11 +89,12 @@ class KVLayout:
         """Bytes of one kv head (its K and V) of one frame.
 
         Quantised, behind each other: K `[tokens, head_dim]` and V `[tokens, head_dim]`, one byte an
-        element, without the sinks; scales of K `[head_dim]`, of V `[tokens]`; the sinks' K and V.
+        element, without the sinks; an exponent for K's scales, one for V's; scales of K `[head_dim]`, of V
+        `[tokens]`; the sinks' K and V.
         """
         sinks = num_tokens if codec is Codec.RAW else codec.sinks_of(num_tokens)
         small = num_tokens - sinks
-        scales = SCALE_BYTES * (self.head_dim + small) if codec is not Codec.RAW else 0
+        scales = EXPONENTS_BYTES + SCALE_BYTES * (self.head_dim + small) if codec is not Codec.RAW else 0
         return 2 * self.head_dim * (small + sinks * ELEMENT_BYTES[self.dtype]) + scales
 
     def frame_bytes(self, codec: Codec, num_tokens: int) -> int:

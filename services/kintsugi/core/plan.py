@@ -7,7 +7,7 @@ a `BlendPlan`; the plan's digest names the KV that executing it produces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import blake3
 
@@ -17,12 +17,25 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where a chunk's bytes come from."""
+
+    shard: str = ""
+    """Its address; empty where the store is in this process, or nobody said."""
+    tier: str = ""
+    """`ram`, or the name of an SSD tier; empty where nobody said."""
+
+
+@dataclass(frozen=True)
 class ChunkHit:
     """A chunk of the prompt that the store holds."""
 
     start: int
     end: int
     key: ChunkKey
+    num_bytes: int = 0
+    """Of all layers, as one rank loads them."""
+    source: Source = Source()
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +50,7 @@ class Selection:
     """
 
     ratio: float
-    """Share of the hit tokens to recompute."""
+    """Share to recompute of the hit tokens whose KV is approximate (`BlendPlan.exact_end`)."""
     selector: SelectorName = SelectorName.HKVD
     check_layer: int = 1
     """The layer whose deviation selects, where the selector looks at one."""
@@ -70,10 +83,15 @@ class BlendPlan:
     hits: tuple[ChunkHit, ...]
     """In prompt order, disjoint."""
     selection: Selection
+    exact_end: int = 0
+    """What is loaded for tokens before it is what a full prefill computes (`exact_end`). Only a ratio of 1
+    recomputes them, and no other counts them."""
+    predicted_ttft_s: float | None = None
+    """From the moment of planning; None where nothing was known yet."""
 
     def without(self, keys: frozenset[ChunkKey]) -> BlendPlan:
         """The same plan with `keys` missed: their tokens are computed instead of loaded."""
-        return BlendPlan(tuple(hit for hit in self.hits if hit.key not in keys), self.selection)
+        return replace(self, hits=tuple(hit for hit in self.hits if hit.key not in keys))
 
 
 def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ import xxhash
 from kintsugi.core.errors import InvalidField
 
 KEY_BYTES = 32
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Bumped when stored bytes change meaning. It is part of every fingerprint, so old chunks become misses."""
 
 ANCHOR_TOKENS = 32

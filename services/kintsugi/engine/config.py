@@ -36,6 +36,9 @@ class EngineConfig:
     """Blend without a passing report, as `ratio`, `selector` and `check_layer` say. For random weights, and
     for those who know better; `$KINTSUGI_ALLOW_UNCALIBRATED=1` does the same."""
 
+    save_only: bool = False
+    """Save chunks and blend nothing: no report is read, and none is missed. For precompute's workers."""
+
     ratio: float = 0.15
     """Share of the hit tokens that a blend recomputes where a request names none. With a calibration report
     the report's choice counts, not this, nor the two below."""
@@ -63,6 +66,14 @@ class EngineConfig:
     match_content: bool = True
     """Find known chunks at any offset of prompts that come without spans."""
 
+    loading_controller: bool = True
+    """Prefill a prompt in full where a blend is predicted to be slower, recompute chunks that load slowly,
+    and raise the ratio where loading hides it. Off: blend whatever can be, as asked; for measuring."""
+
+    ratio_max: float = 0.5
+    """How far the loading controller may raise a ratio that a request did not name. At or below the ratio:
+    never."""
+
     prefetch_layers: int = 4
     """Layers that loading may run ahead of computing: bounds host memory per blend."""
 
@@ -89,6 +100,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
+        if not 0.0 <= self.ratio_max <= 1.0:
+            raise InvalidField("ratio_max", f"{self.ratio_max} is outside [0, 1]")
         if self.slice_tokens is not None and self.slice_tokens < 1:
             raise InvalidField("slice_tokens", f"{self.slice_tokens} must be at least 1")
         codec_named(self.codec)

@@ -32,7 +32,9 @@ from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler import SchedulerSide
 from kintsugi.engine.support import has_windows, unsupported
 from kintsugi.engine.worker import WorkerSide
-from kintsugi.fusor.planner import FixedRatioPlanner
+from kintsugi.fusor.controller import LoadingController
+from kintsugi.fusor.forecast import Engine
+from kintsugi.fusor.planner import FixedRatioPlanner, Planner
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -74,12 +76,14 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 config=config,
                 store=store,
-                planner=FixedRatioPlanner(config.selection),
+                planner=_planner_of(config),
                 gate=opened_gate(config, store, binding),
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
                 declined_because=unsupported(vllm_config),
+                engine=_engine_of(vllm_config, config),
+                num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),
             )
         else:
@@ -110,7 +114,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
-        return self._scheduler.take_metadata()
+        return self._scheduler.begin_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
@@ -169,7 +173,8 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Both roles
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return None if self._scheduler is None else self._scheduler.take_stats()
+        """vLLM asks at the end of every step, which the scheduler's side takes as that."""
+        return None if self._scheduler is None else self._scheduler.end_step()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -189,3 +194,22 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+PROJECTION_SHARE_FIRST = 0.25
+"""Until a blend has told the model's."""
+
+
+def _planner_of(config: EngineConfig) -> Planner:
+    if config.loading_controller:
+        return LoadingController(config.selection, config.ratio_max)
+    return FixedRatioPlanner(config.selection)
+
+
+def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> Engine:
+    return Engine(
+        num_layers=vllm_config.model_config.get_total_num_hidden_layers(),
+        projection_share=PROJECTION_SHARE_FIRST,
+        step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
+        prefetch_layers=config.prefetch_layers,
+    )

@@ -88,6 +88,14 @@ class Gate:
         )
         return gate
 
+    @staticmethod
+    def shut(binding: Binding) -> Gate:
+        """For `save_only`: closed for good, and nobody who looks at the log needs to know."""
+        gate = Gate(_Nothing(), binding, poll_s=0.0)
+        gate.state = GateState("save_only", "this engine only saves chunks; ask one that serves")
+        gate._document = None  # what `_Nothing` says: there is no news in it
+        return gate
+
     def start(self) -> Gate:
         """Read once now, then keep reading in the background until `close`."""
         self.refresh()
@@ -148,6 +156,8 @@ class _Nothing:
 
 def opened_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
     """The gate that the configuration asks for, running."""
+    if config.save_only:
+        return Gate.shut(binding)
     if config.allow_uncalibrated or os.environ.get(ALLOW_ENVIRONMENT) == "1":
         return Gate.open_regardless(binding)
     source: ReportSource = StoreReports(store) if config.report is None else FileReport(Path(config.report))

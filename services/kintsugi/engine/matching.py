@@ -6,10 +6,11 @@ Runs on the connector's lookup threads, never on the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.layout import ChunkManifest, Codec
+from kintsugi.core.plan import Source
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_at_every_offset
 
 
@@ -19,6 +20,8 @@ class Match:
 
     spans: tuple[Span, ...]
     manifests: dict[ChunkKey, ChunkManifest]
+    sources: dict[ChunkKey, Source] = field(default_factory=dict)
+    """Where those lie, as far as the same answer said: what is found by content it does not say of."""
 
 
 def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
@@ -28,14 +31,18 @@ def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
     """
     if codecs is None:
         return match
-    return Match(match.spans, {key: m for key, m in match.manifests.items() if m.codec in codecs})
+    return replace(match, manifests={key: m for key, m in match.manifests.items() if m.codec in codecs})
 
 
 def match_spans(store: ChunkStore, space: ChunkSpace, spans: Sequence[Span]) -> Match:
     """Look up spans whose keys are known."""
     keys = list(dict.fromkeys(span.key for span in spans if span.key is not None))
-    found = store.lookup(space.namespace, keys)
-    return Match(tuple(spans), {m.key: m for m in found if m is not None})
+    found = [entry for entry in store.find(space.namespace, keys) if entry is not None]
+    return Match(
+        tuple(spans),
+        {entry.manifest.key: entry.manifest for entry in found},
+        {entry.manifest.key: entry.source for entry in found},
+    )
 
 
 def match_content(store: ChunkStore, space: ChunkSpace, prompt_token_ids: Sequence[int]) -> Match:

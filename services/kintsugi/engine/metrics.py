@@ -7,7 +7,7 @@ periodic log line.
 from __future__ import annotations
 
 import re
-from collections import Counter
+import statistics
 from typing import Any
 
 import prometheus_client
@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kintsugi.core.accounting import Accounting, Outcome
 
 REQUESTS = "requests"
+ERRORS = "prediction_errors"
+ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 AMOUNTS = (
     "chunks_hit",
     "chunks_missed",
@@ -36,10 +38,11 @@ _LABEL = re.compile(r"[A-Za-z_]+")
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums since the last report: `requests/OUTCOME/REASON` and one entry per name in `AMOUNTS`."""
+    """Since the last report: sums as `requests/OUTCOME/REASON` and one entry per name in `AMOUNTS`, and lists
+    of relative errors of predicted TTFT as `prediction_errors/OUTCOME`."""
 
     def reset(self) -> None:
-        self.data: dict[str, float] = {}
+        self.data: dict[str, Any] = {}
 
     def count(self, accounting: Accounting) -> None:
         """Add one finished request."""
@@ -47,16 +50,24 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
         if accounting.outcome is Outcome.BLENDED:
             for name in AMOUNTS:
                 self._add(name, getattr(accounting, name))
+        if accounting.predicted_ttft_ms is not None and accounting.ttft_ms:
+            error = abs(accounting.predicted_ttft_ms - accounting.ttft_ms) / accounting.ttft_ms
+            self.data.setdefault(f"{ERRORS}/{accounting.outcome.value}", []).append(error)
 
     def _add(self, name: str, amount: float) -> None:
         self.data[name] = self.data.get(name, 0) + amount
 
     def aggregate(self, other: KVConnectorStats) -> BlendStats:
-        self.data = dict(Counter(self.data) + Counter(other.data))
+        for name, amount in other.data.items():
+            known = self.data.get(name)
+            self.data[name] = amount if known is None else known + amount
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
+        return {
+            name: round(statistics.median(amount), 3) if isinstance(amount, list) else amount
+            for name, amount in self.data.items()
+        }
 
     def is_empty(self) -> bool:
         return not self.data
@@ -71,7 +82,8 @@ def reason_label(accounting: Accounting) -> str:
 
 
 class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`kintsugi_requests_total{outcome, reason}` and one counter per name in `AMOUNTS`."""
+    """`kintsugi_requests_total{outcome, reason}`, one counter per name in `AMOUNTS`, and
+    `kintsugi_ttft_prediction_error{outcome}`."""
 
     def __init__(
         self,
@@ -87,6 +99,12 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "Requests that asked for blending or saving, by outcome and reason",
             labelnames=[*labelnames, "outcome", "reason"],
         )
+        self._errors = metric_types[prometheus_client.Histogram](
+            "kintsugi_ttft_prediction_error",
+            "Difference of predicted and measured time to first token ÷ the measured one, queueing apart",
+            labelnames=[*labelnames, "outcome"],
+            buckets=ERROR_BUCKETS,
+        )
         self._amounts = {
             name: counter(
                 f"kintsugi_blend_{name}", f"Sum over blended requests of {name}", labelnames=labelnames
@@ -100,5 +118,8 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             if name.startswith(f"{REQUESTS}/"):
                 _, outcome, reason = name.split("/", 2)
                 self._requests.labels(*labels, outcome, reason).inc(amount)
+            elif name.startswith(f"{ERRORS}/"):
+                for error in amount:
+                    self._errors.labels(*labels, name.split("/", 1)[1]).observe(error)
             else:
                 self._amounts[name].labels(*labels).inc(amount)

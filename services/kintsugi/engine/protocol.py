@@ -9,8 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.plan import BlendPlan
+from kintsugi.core.plan import BlendPlan, ChunkHit
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.fusor.estimates import Transfer
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,35 @@ class SaveJob:
     chunk_end: int
 
 
+@dataclass(frozen=True)
+class ProbeJob:
+    """Chunks of which a few layers are read, to learn how fast they come. Nobody waits for it."""
+
+    hits: tuple[ChunkHit, ...]
+    manifests: dict[ChunkKey, ChunkManifest]
+    namespace: str
+
+
+@dataclass(frozen=True)
+class PassSample:
+    """What one blend took. Times are seconds."""
+
+    busy_s: float
+    """In its slices, waiting for layers apart."""
+    load_wait_s: float
+    projection_share: float
+    """The model's, see `fusor.stack.DecoderStack`."""
+
+
+@dataclass(frozen=True)
+class LoadSample:
+    """What one stream took."""
+
+    transfers: tuple[Transfer, ...]
+    decode_s: float
+    decode_bytes: int
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """New work and cancellations of one engine step."""
@@ -53,6 +83,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     blends: list[BlendJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    probes: list[ProbeJob] = field(default_factory=list)
 
 
 @dataclass
@@ -62,6 +93,9 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     finished: dict[str, Accounting] = field(default_factory=dict)
     unable: str | None = None
     """Why blending is off on this worker; None when it is on."""
+    passes: dict[str, PassSample] = field(default_factory=dict)
+    """Of the finished, blends that went as planned."""
+    loads: list[LoadSample] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Over tensor-parallel ranks: bytes add up, waits take the longest, failures win."""
@@ -70,7 +104,11 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         for request_id, theirs in other.finished.items():
             mine = finished.get(request_id)
             finished[request_id] = theirs if mine is None else _merge(mine, theirs)
-        return WorkerReport(finished, self.unable or other.unable)
+        passes = dict(self.passes)
+        for request_id, sample in other.passes.items():
+            slower = passes.get(request_id, sample)
+            passes[request_id] = max(slower, sample, key=lambda one: one.busy_s + one.load_wait_s)
+        return WorkerReport(finished, self.unable or other.unable, passes, self.loads + other.loads)
 
 
 def _merge(mine: Accounting, theirs: Accounting) -> Accounting:

@@ -1,7 +1,7 @@
 """The scheduler's side of the connector: per request, decide, look up, claim, and account.
 
-Nothing here blocks or raises: the scheduler's thread serves everybody. A request that cannot be blended
-is declined, runs as an ordinary full prefill, and its response says why.
+Nothing here raises, or blocks while others compute: the scheduler's thread serves everybody. A request that
+cannot be blended is declined, runs as an ordinary full prefill, and its response says why.
 """
 
 from __future__ import annotations
@@ -10,17 +10,26 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from kintsugi.client.breaker import CircuitBreaker
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, KintsugiError, NotBlendable
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    ForeignChunkKey,
+    InvalidField,
+    InvalidSpan,
+    KintsugiError,
+    NotBlendable,
+    Unavailable,
+)
 from kintsugi.core.layout import Codec, codec_named
-from kintsugi.core.plan import ChunkHit, exact_end, plan_digest
+from kintsugi.core.plan import BlendPlan, ChunkHit, Source, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.engine import hashing
@@ -28,17 +37,32 @@ from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.gate import Gate
 from kintsugi.engine.matching import Match, in_codecs, match_content, match_spans
 from kintsugi.engine.metrics import BlendStats
-from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob, StepMetadata, WorkerReport
+from kintsugi.engine.protocol import (
+    BlendJob,
+    JobTokens,
+    PassSample,
+    ProbeJob,
+    SaveJob,
+    StepMetadata,
+    WorkerReport,
+)
+from kintsugi.engine.timing import Timing
+from kintsugi.fusor.controller import predicted_full_s
+from kintsugi.fusor.forecast import Engine, Region, terms_of, work_of
 from kintsugi.fusor.planner import Planner, PlanRequest, hits_beyond
 from kintsugi.fusor.selectors import asks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
 LOOKUP_THREADS = 4
+IDLE_WAIT_S = 0.002
+"""How long a step waits for a lookup where the engine has nothing else to do: looking again at once would
+take from the lookup's own thread what it needs to come to an end."""
 LOOKUPS_MAX = 256
 """Lookups that may wait: beyond it prompts are prefilled in full at once, not after a deadline each."""
 
@@ -61,6 +85,8 @@ class _State:
     in_flight: bool = False
     ordinary_hasher: hashing.BlockHasher | None = None
     num_prefix_cached: int = 0
+    computed_instead: frozenset[int] = frozenset()
+    """Where hit chunks begin that the planner does not load."""
     accounting: Accounting | None = None
     """Set when the outcome is known."""
 
@@ -85,6 +111,10 @@ class SchedulerSide:
     hash_block_size: int
     declined_because: str | None
     """Why this engine never blends; None where it does."""
+    engine: Engine
+    """What forecasts depend on; the worker tells the projection share once it has blended."""
+    num_ranks: int = 1
+    """Tensor-parallel ranks, each of which loads its part of a chunk."""
     has_windows: bool = False
     """Whether some layers keep the KV of a window only. vLLM lets go of what lies before the window of the
     last claimed token, also where the claim's first tokens still see it: so nothing may be claimed behind
@@ -93,6 +123,11 @@ class SchedulerSide:
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _metadata: StepMetadata = field(default_factory=StepMetadata)
     _stats: BlendStats = field(default_factory=BlendStats)
+    _timing: Timing = field(default_factory=Timing)
+    _breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    """Around lookups: a store that does not answer costs a few prompts their deadline, not every one."""
+    _has_waited: bool = False
+    """Whether this step has waited for a lookup."""
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
     )
@@ -126,6 +161,8 @@ class SchedulerSide:
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
         if sum(s.match is not None and not s.match.done() for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
+        if params.op is Op.BLEND and not self._breaker.allows():
+            raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
         planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
@@ -199,9 +236,13 @@ class SchedulerSide:
         claim = request.num_tokens - 1 - num_computed
         if state.params.op is Op.SAVE:
             return self._claim_save(state, num_computed)
+        self._timing.admitted(request)
         match = self._take_match(request, state)
         if match is None:
-            return (0, False) if state.accounting is not None else (None, False)
+            if state.accounting is None:
+                return None, False
+            self._predict_full(request, num_computed)
+            return 0, False
         state.num_prefix_cached = num_computed
         try:
             state.job = self._plan(request, state, match, num_computed)
@@ -211,8 +252,22 @@ class SchedulerSide:
             state.accounting = state.accounting or self._with_match(
                 state, Accounting(outcome, reason=str(error))
             )
+            if self._timing.probe_is_due(error.reason):
+                self._metadata.probes.append(self._probe(request, state, match))
+            self._predict_full(request, num_computed)
             return 0, False
+        self._timing.planned(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
         return claim, True
+
+    def _predict_full(self, request: Request, num_computed: int) -> None:
+        full_s = predicted_full_s(self._plan_request(request, num_computed, ()))
+        self._timing.planned(request.request_id, full_s, is_blend=False)
+
+    def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
+        """One chunk of every source."""
+        by_source = {hit.source: hit for hit in self._hits(request, match)}
+        manifests = {hit.key: match.manifests[hit.key] for hit in by_source.values()}
+        return ProbeJob(tuple(by_source.values()), manifests, state.space.namespace)
 
     def _claim_save(self, state: _State, num_computed: int) -> tuple[int, bool]:
         """Prefix and chunk; the fork sees to it that no token of the chunk was found cached."""
@@ -224,63 +279,107 @@ class SchedulerSide:
     def _take_match(self, request: Request, state: _State) -> Match | None:
         """The lookup's result once it is there; None while waiting, or when it was given up."""
         assert state.match is not None
+        if not state.match.done() and not self._has_waited and self._timing.is_alone(request.request_id):
+            self._has_waited = True
+            wait((state.match,), IDLE_WAIT_S)
         if not state.match.done():
             if time.monotonic() > state.matched_by:
                 state.match.cancel()
+                self._breaker.failed()
                 state.accounting = Accounting(Outcome.DECLINED, reason="store_timeout: lookup took too long")
             return None
         error = state.match.exception()
         if error is not None:
             if not isinstance(error, KintsugiError):
                 logger.exception("Lookup failed", exc_info=error)
+            if isinstance(error, (Unavailable, DeadlineExceeded)):
+                self._breaker.failed()
             state.accounting = Accounting(
                 Outcome.DECLINED, reason=f"store_unavailable: {type(error).__name__}: {error}"
             )
             return None
         match = state.match.result()
-        if state.params.spans is None and not state.match_is_taken:
-            state.match_is_taken = True
-            if match.spans:
-                # What the prefix cache holds of this blend has just got a name: look there again.
-                self._fork(request, state, match.spans)
-                return None
+        if state.match_is_taken:
+            return match
+        state.match_is_taken = True
+        self._breaker.succeeded()
+        if state.params.spans is None and match.spans:
+            # What the prefix cache holds of this blend has just got a name: look there again.
+            self._fork(request, state, match.spans)
+            return None
         return match
 
     def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
         last = request.num_tokens - 1
-        every_hit = tuple(
-            ChunkHit(span.start, min(span.end, last), span.key)
-            for span in match.spans
-            if span.key in match.manifests and span.start < last
-        )
+        every_hit = self._hits(request, match)
         hits = hits_beyond(every_hit, num_computed)
         if every_hit and not hits:
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
         if self.has_windows and num_computed:
             raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
-        missed = sum(span.num_tokens for span in match.spans if span.key not in match.manifests)
-        plan = state.planner.plan(
-            PlanRequest(
-                num_tokens=request.num_tokens,
-                num_computed=num_computed,
-                hits=hits,
-                missed_tokens=missed,
-                bytes_to_load=sum(match.manifests[hit.key].chunk_bytes for hit in hits),
-                ratio=state.params.ratio,
-                selector=state.params.selector,
-                adaptive_mass=state.params.adaptive_mass,
-            )
-        )
+        if state.job is not None:
+            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
+            # plan, and a controller could change its mind.
+            loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
+            plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
+        else:
+            exact = exact_end(match.spans, state.space, request.prompt_token_ids)
+            plan = self._planned(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
         return BlendJob(
             tokens,
             plan,
-            {hit.key: match.manifests[hit.key] for hit in hits},
+            {hit.key: match.manifests[hit.key] for hit in plan.hits},
             state.space.namespace,
             state.params.explain,
             request.all_token_ids[last],
+        )
+
+    def _hits(self, request: Request, match: Match) -> tuple[ChunkHit, ...]:
+        last = request.num_tokens - 1
+        return tuple(
+            ChunkHit(
+                span.start,
+                min(span.end, last),
+                span.key,
+                match.manifests[span.key].chunk_bytes // self.num_ranks,
+                match.sources.get(span.key, Source()),
+            )
+            for span in match.spans
+            if span.key in match.manifests and span.start < last
+        )
+
+    def _planned(
+        self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int, exact: int
+    ) -> BlendPlan:
+        is_trial = self._timing.trial_is_due()
+        asked = dataclasses.replace(
+            self._plan_request(request, num_computed, hits),
+            ratio=state.params.ratio,
+            selector=state.params.selector,
+            adaptive_mass=state.params.adaptive_mass,
+            exact_end=exact,
+            is_trial=is_trial,
+        )
+        plan = state.planner.plan(asked)
+        if is_trial:
+            self._timing.tried()
+        state.computed_instead = frozenset(hit.start for hit in hits) - {hit.start for hit in plan.hits}
+        return plan
+
+    def _plan_request(self, request: Request, num_computed: int, hits: tuple[ChunkHit, ...]) -> PlanRequest:
+        return PlanRequest(
+            num_tokens=request.num_tokens,
+            num_computed=num_computed,
+            hits=hits,
+            ratio=None,
+            selector=None,
+            engine=self.engine,
+            measured=self._timing.measured,
+            ahead_s=self._timing.ahead_s,
+            is_alone=self._timing.is_alone(request.request_id),
         )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
@@ -320,10 +419,37 @@ class SchedulerSide:
         """Hear what the worker finished. Comes before the scheduler releases those requests."""
         if report.unable is not None:
             self.declined_because = report.unable
+        for load in report.loads:
+            for transfer in load.transfers:
+                self._timing.estimates.observe_transfer(transfer)
+            self._timing.estimates.observe_decode(load.decode_s, load.decode_bytes)
         for request_id, accounting in report.finished.items():
             state = self._states.get(request_id)
             if state is not None:
+                self._learn(state, accounting, report.passes.get(request_id))
                 self._settle(state, accounting)
+
+    def _learn(self, state: _State, accounting: Accounting, sample: PassSample | None) -> None:
+        self._timing.pass_ended(state.request.request_id, sample)
+        if sample is None or state.job is None:
+            return
+        self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
+        tokens, plan = state.job.tokens, state.job.plan
+        region = Region(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
+        work = work_of(self.engine, plan.selection, plan.hits, region)
+        terms = terms_of(work, plan.hits, region, accounting.token_layers_computed)
+        self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
+
+    def begin_step(self, output: SchedulerOutput) -> StepMetadata:
+        """Once per engine step, when it has been decided what it computes."""
+        self._has_waited = False
+        self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
+        return self.take_metadata()
+
+    def end_step(self) -> BlendStats | None:
+        """Once per engine step, when its tokens are known."""
+        self._timing.step_ended()
+        return self.take_stats()
 
     def _settle(self, state: _State, accounting: Accounting) -> None:
         state.in_flight = False
@@ -350,6 +476,7 @@ class SchedulerSide:
             chunks_missed=len(missed),
             tokens_hit=accounting.tokens_hit or sum(span.num_tokens for span in hit),
             tokens_missed=sum(span.num_tokens for span in missed),
+            chunks_recomputed=len(state.computed_instead),
             tokens_prefix_cached=state.num_prefix_cached,
             tokens_question=question,
         )
@@ -366,8 +493,16 @@ class SchedulerSide:
             accounting = state.accounting or Accounting(
                 Outcome.DECLINED, reason="aborted: the request ended before it was blended"
             )
+        ttft = self._timing.forget(request.request_id)
         if accounting is None:
             return None
+        if ttft is not None:
+            predicted_s = ttft.predicted_s
+            accounting = dataclasses.replace(
+                accounting,
+                ttft_ms=round(ttft.measured_s * 1e3, 3),
+                predicted_ttft_ms=None if predicted_s is None else round(predicted_s * 1e3, 3),
+            )
         self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
 

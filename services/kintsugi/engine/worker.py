@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,12 +23,21 @@ from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.model import Model, find_model
-from kintsugi.engine.protocol import BlendJob, SaveJob, StepMetadata, WorkerReport
+from kintsugi.engine.protocol import (
+    BlendJob,
+    LoadSample,
+    PassSample,
+    ProbeJob,
+    SaveJob,
+    StepMetadata,
+    WorkerReport,
+)
 from kintsugi.engine.selftest import self_test
 from kintsugi.engine.stack import VllmStack, rank_and_size
 from kintsugi.engine.support import unsupported
 from kintsugi.fusor.blend import BlendPass, Region
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
+from kintsugi.fusor.metering import Meter
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.selectors import asks
 from kintsugi.fusor.sliced import Status
@@ -36,6 +46,16 @@ logger = init_logger(__name__)
 
 PASSES_MAX = 8
 """Blends that load or compute at a time. The others wait without threads, leases or memory of their own."""
+
+
+@dataclass
+class _Blend:
+    job: BlendJob
+    work: BlendPass
+    meter: Meter
+    """Of the first stream."""
+    advanced_s: float = 0.0
+    """In slices, waiting for layers included."""
 
 
 @dataclass
@@ -68,11 +88,15 @@ class WorkerSide:
         self._unable: str | None = None
         self._unable_is_told = False
         self._blends_waiting: list[BlendJob] = []
-        self._blends: dict[str, tuple[BlendJob, BlendPass]] = {}
+        self._blends: dict[str, _Blend] = {}
         self._saves_waiting: list[SaveJob] = []
         self._save: _SaveBatch | None = None
         self._puts: dict[str, tuple[Future[bool], Accounting]] = {}
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
+        self._probe_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kintsugi-probe")
+        self._probe: Future[LoadSample] | None = None
+        self._passes: dict[str, PassSample] = {}
+        self._loads: list[LoadSample] = []
         self._finished: dict[str, Accounting] = {}
         self._without_kv: set[str] = set()
         """Of the finished, those that vLLM has to compute: not a chunk that was computed but not stored."""
@@ -103,6 +127,7 @@ class WorkerSide:
                 self._cancel(request_id)
             self._accept(metadata)
             self._collect_puts()
+            self._collect_probe()
             self._advance()
 
     def take_finished(self) -> tuple[set[str], set[str]]:
@@ -115,32 +140,41 @@ class WorkerSide:
         told = self._unable_is_told or self._unable is None
         self._unable_is_told = True
         finished, self._finished, self._released, self._without_kv = self._finished, {}, set(), set()
-        if not finished and told:
+        passes, self._passes = self._passes, {}
+        loads, self._loads = self._loads, []
+        if not finished and not loads and told:
             return None
-        return WorkerReport(finished, self._unable)
+        return WorkerReport(finished, self._unable, passes, loads)
 
     def close(self) -> None:
-        for _, work in self._blends.values():
-            work.close()
+        for blend in self._blends.values():
+            blend.work.close()
         self._blends.clear()
+        self._probe_thread.shutdown(wait=False, cancel_futures=True)
         self._put_threads.shutdown(wait=True, cancel_futures=True)
 
     def _begin_blend(self, job: BlendJob) -> None:
         assert self._model is not None
         end = job.tokens.start + len(job.tokens.token_ids)
         token_ids = torch.tensor(job.tokens.token_ids, dtype=torch.int64)
+        meters: list[Meter] = []
+
+        def open_loader(plan: BlendPlan) -> LayerLoader:
+            meters.append(Meter([hit.source for hit in plan.hits], self._config.prefetch_layers))
+            return self._open_loader(job, plan, end, meters[-1])
+
         work = BlendPass(
             region=Region(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
             # The last token, which is not ours, passes where the question is asked.
             stack=VllmStack(self._model, [job.tokens.block_ids], [end + asks(job.plan.selection)]),
-            open_loader=lambda plan: self._open_loader(job, plan, end),
+            open_loader=open_loader,
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
         )
-        self._blends[job.tokens.request_id] = (job, work)
+        self._blends[job.tokens.request_id] = _Blend(job, work, meters[0])
 
-    def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int) -> LayerLoader:
+    def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int, meter: Meter) -> LayerLoader:
         assert self._model is not None
         rank, world_size = rank_and_size()
         placements = placements_of(plan, job.manifests, job.tokens.start, end)
@@ -150,7 +184,8 @@ class WorkerSide:
         deadline_s = self._config.layer_deadline_ms / 1e3
 
         def open_frames() -> Frames:
-            return self._store.stream(job.namespace, keys, range(layout.num_layers), heads, deadline_s)
+            frames = self._store.stream(job.namespace, keys, range(layout.num_layers), heads, deadline_s)
+            return meter.through(frames)
 
         return LayerLoader(
             open_frames,
@@ -169,11 +204,13 @@ class WorkerSide:
         else:
             self._blends_waiting += metadata.blends
             self._saves_waiting += metadata.saves
+            if metadata.probes and self._probe is None and rank_and_size()[0] == 0:
+                self._probe = self._probe_thread.submit(self._read_some, metadata.probes[-1])
 
     def _cancel(self, request_id: str) -> None:
         """The scheduler waits for every request that it parked; one that is already done is not ours."""
         if request_id in self._blends:
-            self._blends.pop(request_id)[1].close()
+            self._blends.pop(request_id).work.close()
             self._released.add(request_id)
         elif _removed(self._blends_waiting, request_id) or _removed(self._saves_waiting, request_id):
             self._released.add(request_id)
@@ -187,14 +224,15 @@ class WorkerSide:
         budget = float(self._slice_tokens * len(self._model.layers))
         while self._blends_waiting and len(self._blends) < PASSES_MAX:
             self._admit(self._blends_waiting.pop(0))
-        for request_id, (job, work) in list(self._blends.items()):
+        for request_id, blend in list(self._blends.items()):
             if budget <= 0:
                 return
-            budget -= self._advance_blend(request_id, work, budget)
-            if work.status is not Status.RUNNING:
+            budget -= self._advance_blend(request_id, blend, budget)
+            if blend.work.status is not Status.RUNNING:
                 del self._blends[request_id]
-                self._finished[request_id] = self._account_blend(job, work)
-                if work.status is Status.FAILED:
+                self._finished[request_id] = self._account_blend(blend.job, blend.work)
+                self._sample(request_id, blend)
+                if blend.work.status is Status.FAILED:
                     self._without_kv.add(request_id)
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
@@ -205,12 +243,45 @@ class WorkerSide:
         with surviving(f"begin the blend of {request_id}", partial(self._fail, request_id)):
             self._begin_blend(job)
 
-    def _advance_blend(self, request_id: str, work: BlendPass, budget: float) -> float:
+    def _advance_blend(self, request_id: str, blend: _Blend, budget: float) -> float:
         """Run a slice."""
-        spent = budget
-        with surviving(f"blend {request_id}, which is prefilled in full", work.abandon):
-            spent = work.advance(budget)
+        spent, began = budget, time.perf_counter()
+        with surviving(f"blend {request_id}, which is prefilled in full", blend.work.abandon):
+            spent = blend.work.advance(budget)
+        blend.advanced_s += time.perf_counter() - began
         return spent
+
+    def _sample(self, request_id: str, blend: _Blend) -> None:
+        """What the loading controller learns from a blend; nothing from one that lost chunks on the way."""
+        tally = blend.work.tally
+        if blend.work.status is Status.FAILED or tally.restarts:
+            return
+        assert self._model is not None
+        busy_s = blend.advanced_s - tally.polled_s
+        self._passes[request_id] = PassSample(busy_s, tally.load_wait_s, self._model.projection_share)
+        self._loads.append(_load_sample(blend.meter))
+
+    def _read_some(self, job: ProbeJob) -> LoadSample:
+        """Read a few layers of some chunks and let them go."""
+        assert self._model is not None
+        layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
+        heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
+        keys = [hit.key for hit in job.hits]
+        meter = Meter([hit.source for hit in job.hits], layers.stop)
+        deadline_s = self._config.layer_deadline_ms / 1e3
+        for _ in meter.through(self._store.stream(job.namespace, keys, layers, heads, deadline_s)):
+            pass
+        return dataclasses.replace(_load_sample(meter), decode_s=0.0, decode_bytes=0)
+
+    def _collect_probe(self) -> None:
+        if self._probe is None or not self._probe.done():
+            return
+        probe, self._probe = self._probe, None
+        error = probe.exception()
+        if error is None:
+            self._loads.append(probe.result())
+        elif not isinstance(error, KintsugiError):
+            logger.error("Reading a chunk to learn how fast it comes broke", exc_info=error)
 
     def _fail(self, request_id: str, reason: str | None) -> None:
         """The request's KV is not there: vLLM computes it."""
@@ -311,10 +382,10 @@ class WorkerSide:
         if rank != 0:
             self._finished[request_id] = accounting
             return
-        future = self._put_threads.submit(self._put, job, frames)
+        future = self._put_threads.submit(self._put, job, frames, accounting.compute_ms)
         self._puts[request_id] = (future, accounting)
 
-    def _put(self, job: SaveJob, frames: list[memoryview]) -> bool:
+    def _put(self, job: SaveJob, frames: list[memoryview], recompute_ms: float) -> bool:
         assert self._model is not None
         manifest = ChunkManifest.of(
             job.space,
@@ -325,7 +396,7 @@ class WorkerSide:
             self._codec,
             frames,
         )
-        return self._store.put(manifest, frames)
+        return self._store.put(manifest, frames, recompute_ms)
 
     def _collect_puts(self) -> None:
         """A save is finished once its chunk is committed, or the store refused it."""
@@ -354,6 +425,10 @@ def surviving(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
             raise
         logger.exception("Failed to %s", task)
         give_up(f"defect: {type(defect).__name__}: {defect}")
+
+
+def _load_sample(meter: Meter) -> LoadSample:
+    return LoadSample(tuple(meter.transfers), meter.decode_s, meter.decode_bytes)
 
 
 def _removed(jobs: list[Any], request_id: str) -> bool:

@@ -2,9 +2,10 @@
 
 For each layer: `fetch_kv` (already on its way), put the loaded K and V into the cache, let the selector
 filter the hit tokens, `prefill_layer` for the tokens that are active. The question and missed tokens
-are always active. Where the selector wants to know what the question attends to, the question passes
-through the first layers before (`fusor.question`). The pass is cut into units of bounded work, so that an
-engine can run a few of them between two decode steps.
+are always active; hit tokens that are exact as loaded never are, but at a ratio of 1. Where the selector
+wants to know what the question attends to, the question passes through the first layers before
+(`fusor.question`). The pass is cut into units of bounded work, so that an engine can run a few of them
+between two decode steps.
 
 Cost, in token-layers: the active tokens of every layer, plus, at each layer whose deviation filters,
 `projection_share` of every token that was active before (the question's too: its K and V are projected
@@ -60,6 +61,8 @@ class Tally:
     token_layers: float = 0.0
     bytes_loaded: int = 0
     load_wait_s: float = 0.0
+    polled_s: float = 0.0
+    """Part of `load_wait_s` that was spent inside the pass, and not between two slices."""
     compute_s: float = 0.0
     restarts: int = 0
     failure: str | None = None
@@ -161,15 +164,22 @@ class BlendPass(SlicedWork):
         self._hit_positions = is_hit.nonzero()[:, 0] + region.start
         self._must_positions = (~is_hit).nonzero()[:, 0] + region.start
         self._is_hit = is_hit
+        self._is_candidate = is_hit.clone()
+        self._is_candidate[: max(self.plan.exact_end - region.start, 0)] = False
+        self._num_candidates = int(self._is_candidate.sum())
         self.tally.tokens_hit = len(self._hit_positions)
 
     def _layers(self) -> Units[None]:
         """The pass, as a generator of unit costs."""
         num_layers = self._stack.num_layers
         selector = make_selector(self.plan.selection, num_layers)
-        filters = 0 < self.plan.selection.ratio < 1 and len(self._hit_positions) > 0
+        ratio = self.plan.selection.ratio
+        filters = 0 < ratio < 1 and self._num_candidates > 0
         everything = torch.arange(self.region.start, self.region.end)
-        self._activate(self._must_positions if self.plan.selection.ratio == 0 else everything)
+        if filters:
+            self._activate(everything[~self._is_hit | self._is_candidate])
+        else:
+            self._activate(everything if ratio == 1 else self._must_positions)
         self._attention = None
         if filters and selector.query_layers:
             self._attention = yield from self._ask(selector.query_layers)
@@ -235,7 +245,9 @@ class BlendPass(SlicedWork):
         assert self._loader is not None
         asked = time.perf_counter()
         while True:
-            loaded, lost = self._look(layer, time.perf_counter() - asked)
+            looked = time.perf_counter()
+            loaded, lost = self._look(layer, looked - asked)
+            self.tally.polled_s += time.perf_counter() - looked
             if lost:
                 raise LoadFailed(lost[0], lost[1])
             if loaded is not None:
@@ -283,7 +295,7 @@ class BlendPass(SlicedWork):
         signal = selector.signal_at(layer)
         if signal is None:
             return hidden
-        candidate = self._is_hit[self._active - self.region.start]
+        candidate = self._is_candidate[self._active - self.region.start]
         positions = self._active[candidate]
         deviation = None
         if signal:
@@ -294,7 +306,7 @@ class BlendPass(SlicedWork):
             attention = attention[torch.searchsorted(self._hit_positions, positions)]
         offsets = self._offsets[positions - self.region.start]
         kept = selector.keep(
-            layer, Candidates(positions, offsets, len(self._hit_positions), attention, deviation)
+            layer, Candidates(positions, offsets, self._num_candidates, attention, deviation)
         )
         stays = ~candidate
         stays[candidate.nonzero()[:, 0][kept]] = True

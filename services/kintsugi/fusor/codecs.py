@@ -7,8 +7,11 @@ each head and token. Every element's error is then at most
 - ``int8``: half a scale, a scale being its maximum ÷ 127;
 - ``fp8``: 1/16 of the element, or 2⁻¹⁰ of its scale where that is more, a scale being its maximum ÷ 448;
 
-and the rounding of the engine's own type. A scale that is no finite number, or negative, is damage, or
-KV that was not finite when it was saved: it is refused, never used.
+and the rounding of the engine's own type. A scale takes a byte: five bits of mantissa, rounded up by at most
+1/32, so that no element is clipped, and three of exponent, counted from one that the scales of a head's K, or
+V, share: seven octaves below the largest. So there is no magnitude that cannot be stored, and a channel or
+token that is smaller than 1/128 of its head's largest loses a bit with each further octave. A shared exponent
+that no finite KV can have is damage, or KV that was not finite when it was saved: it is refused, never used.
 
 Cost, on one CPU core, counted in bytes of 16-bit KV: encoding is four passes in fp32; decoding one pass
 that reads one byte an element and writes two, for `fp8` two. Both happen where the tensor is: on the
@@ -17,6 +20,7 @@ engine's device when saving, on the loader's thread when loading.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +28,19 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import SCALE_BYTES, Codec, KVLayout
+from kintsugi.core.layout import EXPONENTS_BYTES, SCALE_BYTES, Codec, KVLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MANTISSA_BITS = 5
+"""Of a scale; the other three are its exponent."""
+OCTAVES_BELOW = 7
+"""How far the shared exponent lies below the largest scale's."""
+EXPONENT_MAX = 241
+"""Of those shared: the largest finite number ÷ 127 has the exponent 248, counted as fp32 does."""
+_DROPPED_BITS = 23 - MANTISSA_BITS
+"""Of fp32's mantissa."""
 
 EVERY_ROW = slice(None)
 CPU = torch.device("cpu")
@@ -92,6 +105,8 @@ class _Parts:
 
     key: Tensor
     value: Tensor
+    exponents: Tensor
+    """`[heads, 2]`: of K's scales, of V's."""
     key_scale: Tensor
     value_scale: Tensor
     sinks: Tensor
@@ -102,7 +117,7 @@ class _Parts:
         sinks = codec.sinks_of(num_tokens)
         small, head_dim = num_tokens - sinks, layout.head_dim
         elements = small * head_dim
-        sizes = (elements, elements, SCALE_BYTES * head_dim, SCALE_BYTES * small)
+        sizes = (elements, elements, EXPONENTS_BYTES, SCALE_BYTES * head_dim, SCALE_BYTES * small)
         return _Parts(*torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], dim=1))
 
 
@@ -110,33 +125,44 @@ def _quantised(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
     """uint8 `[heads, head_bytes]`."""
     num_tokens, heads, head_dim = key.shape
     layout = KVLayout(1, heads, head_dim, NAMES[key.dtype])
-    flat = torch.empty(heads, layout.head_bytes(codec, num_tokens), dtype=torch.uint8, device=key.device)
+    flat = torch.zeros(heads, layout.head_bytes(codec, num_tokens), dtype=torch.uint8, device=key.device)
     parts, elements = _Parts.of(flat, layout, codec, num_tokens), ELEMENTS[codec]
     sinks = codec.sinks_of(num_tokens)
-    for tensor, over, quantised, scales in (
-        (key, 1, parts.key, parts.key_scale),
-        (value, 2, parts.value, parts.value_scale),
+    for which, tensor, over, quantised, scales in (
+        (0, key, 1, parts.key, parts.key_scale),
+        (1, value, 2, parts.value, parts.value_scale),
     ):
+        if sinks == num_tokens:
+            continue  # nothing has a scale
         wide = tensor[sinks:].transpose(0, 1).float()
-        scale = _scale(
-            wide.abs().amax(over, keepdim=True) if wide.numel() else wide.sum(over, True), elements
-        )
-        # Where everything is zero, so is the scale: the quotient would not be.
-        scaled = (wide / scale.float()).nan_to_num_(0.0)
+        exponent, codes = _scale_codes(wide.abs().amax(over), elements)
+        parts.exponents[:, which].copy_(exponent)
+        scales.copy_(codes)
+        # Where everything is zero, so may the scale be: the quotient would be none.
+        scaled = (wide / _scales(exponent, codes).float().unsqueeze(over)).nan_to_num_(0.0)
         scaled = scaled.round_() if elements.dtype == torch.int8 else scaled
         quantised.copy_(scaled.to(elements.dtype).view(torch.uint8).flatten(1))
-        scales.copy_(scale.flatten(1).view(torch.uint8))
     exact = torch.stack((key[:sinks], value[:sinks])).permute(2, 0, 1, 3).contiguous().flatten(1)
     parts.sinks.copy_(exact.view(torch.uint8))
     return flat
 
 
-def _scale(largest: Tensor, elements: _Elements) -> Tensor:
-    """bfloat16, rounded up: an element divided by it never exceeds what its type can hold."""
-    exact = largest / elements.largest
-    scale = exact.to(torch.bfloat16)
-    above = (scale.view(torch.int16) + 1).view(torch.bfloat16)
-    return torch.where(scale.float() < exact, above, scale)
+def _scale_codes(largest: Tensor, elements: _Elements) -> tuple[Tensor, Tensor]:
+    """Shared exponents `[heads]` and scales `[heads, n]` in a byte each, of fp32 magnitudes `[heads, n]`.
+
+    Rounded up: an element divided by its scale never exceeds what its type can hold.
+    """
+    exact = (largest / elements.largest).nan_to_num(nan=math.inf, posinf=math.inf)
+    # Positive floats are ordered as their bits are, and a carry out of the mantissa raises the exponent.
+    bits = (exact.view(torch.int32) + (1 << _DROPPED_BITS) - 1) >> _DROPPED_BITS
+    exponent = ((bits.amax(1) >> MANTISSA_BITS) - OCTAVES_BELOW).clamp(0)
+    return exponent, (bits - (exponent << MANTISSA_BITS)[:, None]).clamp(0)
+
+
+def _scales(exponent: Tensor, codes: Tensor) -> Tensor:
+    """bfloat16 `[heads, n]`, exactly, of shared exponents `[heads]` and a byte each."""
+    bits = codes.int() + (exponent.int() << MANTISSA_BITS)[:, None]
+    return (bits << 7 - MANTISSA_BITS).to(torch.int16).view(torch.bfloat16)
 
 
 def _dequantised(
@@ -145,8 +171,10 @@ def _dequantised(
     parts, heads = _Parts.of(flat, layout, codec, num_tokens), len(flat)
     sinks, head_dim = codec.sinks_of(num_tokens), layout.head_dim
     dtype, small = DTYPES[layout.dtype], num_tokens - sinks
-    key_scale = _checked(parts.key_scale)[:, None]
-    value_scale = _checked(parts.value_scale)[:, :, None]
+    if bool((parts.exponents > EXPONENT_MAX).any()):
+        raise Corrupted("a frame has scales that no finite KV has; put the chunk again")
+    key_scale = _scales(parts.exponents[:, 0], parts.key_scale)[:, None]
+    value_scale = _scales(parts.exponents[:, 1], parts.value_scale)[:, :, None]
     exact = _typed(parts.sinks, dtype).view(heads, 2, sinks, head_dim)
     first, end, _ = rows.indices(num_tokens)
     some = slice(max(first - sinks, 0), max(end - sinks, 0))
@@ -176,14 +204,6 @@ def _multiply(narrow: Tensor, scale: Tensor, out: Tensor) -> None:
         torch.mul(narrow, scale, out=out)
     else:
         torch.mul(narrow.to(torch.bfloat16), scale, out=out)
-
-
-def _checked(scales: Tensor) -> Tensor:
-    """bfloat16 `[heads, …]` from bytes. Raises `Corrupted`."""
-    typed = _typed(scales, torch.bfloat16)
-    if not bool(((typed >= 0) & typed.isfinite()).all()):
-        raise Corrupted("a frame has scales that are negative or no numbers; put the chunk again")
-    return typed
 
 
 def _typed(part: Tensor, dtype: torch.dtype) -> Tensor:

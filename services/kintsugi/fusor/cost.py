@@ -18,31 +18,74 @@ class Workload:
     """The tokens of one prompt that a pass loads or computes, and the model they pass through."""
 
     hit_tokens: int
+    """All that are loaded."""
     other_tokens: int
     """Always computed: the question, missed chunks, what lies between and before chunks."""
     num_layers: int
     projection_share: float
     """See `fusor.stack.DecoderStack.projection_share`."""
+    exact_tokens: int = 0
+    """Of those loaded, what is before `BlendPlan.exact_end`."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a pass computes at one layer, at most."""
+
+    layer: int
+    hit_tokens: int
+    """Tokens of hit chunks that run through the layer."""
+    other_tokens: int
+    projected_tokens: float
+    """Token-layers of projections alone, where the layer's deviation filters or the question only asks."""
+
+    @property
+    def token_layers(self) -> float:
+        return self.hit_tokens + self.other_tokens + self.projected_tokens
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """A blend in the order in which it is computed."""
+
+    question: tuple[LayerWork, ...]
+    """The question's own pass through the first layers, where the selector asks."""
+    blend: tuple[LayerWork, ...]
+
+    @property
+    def token_layers(self) -> float:
+        return sum(stage.token_layers for stage in (*self.question, *self.blend))
+
+
+def pass_work(selection: Selection, work: Workload) -> PassWork:
+    """What each layer of a blend computes: exact where the ratio is not adaptive, else at most."""
+    hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
+    if selection.ratio not in (0, 1):
+        hit -= work.exact_tokens
+    if selection.ratio in (0, 1) or not hit:
+        chosen = hit if selection.ratio == 1 else 0
+        return PassWork((), tuple(LayerWork(layer, chosen, other, 0.0) for layer in range(layers)))
+    selector = make_selector(selection, layers)
+    blend: list[LayerWork] = []
+    before = hit
+    for layer in range(layers):
+        signal = selector.signal_at(layer)
+        projected = work.projection_share * (other + before) if signal else 0.0
+        if signal is not None:
+            before = min(before, quota(selector.ratio_at(layer), hit))
+        blend.append(LayerWork(layer, before, other, projected))
+    if not selector.query_layers:
+        return PassWork((), tuple(blend))
+    # With the prompt's last token, which is not among those that a pass computes.
+    asking, last = other + 1, selector.query_layers[-1]
+    question = [LayerWork(layer, 0, asking, 0.0) for layer in range(last)]
+    question.append(LayerWork(last, 0, 0, work.projection_share * asking))
+    return PassWork(tuple(question), tuple(blend))
 
 
 def token_layers(selection: Selection, work: Workload) -> float:
     """Token-layers of a blend: exact where the ratio is not adaptive, else at most."""
-    hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
-    if selection.ratio in (0, 1) or not hit:
-        return float(layers * (other + selection.ratio * hit))
-    selector = make_selector(selection, layers)
-    total, before = 0.0, hit
-    for layer in range(layers):
-        signal = selector.signal_at(layer)
-        if signal:
-            total += work.projection_share * (other + before)
-        if signal is not None:
-            before = min(before, quota(selector.ratio_at(layer), hit))
-        total += other + before
-    if selector.query_layers:
-        # With the prompt's last token, which is not among those that a pass computes.
-        total += (other + 1) * (selector.query_layers[-1] + work.projection_share)
-    return total
+    return pass_work(selection, work).token_layers
 
 
 def configuration_cost(selection: Selection, work: Workload) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
+from kintsugi.fusor.estimates import Measured
+from kintsugi.fusor.forecast import Engine
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,23 @@ class PlanRequest:
     num_computed: int
     """Tokens that the engine's own prefix cache holds."""
     hits: tuple[ChunkHit, ...]
-    """Chunks that the store holds and the prefix cache does not cover entirely."""
-    missed_tokens: int
-    bytes_to_load: int
+    """Chunks that the store holds and the prefix cache does not cover entirely, with their bytes and where
+    these lie."""
     ratio: float | None
     """What the request demands; None leaves it to the planner."""
     selector: SelectorName | None
     adaptive_mass: float | None = None
+    exact_end: int = 0
+    """As in `BlendPlan`."""
+    engine: Engine | None = None
+    """None: nothing can be predicted."""
+    measured: Measured = field(default_factory=Measured)
+    ahead_s: float = 0.0
+    """Computing of passes that go first; a full prefill shares the engine with them, too."""
+    is_alone: bool = False
+    """Whether no other request could use what this one computes beyond its minimum."""
+    is_trial: bool = False
+    """Blend although it is predicted to be slower, to measure it again."""
 
 
 class Planner(Protocol):
@@ -54,7 +66,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class FixedRatioPlanner:
-    """Load every hit, recompute a fixed share."""
+    """Load every hit, recompute a fixed share: for those who measure what they ask for."""
 
     selection: Selection
     """Where a request says nothing else. Layers are the engine's to set: a request cannot name any."""
@@ -77,7 +89,7 @@ class FixedRatioPlanner:
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
         selection = self.configuration(request.ratio, request.selector, request.adaptive_mass)
-        return BlendPlan(request.hits, selection)
+        return BlendPlan(request.hits, selection, request.exact_end)
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:

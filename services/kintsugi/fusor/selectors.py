@@ -54,7 +54,7 @@ class Candidates:
     offsets: Tensor
     """int64 `[n]`: places in their chunks."""
     num_hit_tokens: int
-    """All tokens of hit chunks: what quotas are counted against."""
+    """All tokens of hit chunks that are not exact as loaded: what quotas are counted against."""
     attention: Tensor | None = None
     """fp32 `[n]`: see `fusor.question`. None where the selector names no query layers."""
     deviation: Tensor | None = None

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 
@@ -28,6 +32,8 @@ class Format(StrEnum):
     HTML = "html"
 
 
+_CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "Last-Modified")
+"""What file systems call that which changes with a file."""
 _SUFFIXES = {
     ".jsonl": Format.JSONL,
     ".ndjson": Format.JSONL,
@@ -59,47 +65,133 @@ class Piece:
     """Lines that begin in `[start, stop)` bytes; None: to the end."""
 
 
-def pieces_of(source: str, only: Format | None = None) -> list[Piece]:
-    """The source's files in order of their names; `only` names their format where suffixes do not.
+@dataclass(frozen=True)
+class Listing:
+    """What a source has."""
 
-    Raises `NotFound` where nothing is there, `InvalidField` where no file has a known format,
-    `ResourceExhausted` beyond `FILES_MAX`, `Unavailable` where the file system does not answer.
+    pieces: list[Piece]
+    """In order of their names."""
+    unlisted: dict[str, str]
+    """URL -> why it is not among the pieces. That of a folder ends with a slash."""
+
+
+def listed(source: str, only: Format | None = None) -> Listing:
+    """The source's files; `only` names their format where suffixes do not.
+
+    Links to files are followed, links to folders are not, unless the source is one itself. Raises `NotFound`
+    where nothing is there, `InvalidField` where no file has a known format, `ResourceExhausted` beyond
+    `FILES_MAX`, `Unavailable` where the file system does not answer.
     """
+    system, root = _opened(source)
+    found: dict[str, dict[str, Any]] = {}
+    unlisted: dict[str, str] = {}
     try:
-        system, root = fsspec.core.url_to_fs(source)
-        root = root.rstrip("/") or "/"
-        found: dict[str, dict[str, Any]] = system.find(root, detail=True)
-    except (ValueError, ImportError) as error:
-        raise InvalidField("source", f"{source!r} cannot be opened: {error}") from None
-    except FileNotFoundError:
-        found = {}
+        for path, info in _files(system, root, unlisted):
+            found[path] = info
+            if len(found) > FILES_MAX:
+                raise ResourceExhausted(
+                    f"{source} has more than {FILES_MAX} files, and no more are listed: pack them into "
+                    "Parquet or JSONL"
+                )
+    except FileNotFoundError as error:
+        if isinstance(error.__cause__, OSError):  # what fsspec makes of a server that is not there
+            raise Unavailable(f"{source} cannot be listed: {error.__cause__}") from error
+        raise NotFound(f"{source} is not there; check the path") from None
     except OSError as error:
         raise Unavailable(f"{source} cannot be listed: {error}") from error
-    if not found:
-        raise NotFound(f"{source} is no file, and no folder with files in it; check the path")
-    if len(found) > FILES_MAX:
-        raise ResourceExhausted(
-            f"{source} has {len(found)} files; at most {FILES_MAX} are listed: "
-            "pack them into Parquet or JSONL"
-        )
     pieces: list[Piece] = []
     for path, info in sorted(found.items()):
-        chosen = only or _SUFFIXES.get(posixpath.splitext(path)[1].lower())
-        if chosen is not None:
-            name = posixpath.relpath(path, root) if path != root else posixpath.basename(path)
-            size = int(info.get("size") or 0)
-            pieces += _cut(Piece(system.unstrip_protocol(path), name, chosen, _stamp(info), size))
-    if not pieces:
+        chosen = only or _format_of(path)
+        url = system.unstrip_protocol(path)
+        if chosen is None:
+            continue
+        if info["type"] != "file":
+            unlisted[url] = "is neither a file nor a link to one"
+            continue
+        name = posixpath.relpath(path, root) if path != root else posixpath.basename(path)
+        pieces += _cut(Piece(url, name, chosen, _stamp(info), int(info.get("size") or 0)), info)
+    if not found and not unlisted:
+        raise NotFound(f"{source} has no files; check the path")
+    if not pieces and not unlisted:
         raise InvalidField(
             "source",
             f"{source} has {len(found)} files, none with a known suffix ({', '.join(_SUFFIXES)}); "
             f"name their format: {', '.join(Format)}",
         )
-    return pieces
+    return Listing(pieces, unlisted)
 
 
-def _cut(piece: Piece) -> list[Piece]:
-    if piece.format is not Format.JSONL or piece.size <= PIECE_BYTES:
+def _opened(source: str) -> tuple[Any, str]:
+    """The file system and the path in it."""
+    if "::" in source:
+        raise InvalidField("source", f"{source!r} is an archive or a chain of URLs; unpack it first")
+    if urlsplit(source).password:
+        raise InvalidField(
+            "source",
+            "holds a password, which would be kept with every document; let fsspec's configuration hold it",
+        )
+    try:
+        system, root = fsspec.core.url_to_fs(source)
+    except (ValueError, ImportError) as error:
+        raise InvalidField("source", f"{source!r} cannot be opened: {error}") from None
+    return system, root.rstrip("/") or "/"
+
+
+def _files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and facts of all that is no folder, in no order."""
+    if not _is_tree(system):
+        yield from system.find(root, detail=True).items()
+        return
+    # A web server calls everything a file: there the suffix decides.
+    info = system.info(root)
+    if info["type"] == "file" and ("http" not in system.protocol or _format_of(root) is not None):
+        yield root, info
+        return
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = system.ls(f"{folder}/" if "http" in system.protocol else folder, detail=True)
+        except OSError as error:
+            if folder == root:
+                raise
+            unlisted[system.unstrip_protocol(folder) + "/"] = f"cannot be listed: {error}"
+            continue
+        for entry in entries:
+            path = entry["name"].rstrip("/")
+            if entry["type"] == "directory":
+                waiting.append(path)
+            elif entry.get("islink"):
+                yield from _behind_link(system, path, unlisted)
+            else:
+                yield path, entry
+
+
+def _is_tree(system: Any) -> bool:
+    """Whether folders are listed one by one. Object stores bring a flat listing, which fails as a whole."""
+    if isinstance(system, AsyncFileSystem):
+        return type(system)._find is AsyncFileSystem._find
+    return type(system).find is AbstractFileSystem.find
+
+
+def _behind_link(system: Any, path: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        info = system.info(path)
+    except OSError:
+        if _format_of(path) is not None:
+            unlisted[system.unstrip_protocol(path)] = "is a link to nothing"
+        return
+    if info["type"] != "directory":
+        yield path, info
+
+
+def _format_of(path: str) -> Format | None:
+    return _SUFFIXES.get(posixpath.splitext(path)[1].lower())
+
+
+def _cut(piece: Piece, info: dict[str, Any]) -> list[Piece]:
+    seekable = info.get("partial", True)  # a web server says whether it sends parts of a file
+    if piece.format is not Format.JSONL or piece.size <= PIECE_BYTES or not seekable:
         return [piece]
     starts = range(0, piece.size, PIECE_BYTES)
     return [replace(piece, start=start, stop=min(start + PIECE_BYTES, piece.size)) for start in starts]
@@ -107,7 +199,5 @@ def _cut(piece: Piece) -> list[Piece]:
 
 def _stamp(info: dict[str, Any]) -> str:
     """Empty where the file system knows nothing that would change: such a file is always read."""
-    changed = next(
-        (info[name] for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified") if name in info), ""
-    )
+    changed = next((info[name] for name in _CHANGES if name in info), "")
     return f"{info.get('size')}/{changed}" if changed else ""

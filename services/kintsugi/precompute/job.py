@@ -27,14 +27,15 @@ from kintsugi.core.errors import (
     Unavailable,
 )
 from kintsugi.precompute.batches import Batch, Batches, Settled
-from kintsugi.precompute.files import Piece, pieces_of
+from kintsugi.precompute.files import Piece, listed
 from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedDocument
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.readers import Failure, read
 from kintsugi.precompute.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
-from kintsugi.precompute.worker import EnginePrefiller, PrefillerFactory, WorkerSpec, durable
+from kintsugi.precompute.warm import delete_orphans
+from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFactory, WorkerSpec, durable
 
 QUEUED_BATCHES = 4
 """Batches per worker that wait on the driver, beside those that the workers have."""
@@ -44,6 +45,8 @@ STORE_PATIENCE_S = 600.0
 STORE_WAIT_S = (0.5, 1.0, 2.0, 5.0)
 STRIKES_MAX = 8
 """Batches in a row that no worker finished: then the workers are at fault, not the chunks."""
+STARTS_FAILED_MAX = 3
+"""Engines that did not start, of all workers: each costs half a minute, and the next one says the same."""
 WAIT_S = 0.2
 DOCUMENTS_JUDGED = 200
 """The share of failures is first judged after so many documents, and at the end."""
@@ -84,6 +87,7 @@ class Job:
         self._batches = Batches(spec.batch_tokens)
         self._pool: Pool | None = None
         self._strikes = 0
+        self._starts_failed = 0
         self._next_batch_s = 0.0
         self._text_bytes = 0
         self._bytes_to_read = 0
@@ -182,7 +186,9 @@ class Job:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             yield from scan(self._dataset, task, spec.source)
             return
-        pieces = pieces_of(spec.source, spec.format)
+        listing = listed(spec.source, spec.format)
+        pieces = listing.pieces
+        self._note_failures(run, [Failure(url, 0, reason) for url, reason in listing.unlisted.items()])
         known = self._ledger.stamps(edition)
         clean.update({piece.url: piece.stamp for piece in pieces})
         unchanged = {url for url, stamp in clean.items() if stamp and known.get(url) == stamp}
@@ -339,6 +345,10 @@ class Job:
             self._batches.returned(batch)
             if not isinstance(outcome, Unavailable | DeadlineExceeded):
                 raise outcome
+            if isinstance(outcome, NotStarted):
+                self._starts_failed += 1
+                if self._starts_failed >= STARTS_FAILED_MAX:
+                    raise Unavailable(f"{outcome}; this was try {self._starts_failed}")
             self._strike(outcome)
             self._patiently(lambda: self._store.tiers(self.spec.namespace, [batch.chunks[0].key]))
             return
@@ -394,10 +404,7 @@ class Job:
 
     def _invalidate(self) -> None:
         """Delete chunks that no document of any corpus has any more, and only those."""
-        while keys := self._ledger.orphans(self.spec.namespace):
-            self._store.delete(self.spec.namespace, keys)
-            self._ledger.forget(keys)
-            self.progress.chunks_invalidated += len(keys)
+        self.progress.chunks_invalidated = delete_orphans(self._ledger, self._store, self.spec.namespace)
 
     def _tell(self) -> None:
         now_s = time.monotonic()

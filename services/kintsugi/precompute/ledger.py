@@ -13,9 +13,7 @@ stays until it is retired. A chunk is *checked* in a run once the store was aske
 
 from __future__ import annotations
 
-import fcntl
 import sqlite3
-import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,12 +25,12 @@ import blake3
 import numpy as np
 
 from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
-from kintsugi.core.errors import Corrupted, NotFound, Unavailable
+from kintsugi.core.errors import NotFound
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.precompute.database import Database, locked
 from kintsugi.precompute.readers import Failure
 
 SCHEMA_VERSION = 1
-BUSY_S = 60.0
 PAGE = 512
 """Chunks per page: what is looked up, deleted or pinned in one call."""
 REASONS_MAX = 1_000
@@ -67,13 +65,20 @@ CREATE TABLE IF NOT EXISTS failure (
 """
 
 
+def packed(tokens: bytes) -> bytes:
+    """Little-endian u32 as the ledger keeps them. Readers pack, workers unpack: the driver, of which there is
+    one, only hands on."""
+    return zlib.compress(tokens, 1)
+
+
 @dataclass(frozen=True)
 class ScannedChunk:
     """One chunk of a document as the scan found it."""
 
     key: bytes
     tokens: bytes
-    """Little-endian u32."""
+    """See `packed`."""
+    num_tokens: int
     start: int
     stop: int
 
@@ -97,16 +102,17 @@ class PendingChunk:
 
     key: ChunkKey
     tokens: bytes
-    """Little-endian u32."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // 4
+    """See `packed`."""
+    num_tokens: int
 
     @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = np.frombuffer(self.tokens, "<u4").tolist()
-        return ids
+        return _unpacked(self.tokens)
+
+
+def _unpacked(tokens: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(zlib.decompress(tokens), "<u4").tolist()
+    return ids
 
 
 @dataclass(frozen=True)
@@ -136,63 +142,26 @@ class Edition:
 
 
 class Ledger(DocumentIndex):
-    """Thread-safe; one connection behind a lock. Several processes may hold it; writers take turns."""
+    """Thread-safe. Several processes may hold it; writers take turns."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens or makes `folder`/ledger.sqlite. Raises `Unavailable` and `Corrupted`."""
+        """Opens or makes `folder`/ledger.sqlite. Everything raises what `Database` raises."""
         self.folder = folder
-        self._lock = threading.RLock()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                folder / "ledger.sqlite", timeout=BUSY_S, check_same_thread=False, isolation_level=None
-            )
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA cache_size=-32768")
-            (found,) = self._db.execute("PRAGMA user_version").fetchone()
-            if found not in (0, SCHEMA_VERSION):
-                raise Corrupted(
-                    f"{folder} was written by another version (schema {found}); use another --state"
-                )
-            self._db.executescript(f"{_SCHEMA} PRAGMA user_version={SCHEMA_VERSION};")
-        except sqlite3.DatabaseError as error:
-            kind = Unavailable if isinstance(error, sqlite3.OperationalError) else Corrupted
-            raise kind(f"{folder}/ledger.sqlite cannot be opened ({error}); name another --state") from error
-        except OSError as error:
-            raise Unavailable(
-                f"{folder} cannot be written ({error.strerror}); name another --state"
-            ) from error
+        self._database = Database(folder / "ledger.sqlite", _SCHEMA, SCHEMA_VERSION)
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+        self._database.close()
 
     @contextmanager
     def exclusive(self, corpus: str) -> Iterator[None]:
         """No other process runs a job on this corpus. Ends with the process. Raises `Unavailable`."""
         path = self.folder / f"{blake3.blake3(corpus.encode()).hexdigest()[:16]}.lock"
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Unavailable(f"another job is running on corpus {corpus!r}; wait for it") from None
+        with locked(path, f"another job is running on corpus {corpus!r}; wait for it"):
             yield
 
     def open_edition(self, corpus: str, space: ChunkSpace, source: str, model: str, chunking: str) -> int:
         """The edition's number, made on first use."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "INSERT INTO edition (corpus, space, namespace, fingerprint, source, model, chunking)"
                 " VALUES (?,?,?,?,?,?,?) ON CONFLICT (corpus, space) DO UPDATE SET source=excluded.source,"
@@ -210,14 +179,14 @@ class Ledger(DocumentIndex):
         return int(number)
 
     def begin_run(self, edition: int, workers: int = 1) -> int:
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             row = (edition, time.time(), workers)
             run = db.execute("INSERT INTO run (edition, started_s, workers) VALUES (?,?,?)", row).lastrowid
         assert run is not None
         return run
 
     def end_run(self, run: int, tokens_filled: int, fill_s: float, complete: bool) -> None:
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "UPDATE run SET ended_s=?, tokens_filled=?, fill_s=? WHERE id=?",
                 (time.time(), tokens_filled, fill_s, run),
@@ -230,8 +199,8 @@ class Ledger(DocumentIndex):
 
     def tokens_per_s(self, fingerprint: str) -> float | None:
         """Of one worker, from the newest run with this model that prefilled for a second or more."""
-        with self._lock:
-            row = self._db.execute(
+        with self._database.reading() as db:
+            row = db.execute(
                 "SELECT run.tokens_filled / run.fill_s / run.workers FROM run"
                 " JOIN edition ON edition.id=run.edition"
                 " WHERE edition.fingerprint=? AND run.fill_s>=1 AND run.tokens_filled>0 ORDER BY run.id DESC",
@@ -241,15 +210,13 @@ class Ledger(DocumentIndex):
 
     def stamps(self, edition: int) -> dict[str, str]:
         """Files that were read without a failure, with their stamps then."""
-        with self._lock:
-            return dict(
-                self._db.execute("SELECT url, stamp FROM file WHERE edition=?", (edition,)).fetchall()
-            )
+        with self._database.reading() as db:
+            return dict(db.execute("SELECT url, stamp FROM file WHERE edition=?", (edition,)).fetchall())
 
     def keep_files(self, edition: int, run: int, urls: Sequence[str]) -> int:
         """Documents of files that have not changed are seen in this run; their number."""
         kept = 0
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             for url in urls:
                 kept += db.execute(
                     "UPDATE document SET seen=? WHERE edition=? AND url=?", (run, edition, url)
@@ -263,7 +230,7 @@ class Ledger(DocumentIndex):
         fresh: list[PendingChunk] = []
         duplicates: list[Failure] = []
         unchanged = chunks = 0
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             for document in documents:
                 failure, same = self._record_one(db, edition, run, document)
                 duplicates += [failure] if failure else []
@@ -311,26 +278,32 @@ class Ledger(DocumentIndex):
         return failure, False
 
     def note_failures(self, run: int, failures: Iterable[Failure]) -> None:
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             (kept,) = db.execute("SELECT count(*) FROM failure WHERE run=?", (run,)).fetchone()
             rows = [(run, f.url, f.place, f.document_id, f.reason[:500]) for f in failures]
             db.executemany("INSERT INTO failure VALUES (?,?,?,?,?)", rows[: max(0, REASONS_MAX - kept)])
 
     def failures(self, run: int) -> list[Failure]:
-        with self._lock:
-            rows = self._db.execute("SELECT url, place, reason, document_id FROM failure WHERE run=?", (run,))
+        with self._database.reading() as db:
+            rows = db.execute("SELECT url, place, reason, document_id FROM failure WHERE run=?", (run,))
             return [Failure(*row) for row in rows.fetchall()]
 
     def end_scan(self, edition: int, run: int, clean: dict[str, str], failed_urls: Sequence[str]) -> int:
         """Forget documents that the source has no more; their number.
 
         ``clean``: stamps of files that were read without failure. Documents of a file that could not be read
-        whole stay: not being readable is not being gone.
+        whole stay, and so do those below such a folder, whose URL ends with a slash: not being readable is
+        not being gone.
         """
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute("CREATE TEMP TABLE IF NOT EXISTS spared (url TEXT PRIMARY KEY)")
             db.execute("DELETE FROM spared")
             db.executemany("INSERT OR IGNORE INTO spared VALUES (?)", [(url,) for url in failed_urls])
+            db.executemany(
+                "INSERT OR IGNORE INTO spared SELECT url FROM document WHERE edition=?1"
+                " AND substr(url, 1, length(?2))=?2",
+                [(edition, url) for url in failed_urls if url.endswith("/")],
+            )
             gone = "edition=? AND seen!=? AND url NOT IN (SELECT url FROM spared)"
             db.execute(
                 f"DELETE FROM span WHERE document IN (SELECT id FROM document WHERE {gone})", (edition, run)
@@ -345,9 +318,9 @@ class Ledger(DocumentIndex):
         """Pages of the edition's chunks that the run has not asked the store for; they count as asked."""
         last = 0
         while True:
-            with self._transaction() as db:
+            with self._database.transaction() as db:
                 rows = db.execute(
-                    "SELECT id, key, tokens FROM chunk WHERE id>? AND checked!=? AND EXISTS"
+                    "SELECT id, key, tokens, num_tokens FROM chunk WHERE id>? AND checked!=? AND EXISTS"
                     " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY id LIMIT ?",
                     (last, run, edition, PAGE),
                 ).fetchall()
@@ -355,14 +328,14 @@ class Ledger(DocumentIndex):
             if not rows:
                 return
             last = rows[-1][0]
-            yield [PendingChunk(ChunkKey(key), zlib.decompress(tokens)) for _, key, tokens in rows]
+            yield [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
 
     def keys(self, edition: int) -> Iterator[list[ChunkKey]]:
         """Pages of the edition's distinct chunk keys."""
         last = b""
         while True:
-            with self._lock:
-                rows = self._db.execute(
+            with self._database.reading() as db:
+                rows = db.execute(
                     "SELECT DISTINCT key FROM span WHERE key>? AND edition=? ORDER BY key LIMIT ?",
                     (last, edition, PAGE),
                 ).fetchall()
@@ -371,23 +344,25 @@ class Ledger(DocumentIndex):
             last = rows[-1][0]
             yield [ChunkKey(key) for (key,) in rows]
 
-    def orphans(self, namespace: str) -> list[ChunkKey]:
-        """A page of chunks that no document of any corpus has. `forget` them once they are deleted."""
-        with self._lock:
-            rows = self._db.execute(
+    @contextmanager
+    def orphans(self, namespace: str) -> Iterator[list[ChunkKey]]:
+        """A page of chunks that no document of any corpus has, forgotten when the body ends well.
+
+        Nobody else writes meanwhile: a document that comes to have one of them is recorded once the store has
+        lost it, and so finds it missing.
+        """
+        with self._database.transaction() as db:
+            rows = db.execute(
                 "SELECT key FROM chunk WHERE namespace=? AND NOT EXISTS"
                 " (SELECT 1 FROM span WHERE span.key=chunk.key) LIMIT ?",
                 (namespace, PAGE),
             ).fetchall()
-        return [ChunkKey(key) for (key,) in rows]
-
-    def forget(self, keys: Sequence[ChunkKey]) -> None:
-        with self._transaction() as db:
-            db.executemany("DELETE FROM chunk WHERE key=?", [(key.digest,) for key in keys])
+            yield [ChunkKey(key) for (key,) in rows]
+            db.executemany("DELETE FROM chunk WHERE key=?", rows)
 
     def retire(self, edition: int) -> None:
         """Forget an edition; its chunks become orphans where no other one has them."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute("DELETE FROM span WHERE edition=?", (edition,))
             for table in ("document", "file", "run"):
                 db.execute(f"DELETE FROM {table} WHERE edition=?", (edition,))
@@ -395,8 +370,8 @@ class Ledger(DocumentIndex):
 
     def editions(self, corpus: str | None = None) -> list[Edition]:
         """The newest last."""
-        with self._lock:
-            rows = self._db.execute(
+        with self._database.reading() as db:
+            rows = db.execute(
                 "SELECT id, corpus, namespace, fingerprint, source, model,"
                 " (SELECT count(*) FROM document WHERE edition=edition.id),"
                 " (SELECT count(DISTINCT key) FROM span WHERE edition=edition.id), completed_s IS NOT NULL"
@@ -407,33 +382,33 @@ class Ledger(DocumentIndex):
 
     def fingerprints(self, corpus: str) -> set[str]:
         """Of the models that the corpus has editions for."""
-        with self._lock:
-            rows = self._db.execute("SELECT DISTINCT fingerprint FROM edition WHERE corpus=?", (corpus,))
+        with self._database.reading() as db:
+            rows = db.execute("SELECT DISTINCT fingerprint FROM edition WHERE corpus=?", (corpus,))
             return {fingerprint for (fingerprint,) in rows.fetchall()}
 
     def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
         """Within the edition that serves: the newest that is complete. Raises `NotFound` for a corpus that
         has none."""
-        with self._lock:
-            row = self._db.execute(
+        with self._database.reading() as db:
+            row = db.execute(
                 "SELECT id FROM edition WHERE corpus=? AND completed_s IS NOT NULL ORDER BY id DESC LIMIT 1",
                 (corpus,),
             ).fetchone()
             if row is None:
                 raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
-            return [self._resolve_one(row[0], ref) for ref in refs]
+            return [_resolved(db, row[0], ref) for ref in refs]
 
-    def _resolve_one(self, edition: int, ref: DocumentRef) -> KnownChunk | None:
-        row = self._db.execute(
-            "SELECT document.version, chunk.key, chunk.tokens FROM document"
-            " JOIN span ON span.document=document.id AND span.number=? JOIN chunk ON chunk.key=span.key"
-            " WHERE document.edition=? AND document.document_id=?",
-            (ref.index, edition, ref.document_id),
-        ).fetchone()
-        if row is None or ref.version not in (None, row[0]):
-            return None
-        ids = np.frombuffer(zlib.decompress(row[2]), "<u4")
-        return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(ids.tolist()))
+
+def _resolved(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownChunk | None:
+    row = db.execute(
+        "SELECT document.version, chunk.key, chunk.tokens FROM document"
+        " JOIN span ON span.document=document.id AND span.number=? JOIN chunk ON chunk.key=span.key"
+        " WHERE document.edition=? AND document.document_id=?",
+        (ref.index, edition, ref.document_id),
+    ).fetchone()
+    if row is None or ref.version not in (None, row[0]):
+        return None
+    return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(_unpacked(row[2])))
 
 
 def _unchecked_of(
@@ -442,16 +417,11 @@ def _unchecked_of(
     """The document's chunks that were not checked in this run; they count as checked from here on."""
     fresh = []
     for chunk in document.chunks:
-        row = db.execute("SELECT checked FROM chunk WHERE key=?", (chunk.key,)).fetchone()
-        if row is not None and row[0] == run:
-            continue
-        if row is None:
-            packed = zlib.compress(chunk.tokens, 1)
-            db.execute(
-                "INSERT INTO chunk (key, namespace, tokens, num_tokens, checked) VALUES (?,?,?,?,?)",
-                (chunk.key, namespace, packed, len(chunk.tokens) // 4, run),
-            )
-        else:
-            db.execute("UPDATE chunk SET checked=? WHERE key=?", (run, chunk.key))
-        fresh.append(PendingChunk(ChunkKey(chunk.key), chunk.tokens))
+        changed = db.execute(
+            "INSERT INTO chunk (key, namespace, tokens, num_tokens, checked) VALUES (?,?,?,?,?)"
+            " ON CONFLICT (key) DO UPDATE SET checked=excluded.checked WHERE checked!=excluded.checked",
+            (chunk.key, namespace, chunk.tokens, chunk.num_tokens, run),
+        ).rowcount
+        if changed:
+            fresh.append(PendingChunk(ChunkKey(chunk.key), chunk.tokens, chunk.num_tokens))
     return fresh

@@ -1,4 +1,4 @@
-"""Jobs of one process: a bounded queue, one that runs, and those that ended lately."""
+"""Jobs of one server: a bounded queue, one that runs, and those that ended lately; kept across restarts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import KintsugiError, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute.job import Job
+from kintsugi.precompute.journal import Journal, Line
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.spec import JobSpec
@@ -36,38 +37,67 @@ class Entry:
     dry: bool
     progress: Progress
     job: Job | None = None
+    started: bool = False
     cancelled: bool = False
     paused: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     version: int = 0
     """Grows with every change."""
 
+    @property
+    def waits(self) -> bool:
+        return not self.started and not self.progress.state.is_final
+
 
 class JobManager:
-    """Thread-safe. Jobs run one after another: workers are what a cluster has few of, not jobs."""
+    """Thread-safe. Jobs run one after another: workers are what a cluster has few of, not jobs.
+
+    Every job is written down before it is answered for. A manager that opens the folder again, after `close`
+    or a crash, lists what ended and goes on with the rest, in their order; what was paused stays so.
+    """
 
     def __init__(self, state: Path, factory: PrefillerFactory = EnginePrefiller) -> None:
-        """``state``: the folder of the ledger. Raises what `Ledger` raises."""
-        self.ledger = Ledger(state)
+        """``state``: the folder of the ledger. Raises what `Ledger` and `Journal` raise."""
+        self._journal = Journal(state)
+        try:
+            self.ledger = Ledger(state)
+        except KintsugiError:
+            self._journal.close()
+            raise
         self._factory = factory
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._queue: queue.Queue[Entry | None] = queue.Queue(QUEUED_MAX)
+        self._queue: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
+        self._closing = False
+        for line in self._journal.lines():
+            self._take_up(line)
         self._thread = threading.Thread(target=self._run, name="kintsugi-precompute", daemon=True)
         self._thread.start()
+
+    def _take_up(self, line: Line) -> None:
+        entry = Entry(line.job_id, line.spec, line.dry, line.progress)
+        entry.cancelled, entry.paused = line.cancelled, line.paused
+        self._entries[line.job_id] = entry
+        if line.cancelled and not line.progress.state.is_final:
+            entry.progress.state = State.CANCELLED
+        if entry.waits:
+            entry.progress = Progress(corpus=line.spec.corpus_name, dry=line.dry)
+            self._queue.put(entry)
 
     def submit(self, spec: JobSpec, dry: bool = False) -> Entry:
         """Raises `ResourceExhausted` where too many wait."""
         entry = Entry(uuid.uuid4().hex, spec, dry, Progress(corpus=spec.corpus_name, dry=dry))
-        try:
-            self._queue.put_nowait(entry)
-        except queue.Full:
-            raise ResourceExhausted(f"{QUEUED_MAX} jobs wait already; submit later, or cancel some") from None
         with self._lock:
+            if sum(other.waits for other in self._entries.values()) >= QUEUED_MAX:
+                raise ResourceExhausted(f"{QUEUED_MAX} jobs wait already; submit later, or cancel some")
+            self._write(entry)
             self._entries[entry.job_id] = entry
             ended = [e.job_id for e in self._entries.values() if e.progress.state.is_final]
-            for job_id in ended[: max(0, len(ended) - KEPT_MAX)]:
+            forgotten = ended[: max(0, len(ended) - KEPT_MAX)]
+            self._journal.forget(forgotten)
+            for job_id in forgotten:
                 del self._entries[job_id]
+        self._queue.put(entry)
         return entry
 
     def get(self, job_id: str) -> Entry:
@@ -82,16 +112,24 @@ class JobManager:
             return list(reversed(self._entries.values()))
 
     def cancel(self, job_id: str) -> Entry:
-        """Takes effect once the batches that run are done; of one that ended already, nothing."""
-        entry = self.get(job_id)
-        entry.cancelled = True
+        """At once for one that waits; of one that runs, once its batches are done."""
+        with self._lock:
+            entry = self.get(job_id)
+            if entry.progress.state.is_final:
+                return entry
+            entry.cancelled = True
+            if entry.waits:
+                _tell(entry, replace(entry.progress, state=State.CANCELLED))
+            self._write(entry)
         if entry.job is not None:
             entry.job.cancel()
         return entry
 
     def pause(self, job_id: str, paused: bool) -> Entry:
-        entry = self.get(job_id)
-        entry.paused = paused
+        with self._lock:
+            entry = self.get(job_id)
+            entry.paused = paused
+            self._write(entry)
         if entry.job is not None:
             (entry.job.pause if paused else entry.job.resume)()
         return entry
@@ -104,10 +142,10 @@ class JobManager:
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
-            if entry.cancelled:
-                entry.progress.state = State.CANCELLED
-                _tell(entry, entry.progress)
-                continue
+            with self._lock:
+                if not entry.waits or self._closing:
+                    continue
+                entry.started = True
             try:
                 self._run_one(entry)
             except KintsugiError as error:
@@ -115,10 +153,24 @@ class JobManager:
             except Exception as defect:
                 log.exception("job %s broke", entry.job_id)
                 self._failed(entry, f"defect: {type(defect).__name__}: {defect}")
+            self._write_end(entry)
 
     def _failed(self, entry: Entry, error: str) -> None:
-        entry.progress.state, entry.progress.error = State.FAILED, error
-        _tell(entry, entry.progress)
+        _tell(entry, replace(entry.progress, state=State.FAILED, error=error))
+
+    def _write(self, entry: Entry) -> None:
+        flags = (entry.dry, entry.paused, entry.cancelled)
+        self._journal.write(Line(entry.job_id, entry.spec, *flags, progress=entry.progress))
+
+    def _write_end(self, entry: Entry) -> None:
+        """Not of a job that only stopped because we do: it goes on when we are back."""
+        if entry.progress.state is State.CANCELLED and not entry.cancelled:
+            return
+        try:
+            self._write(entry)
+        except KintsugiError:
+            # The job ran, and is told about; after a restart it would run again and find everything done.
+            log.exception("the end of job %s could not be written down", entry.job_id)
 
     def _run_one(self, entry: Entry) -> None:
         if entry.dry:
@@ -134,24 +186,27 @@ class JobManager:
         job.run()
 
     def _started(self, entry: Entry, job: Job) -> None:
-        entry.job = job
-        if entry.paused:
-            job.pause()
-        if entry.cancelled:
-            job.cancel()
+        with self._lock:
+            entry.job = job
+            if entry.paused:
+                job.pause()
+            if entry.cancelled or self._closing:
+                job.cancel()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Cancel everything and wait for what runs. Raises `Unavailable` where it does not end."""
-        for entry in self.list():
-            self.cancel(entry.job_id)
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            raise Unavailable("the job that runs does not end") from None
+        """Stop the job that runs, wait for its batches, and keep the rest for the next manager. Raises
+        `Unavailable` where it does not end. Idempotent."""
+        with self._lock:
+            self._closing = True
+            running = [entry.job for entry in self._entries.values() if entry.job is not None]
+        for job in running:
+            job.cancel()
+        self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise Unavailable("the job that runs does not end; its workers finish a batch first")
         self.ledger.close()
+        self._journal.close()
 
 
 def _tell(entry: Entry, progress: Progress) -> None:

@@ -75,7 +75,8 @@ class Pool:
             self._workers.append(self._start())
             idle = self._workers[-1:]
         worker = idle[0] if idle else min(self._workers, key=load.__getitem__)
-        reference = worker.fill.remote([(chunk.key.digest, chunk.tokens) for chunk in batch.chunks])
+        chunks = [(chunk.key.digest, chunk.tokens, chunk.num_tokens) for chunk in batch.chunks]
+        reference = worker.fill.remote(chunks)
         self._running[reference] = (worker, batch)
 
     def _start(self) -> Any:

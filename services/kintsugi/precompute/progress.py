@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from kintsugi.core.schema import STRICT
 from kintsugi.precompute.readers import Failure
 
 
@@ -28,6 +29,8 @@ class State(StrEnum):
 @dataclass
 class Progress:
     """Counts of one run. `chunks` are distinct; a document's own are `chunks_listed`."""
+
+    __pydantic_config__ = STRICT
 
     corpus: str = ""
     fingerprint: str = ""

@@ -59,6 +59,8 @@ class Document:
 class Failure:
     """A document, or a whole file, that could not be read."""
 
+    __pydantic_config__ = STRICT
+
     url: str
     place: int
     reason: str
@@ -70,7 +72,9 @@ def read(piece: Piece, columns: Columns) -> Iterator[Document | Failure]:
     try:
         with fsspec.open(piece.url, "rb") as stream:
             if piece.format is Format.JSONL:
-                yield from _lines(piece, stream, columns)
+                # Streams of remote files know no bound for a line.
+                with io.BufferedReader(stream) as lines:
+                    yield from _lines(piece, lines, columns)
             elif piece.format is Format.PARQUET:
                 yield from _parquet(piece, stream, columns)
             elif piece.format is Format.CSV:

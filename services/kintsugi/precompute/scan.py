@@ -20,12 +20,12 @@ from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.precompute.files import Format, Piece
-from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument, packed
 from kintsugi.precompute.readers import Columns, Document, Failure, from_row, read
 
 BLOCK_DOCUMENTS = 256
 BLOCK_TOKENS = 1 << 19
-"""A block ends at either: 2 MiB of token ids."""
+"""A block ends at either: 2 MiB of token ids at most."""
 
 _SCHEMA = pa.schema(
     [
@@ -38,6 +38,7 @@ _SCHEMA = pa.schema(
         ("failure", pa.string()),
         ("keys", pa.list_(pa.binary())),
         ("tokens", pa.list_(pa.binary())),
+        ("sizes", pa.list_(pa.int64())),
         ("starts", pa.list_(pa.int64())),
         ("stops", pa.list_(pa.int64())),
     ]
@@ -75,7 +76,7 @@ class ChunkTask:
         tokens = 0
         for document in documents:
             row = self._row(document)
-            tokens += sum(map(len, row["tokens"])) // 4
+            tokens += sum(row["sizes"])
             rows.append(row)
             if len(rows) >= BLOCK_DOCUMENTS or tokens >= BLOCK_TOKENS:
                 yield pa.Table.from_pylist(rows, schema=_SCHEMA)
@@ -84,7 +85,7 @@ class ChunkTask:
 
     def _row(self, document: Document | Failure) -> dict[str, Any]:
         if isinstance(document, Failure):
-            nothing = {"version": "", "digest": b"", "metadata": "", "keys": [], "tokens": []}
+            nothing = {"version": "", "digest": b"", "metadata": "", "keys": [], "tokens": [], "sizes": []}
             return {
                 **nothing,
                 "url": document.url,
@@ -106,7 +107,8 @@ class ChunkTask:
             "metadata": document.metadata,
             "failure": None,
             "keys": [ChunkKey.of(self.space, chunk.token_ids).digest for chunk in chunks],
-            "tokens": [token_bytes(chunk.token_ids) for chunk in chunks],
+            "tokens": [packed(token_bytes(chunk.token_ids)) for chunk in chunks],
+            "sizes": [len(chunk.token_ids) for chunk in chunks],
             "starts": [chunk.start for chunk in chunks],
             "stops": [chunk.end for chunk in chunks],
         }
@@ -147,7 +149,7 @@ def scan(source: Sequence[Piece] | Any, task: ChunkTask, name: str = "dataset") 
 def _scanned(row: dict[str, Any]) -> Scanned:
     if row["failure"] is not None:
         return Failure(row["url"], row["place"], row["failure"], row["document_id"])
-    columns = (row["keys"], row["tokens"], row["starts"], row["stops"])
+    columns = (row["keys"], row["tokens"], row["sizes"], row["starts"], row["stops"])
     chunks = tuple(ScannedChunk(*values) for values in zip(*columns, strict=True))
     fields = (row["url"], row["place"], row["document_id"], row["version"], row["digest"], row["metadata"])
     return ScannedDocument(*fields, chunks)

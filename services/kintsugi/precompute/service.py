@@ -107,7 +107,8 @@ class PrecomputeServicer(precompute_pb2_grpc.PrecomputeServicer):
         return await self._answered(context, lambda: self._manager.pause(request.job_id, False))
 
     async def List(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
-        return pb.ListJobsResponse(jobs=[job_to_wire(entry) for entry in self._manager.list()])
+        entries = await asyncio.to_thread(self._manager.list)
+        return pb.ListJobsResponse(jobs=[job_to_wire(entry) for entry in entries])
 
     async def Watch(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.Job]:  # noqa: N802
         entry = await _or_abort(context, lambda: self._manager.get(request.job_id))
@@ -125,7 +126,7 @@ class PrecomputeServicer(precompute_pb2_grpc.PrecomputeServicer):
 
 async def _or_abort(context: Any, answer: Callable[[], Answer]) -> Answer:
     try:
-        return answer()
+        return await asyncio.to_thread(answer)
     except KintsugiError as error:
         metadata = ((ERROR_METADATA, error_name(error)),)
         await context.abort(status_of(error), str(error), trailing_metadata=metadata)

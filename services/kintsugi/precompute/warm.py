@@ -1,10 +1,11 @@
-"""Keeping a corpus warm: leases on its chunks, and retiring what a newer model has replaced."""
+"""Keeping a corpus warm: leases on its chunks, retiring what a newer model has replaced, and forgetting."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kintsugi.client.blocking import BlockingStore
+from kintsugi.client.interface import ChunkStore
 from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.precompute.ledger import Edition, Ledger
@@ -59,12 +60,19 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
         with ledger.exclusive(corpus):
             for edition in old:
                 ledger.retire(edition.id)
-            deleted = 0
-            for namespace in {keep.namespace, *(edition.namespace for edition in old)}:
-                while keys := ledger.orphans(namespace):
-                    store.delete(namespace, keys)
-                    ledger.forget(keys)
-                    deleted += len(keys)
-            return deleted
+            namespaces = {keep.namespace, *(edition.namespace for edition in old)}
+            return sum(delete_orphans(ledger, store, namespace) for namespace in namespaces)
     finally:
         store.close()
+
+
+def delete_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
+    """Delete chunks that no document of any corpus has; their number."""
+    deleted = 0
+    while True:
+        with ledger.orphans(namespace) as keys:
+            if keys:
+                store.delete(namespace, keys)
+        if not keys:
+            return deleted
+        deleted += len(keys)

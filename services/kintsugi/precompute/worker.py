@@ -14,10 +14,15 @@ import numpy as np
 
 from kintsugi.client.interface import ChunkStore
 from kintsugi.client.registry import open_store
-from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchor_of
 from kintsugi.precompute.ledger import PendingChunk
+
+
+class NotStarted(Unavailable):
+    """The engine did not start: so it will most likely be the next time."""
+
 
 FILLED, PRESENT = "filled", "present"
 """What became of a chunk. Anything else is the reason why it is not in the store."""
@@ -70,6 +75,7 @@ class EnginePrefiller(Prefiller):
                 "store": spec.store,
                 "prefix_token_ids": list(spec.space.prefix_token_ids),
                 "portable": spec.space.portable,
+                "save_only": True,
             },
             **{"dtype": spec.dtype, "scheduling_policy": "priority", **spec.engine},
         )
@@ -161,18 +167,26 @@ class Worker:
         self._start_s = 0.0
         self._store = open_store(spec.store)
 
-    def fill(self, batch: Sequence[tuple[bytes, bytes]]) -> tuple[list[str], float]:
-        """What became of each (key, tokens), and how long the engine took to start, once it has. Another
-        job, or a worker that was thought dead, may have stored some of them meanwhile: one lookup a batch."""
-        chunks = [PendingChunk(ChunkKey(key), tokens) for key, tokens in batch]
+    def fill(self, batch: Sequence[tuple[bytes, bytes, int]]) -> tuple[list[str], float]:
+        """What became of each (key, packed tokens, their number), and how long the engine took to start.
+
+        Another job, or a worker that was thought dead, may have stored some meanwhile: one lookup a batch.
+        """
+        chunks = [PendingChunk(ChunkKey(key), tokens, size) for key, tokens, size in batch]
         tiers = self._store.tiers(self._spec.space.namespace, [chunk.key for chunk in chunks])
         missing = [chunk for chunk, tier in zip(chunks, tiers, strict=True) if tier is None]
         if missing and self._prefiller is None:
-            started_s = time.monotonic()
-            self._prefiller = self._factory(self._spec)
-            self._start_s = time.monotonic() - started_s
+            self._start()
         filled = iter(self._prefiller.fill(missing) if self._prefiller and missing else ())
         return [PRESENT if tier is not None else next(filled) for tier in tiers], self._start_s
+
+    def _start(self) -> None:
+        started_s = time.monotonic()
+        try:
+            self._prefiller = self._factory(self._spec)
+        except Unavailable as error:
+            raise NotStarted(str(error)) from error
+        self._start_s = time.monotonic() - started_s
 
     def process_id(self) -> int:
         return os.getpid()

@@ -40,10 +40,12 @@ def prefix_of_file(model: str, path: Path) -> tuple[int, ...]:
 
 @contextmanager
 def measuring_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
-    """Start and close. Nothing is gated here, and no prefix is cached: a method answers from the start."""
+    """Start and close. Nothing is gated or refused for its speed here, and no prefix is cached: a method
+    answers from the start."""
     extra: dict[str, object] = {
         "store": spec.store or f"ram://quality-{uuid.uuid4().hex[:8]}",
         "allow_uncalibrated": True,
+        "loading_controller": False,
         "codec": spec.codec,
         "lookup_deadline_ms": PATIENCE_MS,
         "layer_deadline_ms": PATIENCE_MS,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.tiers import cheapest_tier
 
 AUTO = "auto"
 RAM = "ram"
@@ -42,7 +43,5 @@ def chosen_tier(
         return RAM
     if not recompute_ms:
         return names[0]
-    hidden = [tier.name for tier in tiers if 1e3 * chunk_bytes / tier.read_bytes_per_s <= recompute_ms]
-    if hidden:
-        return hidden[-1]
-    return names[0] if durable else RAM
+    speeds = [(tier.name, tier.read_bytes_per_s) for tier in tiers]
+    return cheapest_tier(speeds, chunk_bytes, recompute_ms / 1e3) or (names[0] if durable else RAM)

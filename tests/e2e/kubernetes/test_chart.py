@@ -17,8 +17,9 @@ from kubernetes_validate import utils as kubernetes_schemas
 from scripts.chart_schema import HINT, generated
 
 from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, from_manifest
-from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, OWNED, Resource
+from kintsugi_operator.cluster import OWNED
 from kintsugi_operator.network import OPERATOR
+from kintsugi_operator.rbac import LEASE_RULES, RULES, granted
 from kintsugi_operator.validation import check_corpus, check_service
 from tests.e2e.kubernetes.rendering import (
     CHART,
@@ -190,46 +191,32 @@ def test_the_operators_pods_are_those_that_the_services_policies_let_in() -> Non
     assert OPERATOR.items() <= labels.items()
 
 
-def rights(value_set: str, kind: str) -> dict[str, set[str]]:
-    """Verbs by `group/resource` of the operator's own role."""
-    role = (
-        one(rendered(HELMS[1], value_set), kind)
-        if kind == "ClusterRole"
-        else one(rendered(HELMS[1], value_set), kind, f"{RELEASE}-operator")
-    )
+def allowed(role: Manifest) -> set[tuple[str, str, str]]:
+    """Group, resource and verb of everything that a role allows."""
     return {
-        f"{group}/{resource}": set(rule["verbs"])
+        (group, resource, verb)
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
+        for verb in rule["verbs"]
     }
 
 
-@pytest.mark.parametrize(("value_set", "kind"), [("defaults", "Role"), ("minimal", "ClusterRole")])
-def test_the_operator_may_do_what_it_does_and_nothing_else(value_set: str, kind: str) -> None:
-    """Server-side apply of a new object takes `create` and `patch`; kopf watches four kinds."""
-    found = rights(value_set, kind)
-    watched = {
-        resource_of(BLEND_SERVICE),
-        resource_of(CORPUS_PRECOMPUTE),
-        "ray.io/rayservices",
-        "ray.io/rayjobs",
-    }
-    for resource in map(resource_of, OWNED):
-        expected = {"get", "list", "create", "patch", "delete"} | (
-            {"watch"} if resource in watched else set()
-        )
-        assert found.pop(resource) == expected, resource
-    for resource in map(resource_of, (BLEND_SERVICE, CORPUS_PRECOMPUTE)):
-        assert found.pop(resource) == {"get", "list", "watch", "patch"}
-        assert found.pop(f"{resource}/status") == {"patch"}
-        assert found.pop(f"{resource}/finalizers") == {"update"}
-    assert found == {"/pods": {"list"}, "/pods/eviction": {"create"}, "ray.io/rayclusters": {"get", "patch"}}
-
-
-def resource_of(resource: Resource) -> str:
-    """As a role writes it."""
-    return f"{resource.api_version.rpartition('/')[0]}/{resource.plural}"
+@pytest.mark.parametrize("value_set", ["defaults", "minimal"])
+def test_the_operator_may_do_what_it_does_and_nothing_else(value_set: str) -> None:
+    manifests = rendered(HELMS[1], value_set)
+    name = f"{RELEASE}-operator"
+    own = one(manifests, "Role", name) if value_set == "defaults" else one(manifests, "ClusterRole")
+    lease = one(manifests, "Role", f"{name}-lease")
+    assert allowed(own) == granted(RULES)
+    assert allowed(lease) == granted(LEASE_RULES)
+    assert [rule.get("resourceNames") for rule in lease["rules"]] == [None, [name]], (
+        "creating has no name yet"
+    )
+    for resource in OWNED:
+        group = resource.api_version.rpartition("/")[0]
+        # Server-side apply of a new object is checked for both.
+        assert {(group, resource.plural, verb) for verb in ("create", "patch")} <= allowed(own)
 
 
 @every_value_set
@@ -346,6 +333,21 @@ def test_images_can_be_named_by_digest() -> None:
     assert one(manifests, "Deployment")["spec"]["template"]["spec"]["imagePullSecrets"] == [
         {"name": "registry"}
     ]
+
+
+def test_the_first_request_is_let_in_beside_the_clients_that_are_named() -> None:
+    network = one(rendered(HELMS[1], "multi-tenant"), "BlendService")["spec"]["network"]
+    assert network["clientNamespaces"] == ["search", "support", NAMESPACE]
+    assert one(rendered(HELMS[1], "defaults"), "BlendService")["spec"]["network"]["clientNamespaces"] == []
+
+
+@every_helm
+def test_an_older_kubernetes_is_refused(helm: str) -> None:
+    arguments = ["template", RELEASE, str(CHART), "-f", str(VALUES["defaults"]), "--kube-version"]
+    assert helm_named(helm).run(*arguments, f"{KUBERNETES[0]}.0").returncode == 0
+    refused = helm_named(helm).run(*arguments, "1.29.9")
+    assert refused.returncode != 0
+    assert "requires kubeVersion: >=1.30" in refused.stderr
 
 
 def test_a_corpus_names_the_service_of_its_release() -> None:

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripts.images import (
-    IMAGES,
-    LIMITS,
-    MADE_BASE,
-    Builder,
-    ImagesError,
-    build,
-    builder,
-    contents,
-    exists,
-    fill_context,
-    make_base,
-    sbom,
+from scripts.images import IMAGES, Builder, contents, sbom
+
+from tests.e2e.kubernetes.containers import (
+    PODMAN_OPTIONS,
+    REPOSITORY,
+    TAG,
+    Player,
+    as_a_kubelet_starts,
+    image_builder,
+    operator_image,
+    podman_path,
 )
+from tests.e2e.kubernetes.rendering import HELMS, NAMESPACE, RELEASE, helm_named, one
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(900)]
-
-REPOSITORY = Path(__file__).parents[3]
-REFERENCE = "localhost/kintsugi-test/operator:test"
-POD_USER = "10001"
-"""Any but root and not the image's own: a cluster may choose."""
-PODMAN_OPTIONS = ("--network", "none", "--read-only", "--cap-drop", "all", "--user", POD_USER, *LIMITS)
 
 
 @dataclass(frozen=True)
@@ -46,37 +35,25 @@ class Built:
 
 @pytest.fixture(scope="module")
 def operator() -> Built:
-    """Built from this working tree, on a base made here."""
-    try:
-        maker = builder()
-    except ImagesError as error:
-        pytest.skip(str(error))
-    if maker.name == "docker":
-        pytest.skip("only docker is here, and its daemon is not ours to use: install buildah")
-    if os.geteuid() != 0:
-        pytest.skip("a base is made by root: make images builds on another")
-    if not exists(maker, MADE_BASE):
-        if shutil.which("debootstrap") is None:
-            pytest.skip(f"no {MADE_BASE}, and no debootstrap to make it")
-        make_base(maker)
-    fill_context(IMAGES["operator"])
-    build(maker, IMAGES["operator"], REFERENCE, MADE_BASE)
-    return Built(maker, REFERENCE)
+    """Built from this working tree."""
+    maker = image_builder()
+    return Built(maker, operator_image(maker))
 
 
 @pytest.fixture(scope="module")
 def podman(operator: Built) -> str:
-    path = shutil.which("podman")
-    if path is None:
-        pytest.skip("podman is not here to run an image with")
-    return path
+    return podman_path()
 
 
 def run(podman: str, *arguments: str, entrypoint: str = "python") -> subprocess.CompletedProcess[str]:
     """A command in a container of the image, as restricted as a pod."""
     command = [podman, "run", "--rm", "--no-healthcheck", *PODMAN_OPTIONS, "--entrypoint", entrypoint]
     return subprocess.run(
-        [*command, REFERENCE, *arguments], capture_output=True, text=True, check=False, timeout=120
+        [*command, f"{REPOSITORY}/operator:{TAG}", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
@@ -129,39 +106,20 @@ def test_the_charts_scripts_find_their_interpreter(podman: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def waiting_operator(podman: str, tmp_path: Path) -> Iterator[str]:
-    """The id of a container whose operator finds nobody at its API server's address, and waits."""
-    config = tmp_path / "kubeconfig"
-    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}
-    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
-    user: dict[str, object] = {"name": "none", "user": {}}
-    lists = {"clusters": [cluster], "contexts": [context], "users": [user]}
-    config.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "none", **lists}))
-    config.chmod(0o644)
-    mounted = ["--volume", f"{config}:/kubeconfig:ro", "--env", "KUBECONFIG=/kubeconfig"]
-    command = [podman, "run", "--detach", "--no-healthcheck", *PODMAN_OPTIONS, *mounted, REFERENCE]
-    started = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert started.returncode == 0, started.stderr
-    container = started.stdout.strip()
-    yield container
-    subprocess.run([podman, "rm", "--force", "--time", "5", container], capture_output=True, check=True)
-
-
-def test_it_is_healthy_while_it_waits_for_the_lease(
-    podman: str, operator: Built, waiting_operator: str
-) -> None:
-    """The image's own health check, run in the container: nothing is assumed to exist."""
-    config = json.loads(operator.maker.run("inspect", "--type", "image", operator.reference))["Docker"][
-        "config"
-    ]
-    check = config["Healthcheck"]["Test"][1:]
-    deadline = time.monotonic() + 60
-    while True:
-        command = [podman, "exec", waiting_operator, *check]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return
-        logs = subprocess.run([podman, "logs", waiting_operator], capture_output=True, text=True, check=False)
-        assert time.monotonic() < deadline, done.stderr + logs.stderr
-        time.sleep(0.5)
+def test_the_charts_deployment_starts_under_podman_and_is_healthy(operator: Built, tmp_path: Path) -> None:
+    """Its own manifest and the image's own health check: nothing is assumed. It waits for the lease."""
+    player = Player(tmp_path)
+    images = f"image.repository={REPOSITORY},image.tag={TAG}"
+    deployment = one(helm_named(HELMS[1]).template("cpu", "--set", images), "Deployment")
+    fields = {"metadata.name": f"{RELEASE}-operator-0", "metadata.namespace": NAMESPACE}
+    config = json.loads(operator.maker.run("inspect", "--type", "image", operator.reference))
+    health_check = config["Docker"]["config"]["Healthcheck"]["Test"][1:]
+    with player.played(as_a_kubelet_starts(deployment, tmp_path, fields)) as container:
+        player.eventually(container, health_check)
+        status = player.eventually(container, ["cat", "/proc/1/status"])
+        written = player.run("exec", container, "python", "-c", "open('/opt/x', 'w')")
+    found = dict(line.split(":", 1) for line in status.splitlines())
+    assert found["Uid"].split() == ["65532"] * 4
+    assert int(found["VmHWM"].split()[0]) < 128 << 10, "the memory that the chart gives it"
+    assert int(found["CapEff"], 16) == 0
+    assert "Read-only file system" in written.stderr

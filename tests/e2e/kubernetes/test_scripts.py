@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tests.e2e.kubernetes.rendering import CHART, HELMS, RELEASE, one, rendered
 
-Answer = tuple[int, dict[str, object]]
+Answer = tuple[int, Mapping[str, object]]
 COMPLETION: dict[str, object] = {"choices": [{"text": " gold"}], "usage": {"completion_tokens": 1}}
 
 

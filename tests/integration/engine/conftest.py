@@ -22,8 +22,8 @@ PREFIX = [0]
 """The factory's BOS."""
 VOCAB = 1000
 
-UNCALIBRATED = {"allow_uncalibrated": True}
-"""Random weights have no quality to calibrate."""
+UNCALIBRATED = {"allow_uncalibrated": True, "loading_controller": False}
+"""Random weights have no quality to calibrate, and tiny models nothing to gain: blend what is asked for."""
 
 PATIENT = {"lookup_deadline_ms": 60_000, "layer_deadline_ms": 60_000}
 """A busy machine is no reason to decline: tests that mean a deadline set it."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kintsugi.client.breaker import FAILURES_MAX, CircuitBreaker
 from kintsugi.client.interface import ChunkLost, LayerFrame
 from kintsugi.client.ram import RamStore
 from kintsugi.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
@@ -130,6 +131,28 @@ def test_a_store_that_fails_is_survived(
     assert failed.accounting["outcome"] == "failed"
     assert type(error).__name__ in failed.accounting["reason"]
     assert max_dlogprob(full, failed) <= 0.01
+
+
+def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
+    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, lookups = rag(*chunks), []
+
+    def down(*_arguments: object) -> None:
+        lookups.append(1)
+        raise Unavailable("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RamStore, "find", down)
+        for _ in range(FAILURES_MAX + 3):
+            declined = ask_cold(engine, prompt.token_ids, prompt.params(0.2), max_tokens=1)
+            assert declined.accounting is not None
+            assert declined.accounting["reason"].startswith("store_unavailable")
+    assert len(lookups) == FAILURES_MAX
+    engine._scheduler._breaker = CircuitBreaker()  # as if the while were over
+    blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2), max_tokens=1)
+    assert blended.accounting is not None
+    assert blended.accounting["outcome"] == "blended"
 
 
 def test_requests_beside_a_stuck_store_are_served(

@@ -17,6 +17,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.client.chunking import ChunkingConfig
 from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
@@ -92,6 +93,11 @@ class Bench:
     def prefilled(self) -> list[str]:
         """Keys, once per prefill."""
         return self.log.read_text().split() if self.log.exists() else []
+
+    def ledger_keys(self) -> list[ChunkKey]:
+        """Of all chunks of the corpus."""
+        (edition,) = self.ledger.editions("tea")
+        return [key for page in self.ledger.keys(edition.id) for key in page]
 
     def stored(self) -> set[str]:
         store = GrpcStore(self.server.address)

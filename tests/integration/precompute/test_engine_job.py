@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
+from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.chunking import Chunker
+from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.engine.local import LocalEngine, Prompt, save_prompt
-from kintsugi.precompute.files import pieces_of
+from kintsugi.precompute.files import listed
 from kintsugi.precompute.job import Job
+from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.readers import Document, read
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
 
@@ -35,7 +39,7 @@ def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
         "allow_uncalibrated": True,
     }
     with LocalEngine.start(spec.model, extra_config=config, dtype="bfloat16", **ENGINE) as engine:
-        for piece in pieces_of(spec.source):
+        for piece in listed(spec.source).pieces:
             for document in read(piece, spec.columns):
                 assert isinstance(document, Document)
                 prompt, spans = list(space.prefix_token_ids), []
@@ -61,3 +65,31 @@ def test_an_engine_of_another_space_ends_the_job(bench: Bench) -> None:
     with pytest.raises(InvalidField, match="chunk space"):
         Job(bench.spec(engine=engine), bench.ledger).run()
     assert bench.stored() == set()
+
+
+@pytest.mark.full
+def test_an_engine_that_is_killed_while_it_saves_leaves_nothing_half_stored(bench: Bench) -> None:
+    pytest.importorskip("vllm")
+    write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(12))})
+    killed: list[int] = []
+
+    def kill_once(progress: Progress) -> None:
+        # The first batch is done, so the second runs: the worker dies amid its saves.
+        if progress.chunks_filled and not killed and job._pool is not None and job._pool.in_flight:
+            for process in psutil.Process().children(recursive=True):
+                # Ray names a process by what it is at. Asked itself, it would answer after its batch.
+                if process.name().startswith("ray::Worker"):
+                    killed.append(process.pid)
+                    process.kill()
+
+    job = Job(bench.spec(engine=ENGINE, batch_tokens=1024), bench.ledger, on_progress=kill_once)
+    progress = job.run()
+    assert progress.worker_deaths >= 1, progress
+    assert (progress.chunks_failed, progress.coverage) == (0, 1.0), progress.failures
+    store = GrpcStore(bench.server.address)
+    try:
+        keys = [key for page in bench.ledger.keys(bench.ledger.editions("tea")[0].id) for key in page]
+        verified = ShardAdmin(store).verify("acme", keys)
+    finally:
+        store.close()
+    assert (verified.absent, list(verified.quarantined)) == (0, [])

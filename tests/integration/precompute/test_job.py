@@ -5,21 +5,29 @@ from __future__ import annotations
 import collections
 import json
 import os
+import shutil
 import signal
 import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from kintsugi.client.admin import ShardAdmin
 from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.client.documents import DocumentRef
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute import job as job_module
+from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.manager import survey
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.warm import pin, retire
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -235,6 +243,95 @@ def _refusing_factory(spec: object) -> object:
             return ["lora: not here"] * len(chunks)
 
     return Refusing()
+
+
+def test_a_ledger_that_is_deleted_meanwhile_ends_the_job_and_the_next_one_goes_on(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    gone: list[bool] = []
+
+    def delete_once(progress: Progress) -> None:
+        if progress.chunks_filled and not gone:
+            gone.append(True)
+            shutil.rmtree(bench.ledger.folder)
+
+    with pytest.raises(Unavailable, match=r"ledger\.sqlite is gone; run the job again"):
+        bench.job(delete_once, batch_tokens=128).run()
+    bench.ledger = Ledger(bench.ledger.folder)
+    assert bench.run().coverage == 1.0
+    assert len(bench.prefilled) == len(set(bench.prefilled))
+
+
+def test_what_cannot_be_listed_is_counted_and_what_it_held_stays(bench: Bench) -> None:
+    folder = bench.folder / "corpus"
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "doc.txt").write_text(f"All about {name}. " * 40)
+    first = bench.run(source=str(folder))
+    os.mkfifo(folder / "pipe.txt")
+    shutil.rmtree(folder / "b")
+    (folder / "b").symlink_to("nowhere")
+    (folder / "b.txt").symlink_to("nowhere")
+    second = bench.run(source=str(folder), errors_share_max=1.0)
+    assert (second.documents_failed, second.documents_vanished) == (2, 1)
+    assert {failure.reason for failure in second.failures} == {
+        "is a link to nothing",
+        "is neither a file nor a link to one",
+    }
+    assert bench.stored() < set(bench.prefilled)
+    assert first.chunks == second.chunks + second.chunks_invalidated
+
+
+def test_a_corpus_on_a_web_server(bench: Bench) -> None:
+    pytest.importorskip("aiohttp")
+    write_corpus(bench.source, TEXTS)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(bench.folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        source = f"http://127.0.0.1:{server.server_port}/{bench.source.name}"
+        assert bench.run(source=source).documents == len(TEXTS)
+        again = bench.run(source=source)
+        assert (again.chunks_filled, again.documents_unchanged) == (0, len(TEXTS))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_an_engine_that_does_not_start_is_not_tried_for_ever(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    factory = partial(_unable_factory, str(bench.log))
+    with pytest.raises(Unavailable, match="no such argument; this was try 3"):
+        job_module.Job(bench.spec(), bench.ledger, factory=factory).run()
+    # Batches in flight when the third one failed may have tried once more.
+    assert 3 <= len(bench.prefilled) <= 3 + 2
+
+
+def _unable_factory(log: str, spec: object) -> object:
+    with open(log, "a", encoding="utf-8") as file:
+        file.write("tried\n")
+    raise Unavailable("vLLM did not start: no such argument")
+
+
+def test_a_store_without_room_ends_the_job_and_keeps_what_it_has(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    with ShardServer(Shard(RamTier(2 << 20)), "127.0.0.1:0") as small:
+        url = f"grpc://{small.address}"
+        # Every chunk that is stored is pinned, so that none gives way to the next.
+        store = GrpcStore(small.address)
+
+        def pin_all(progress: Progress) -> None:
+            keys = [manifest.key for manifest in store.list("acme", 10_000)]
+            store.pin("acme", keys, 600.0)
+
+        with pytest.raises(ResourceExhausted, match="the store takes no more"):
+            bench.job(pin_all, store=url, bytes_max=1 << 40, batch_tokens=64).run()
+        kept = [manifest.key for manifest in store.list("acme", 10_000)]
+        assert 0 < len(kept) < len(bench.ledger_keys())
+        verified = ShardAdmin(store).verify("acme", kept)
+        assert (verified.absent, list(verified.quarantined)) == (0, [])
+        store.close()
 
 
 def test_the_state_of_a_job_lies_in_its_folder(bench: Bench) -> None:

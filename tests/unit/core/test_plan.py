@@ -114,7 +114,7 @@ def test_without_misses_chunks_and_keeps_the_rest() -> None:
     hits = tuple(
         ChunkHit(start, start + 5, key) for start, key in zip((0, 5, 10), itertools.cycle(keys), strict=False)
     )
-    plan = BlendPlan(hits, Selection(0.15))
+    plan = BlendPlan(hits, Selection(0.15), exact_end=5)
     assert plan.without(frozenset()) == plan
     assert plan.without(frozenset(keys[:1])) == dataclasses.replace(plan, hits=hits[1:2])
     assert plan.without(frozenset(keys)).hits == ()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
-from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, sbom, version
+from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, builder, sbom, version
+
+from kintsugi import __version__
 
 every_image = pytest.mark.parametrize("image", IMAGES.values(), ids=lambda image: image.name)
 
@@ -56,8 +59,6 @@ def test_the_operators_lock_has_no_engine() -> None:
 
 
 def test_images_get_the_tag_that_the_chart_asks_for() -> None:
-    from kintsugi import __version__
-
     assert version() == __version__
 
 
@@ -68,8 +69,6 @@ def test_a_list_of_contents_names_each_package_once() -> None:
 
 
 def test_without_a_builder_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts import images
-
-    monkeypatch.setattr(images.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ImagesError, match="apt-get install buildah"):
-        images.builder()
+        builder()

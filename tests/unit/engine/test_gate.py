@@ -145,3 +145,13 @@ def test_allowing_uncalibrated_blending_is_loud(monkeypatch: pytest.MonkeyPatch,
     closed = opened_gate(EngineConfig(), store, BINDING)
     closed.close()
     assert closed.state.reason == "not_calibrated"
+
+
+def test_an_engine_that_only_saves_asks_for_no_report_and_misses_none(log: list[str]) -> None:
+    store = RamStore()
+    gate = opened_gate(EngineConfig(save_only=True, allow_uncalibrated=True), store, BINDING)
+    assert gate.state.reason == "save_only"
+    gate.refresh()
+    assert gate.state.reason == "save_only"
+    assert log == []
+    gate.close()

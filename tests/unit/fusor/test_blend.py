@@ -94,6 +94,13 @@ def assert_cache(stack: ToyStack, key: Tensor, value: Tensor, tolerance: float) 
     assert float((got_value - value).abs().max()) <= tolerance
 
 
+def assert_cache_until(stack: ToyStack, key: Tensor, value: Tensor) -> None:
+    """The first positions are exact, to what storing in fp32 leaves."""
+    got_key, got_value = cache_of(stack)
+    assert float((got_key[:, : key.shape[1]] - key).abs().max()) <= 1e-4
+    assert float((got_value[:, : key.shape[1]] - value).abs().max()) <= 1e-4
+
+
 def measures_at(selector: SelectorName, layer: int, check_layer: int, ratio: float) -> bool:
     if not 0 < ratio < 1 or selector in WITHOUT_DEVIATION:
         return False
@@ -288,6 +295,57 @@ def test_sets_only_shrink_and_keep_the_question(selector: SelectorName) -> None:
         assert must <= later <= earlier
     for positions in work.tally.active_positions.values():
         assert positions == sorted(positions)
+
+
+BEHIND_PREFIX = ((2, 20), (20, 33), (38, 52))
+"""The first chunk stands where it was prefilled: what is loaded of it is exact."""
+
+
+@pytest.mark.parametrize("selector", EVERY_SELECTOR)
+@pytest.mark.parametrize("check_layer", [0, 2])
+def test_exact_tokens_are_neither_recomputed_nor_counted(selector: SelectorName, check_layer: int) -> None:
+    scene, layers = prompt(BEHIND_PREFIX), (0, 1)
+    plan = scene.plan(0.4, selector, check_layer, layers, exact_end=20)
+    work, stack = blended(scene, plan)
+    must, candidates, last = LENGTH - 45, 27, work.tally.active_positions[LAYERS - 1]
+    for positions in work.tally.active_positions.values():
+        assert not set(range(2, 20)) & set(positions)
+    assert (len(last) - must) / candidates == pytest.approx(
+        0.2 if selector is SelectorName.HKVD_GRADUAL else 0.4, abs=0.02
+    )
+    assert work.tally.tokens_hit == 45
+    assert work.tally.tokens_recomputed == len(last) - must
+    workload = Workload(45, must, LAYERS, stack.projection_share, exact_tokens=18)
+    assert token_layers(plan.selection, workload) == pytest.approx(work.tally.token_layers)
+    full = model().dense(scene.token_ids)
+    assert_cache_until(stack, full.keys[:, :20], full.values[:, :20])
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
+def test_where_everything_loaded_is_exact_so_is_the_blend(ratio: float) -> None:
+    scene = prompt(BEHIND_PREFIX[:1])
+    work, stack = blended(scene, scene.plan(ratio, exact_end=20))
+    full = model().dense(scene.token_ids)
+    assert_cache(stack, full.keys, full.values, 1e-4)
+    assert work.tally.tokens_recomputed == (18 if ratio == 1 else 0)
+    expected = token_layers(work.plan.selection, Workload(18, LENGTH - 18, LAYERS, 0.25, exact_tokens=18))
+    assert work.tally.token_layers == expected
+
+
+def test_a_region_behind_some_exact_tokens_counts_the_others() -> None:
+    """The prefix cache holds part of the exact chunk: the same tokens are chosen."""
+    scene = prompt(BEHIND_PREFIX)
+    plan = scene.plan(0.4, exact_end=20)
+    whole, _ = blended(scene, plan)
+    stack = ToyStack(model())
+    full = model().dense(scene.token_ids)
+    stack.keys[:, 0, :10], stack.values[:, 0, :10] = full.keys[:, :10], full.values[:, :10]
+    stack.written[:, 0, :10] = True
+    part, _ = begin(scene, plan, stack, start=10)
+    assert finish(part) is Status.DONE
+    assert part.tally.active_positions[LAYERS - 1] == [
+        p for p in whole.tally.active_positions[LAYERS - 1] if p >= 10
+    ]
 
 
 def test_work_is_handed_back_after_each_budget() -> None:

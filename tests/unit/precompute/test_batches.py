@@ -11,12 +11,12 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.spaces import ChunkKey, token_bytes
 from kintsugi.precompute.batches import DEATHS_MAX, Batch, Batches, Verdict, verdict_on
-from kintsugi.precompute.ledger import PendingChunk
+from kintsugi.precompute.ledger import PendingChunk, packed
 from kintsugi.precompute.worker import FILLED, PRESENT
 
 
 def chunk(number: int, size: int = 10) -> PendingChunk:
-    return PendingChunk(ChunkKey(number.to_bytes(32, "big")), token_bytes([number] * size))
+    return PendingChunk(ChunkKey(number.to_bytes(32, "big")), packed(token_bytes([number] * size)), size)
 
 
 @pytest.mark.parametrize(

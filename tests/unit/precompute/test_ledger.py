@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.client.documents import DocumentRef
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
 from kintsugi.precompute.readers import Failure
 from kintsugi.precompute.warm import pin
 
@@ -24,7 +26,7 @@ def document(
     name: str, *words: int, url: str = "a.jsonl", place: int = 0, space: ChunkSpace = SPACE
 ) -> ScannedDocument:
     chunks = tuple(
-        ScannedChunk(ChunkKey.of(space, [word]).digest, token_bytes([word]), n, n + 1)
+        ScannedChunk(ChunkKey.of(space, [word]).digest, packed(token_bytes([word])), 1, n, n + 1)
         for n, word in enumerate(words)
     )
     return ScannedDocument(url, place, name, "", bytes(words), "{}", chunks)
@@ -32,6 +34,18 @@ def document(
 
 def key(word: int, space: ChunkSpace = SPACE) -> ChunkKey:
     return ChunkKey.of(space, [word])
+
+
+class LookedOnly(Exception):
+    """Raised so that nothing is forgotten."""
+
+
+def orphans(ledger: Ledger, namespace: str) -> list[ChunkKey]:
+    found: list[ChunkKey] = []
+    with suppress(LookedOnly), ledger.orphans(namespace) as keys:
+        found = keys
+        raise LookedOnly
+    return found
 
 
 class Corpus:
@@ -75,19 +89,20 @@ def test_a_change_orphans_exactly_the_chunks_that_nobody_else_has(ledger: Ledger
     other.run(document("x", 3))
     fresh, _, _ = corpus.run(document("a", 4, 5), document("b", 2))
     assert set(fresh) == {key(4), key(5), key(2)}
-    assert ledger.orphans("acme") == [key(1)]
-    assert ledger.orphans("umbrella") == []
-    ledger.forget([key(1)])
-    assert ledger.orphans("acme") == []
+    assert orphans(ledger, "acme") == [key(1)]
+    assert orphans(ledger, "umbrella") == []
+    with ledger.orphans("acme"):
+        pass
+    assert orphans(ledger, "acme") == []
 
 
 def test_a_document_that_vanished_is_forgotten_unless_its_file_could_not_be_read(ledger: Ledger) -> None:
     corpus = Corpus(ledger)
     corpus.run(document("a", 1), document("b", 2, url="b.jsonl"))
     assert corpus.run(document("a", 1), failed=("b.jsonl",))[2] == 0
-    assert ledger.orphans("acme") == []
+    assert orphans(ledger, "acme") == []
     assert corpus.run(document("a", 1))[2] == 1
-    assert ledger.orphans("acme") == [key(2)]
+    assert orphans(ledger, "acme") == [key(2)]
 
 
 def test_files_that_have_not_changed_keep_their_documents(ledger: Ledger) -> None:
@@ -142,7 +157,7 @@ def test_a_retired_edition_leaves_its_own_chunks_as_orphans(ledger: Ledger) -> N
     Corpus(ledger, space=OTHER).run(document("a", 1, space=OTHER))
     old, _ = ledger.editions("tea")
     ledger.retire(old.id)
-    assert ledger.orphans("acme") == [key(1)]
+    assert orphans(ledger, "acme") == [key(1)]
     assert [edition.fingerprint for edition in ledger.editions("tea")] == [OTHER.fingerprint.hex]
 
 
@@ -194,3 +209,35 @@ def test_a_store_without_pins_cannot_keep_a_corpus(ledger: Ledger) -> None:
     Corpus(ledger).run(document("a", 1, 2))
     with pytest.raises(InvalidField, match="has no pins"):
         pin(ledger, "ram://ledger-test", "tea", 60.0)
+
+
+def test_documents_below_a_folder_that_could_not_be_listed_stay(ledger: Ledger) -> None:
+    corpus = Corpus(ledger)
+    names = ("src/deep/a", "src/deep/b/c", "src/deeper/d", "src/e")
+    corpus.run(*(document(url, number, url=url) for number, url in enumerate(names)))
+    _, _, vanished = corpus.run(document("src/e", 3, url="src/e"), failed=("src/deep/",))
+    assert vanished == 1
+    assert orphans(ledger, "acme") == [key(2)]
+
+
+def test_a_document_cannot_take_up_an_orphan_while_it_is_deleted(tmp_path: Path) -> None:
+    """Two jobs share a ledger: one deletes what no document has, the other records a document that has it."""
+    ledger, other = Ledger(tmp_path), Ledger(tmp_path)
+    Corpus(ledger).run(document("a", 1))
+    Corpus(ledger).run(document("a", 2))
+    seen: list[ChunkKey] = []
+
+    def record() -> None:
+        fresh, _, _ = Corpus(other, "coffee").run(document("b", 1))
+        seen.extend(fresh)
+
+    with ledger.orphans("acme") as keys:
+        assert keys == [key(1)]
+        thread = threading.Thread(target=record)
+        thread.start()
+        thread.join(0.3)
+        assert seen == [], "it waits until the store has lost the chunk"
+    thread.join(30)
+    assert seen == [key(1)], "and then asks for it anew"
+    assert orphans(ledger, "acme") == []
+    assert other.resolve("coffee", [DocumentRef("b", 0)])[0] is not None

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -13,14 +19,14 @@ import pytest
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
-from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted
+from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute import files, readers
-from kintsugi.precompute.files import Format, Piece, pieces_of
+from kintsugi.precompute.files import Format, Piece, listed
 from kintsugi.precompute.readers import Columns, Document, Failure, read
 
 
 def read_all(source: Path | str, columns: Columns | None = None) -> list[Document | Failure]:
-    return [item for piece in pieces_of(str(source)) for item in read(piece, columns or Columns())]
+    return [item for piece in listed(str(source)).pieces for item in read(piece, columns or Columns())]
 
 
 def documents(source: Path | str) -> dict[str, str]:
@@ -140,13 +146,118 @@ def test_a_file_that_vanished_is_a_failure(tmp_path: Path) -> None:
 
 def test_sources_that_are_none_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotFound, match="check the path"):
-        pieces_of(str(tmp_path / "nowhere"))
+        listed(str(tmp_path / "nowhere"))
     (tmp_path / "x.bin").write_bytes(b"x")
     with pytest.raises(InvalidField, match="name their format"):
-        pieces_of(str(tmp_path))
-    assert pieces_of(str(tmp_path), Format.TEXT)[0].format is Format.TEXT
+        listed(str(tmp_path))
+    assert listed(str(tmp_path), Format.TEXT).pieces[0].format is Format.TEXT
     with pytest.raises(InvalidField, match="cannot be opened"):
-        pieces_of("nosuch://x")
+        listed("nosuch://x")
     monkeypatch.setattr(files, "FILES_MAX", 0)
     with pytest.raises(ResourceExhausted, match="Parquet"):
-        pieces_of(str(tmp_path))
+        listed(str(tmp_path))
+
+
+def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    (source / "a.txt").write_text("plain")
+    os.mkfifo(source / "pipe.txt")
+    (source / "gone.txt").symlink_to("nowhere")
+    (source / "other.bin").symlink_to("nowhere")
+    (source / "deep/loop").symlink_to("..")
+    (tmp_path / "link").symlink_to(source)
+    listing = listed(str(tmp_path / "link"))
+    assert [piece.name for piece in listing.pieces] == ["a.txt"]
+    at = f"file://{tmp_path}/link"
+    assert listing.unlisted == {
+        f"{at}/gone.txt": "is a link to nothing",
+        f"{at}/pipe.txt": "is neither a file nor a link to one",
+    }
+
+
+def test_a_link_to_a_file_changes_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "source/b.txt").symlink_to(tmp_path / "a.txt")
+    (before,) = listed(str(tmp_path / "source")).pieces
+    os.utime(tmp_path / "a.txt", (1, 1))
+    (after,) = listed(str(tmp_path / "source")).pieces
+    assert documents(tmp_path / "source") == {"b.txt": "one"}
+    assert before.stamp != after.stamp
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open/a.txt").write_text("plain")
+    (tmp_path / "shut").mkdir(mode=0)
+    with as_nobody(tmp_path):
+        listing = listed(str(tmp_path))
+        with pytest.raises(Unavailable, match="Permission denied"):
+            listed(str(tmp_path / "shut"))
+    assert [piece.name for piece in listing.pieces] == ["open/a.txt"]
+    ((url, reason),) = listing.unlisted.items()
+    assert url == f"file://{tmp_path}/shut/"
+    assert "Permission denied" in reason
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    """Permissions mean nothing to root: be somebody else meanwhile, who may enter `folder`."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for shut in (folder, folder.parent, folder.parent.parent):
+        shut.chmod(0o755)  # pytest's own
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_secrets_and_archives_are_no_sources() -> None:
+    with pytest.raises(InvalidField, match="holds a password") as caught:
+        listed("https://me:hunter2@127.0.0.1/docs/")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(InvalidField, match="unpack it first"):
+        listed("zip://::/tmp/a.zip")
+
+
+class Web(SimpleHTTPRequestHandler):
+    """A folder on the web, as most servers show one."""
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Web, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # fsspec keeps its HTTP session for good
+def test_a_web_server_is_a_source(tmp_path: Path, web: str) -> None:
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "corpus/deep"
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "corpus/a.jsonl").write_text(lines)
+    (folder / "b c.md").write_text("# Title")
+    pq.write_table(pa.table({"id": ["p"], "text": ["parquet"]}), tmp_path / "corpus/d.parquet")
+    expected = {row["id"]: row["text"] for row in ROWS}
+    assert documents(f"{web}/corpus/a.jsonl") == expected
+    assert documents(f"{web}/corpus") == {**expected, "p": "parquet", "deep/b%20c.md": "# Title"}
+    before = listed(f"{web}/corpus/a.jsonl").pieces[0].stamp
+    os.utime(tmp_path / "corpus/a.jsonl", (1, 1))
+    assert before != listed(f"{web}/corpus/a.jsonl").pieces[0].stamp != ""
+    with pytest.raises(NotFound, match="check the path"):
+        listed(f"{web}/nowhere/")
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1"):
+        listed("http://127.0.0.1:1/corpus/")

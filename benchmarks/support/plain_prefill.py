@@ -1,0 +1,83 @@
+"""vLLM without the plugin, in a process of its own, prefilling chunks when it is told to.
+
+It loads the same checkpoint with the same arguments as a precompute worker, and keeps vLLM's prefix caching
+as it comes. While it is not asked, it sleeps: two engines can so take turns on one machine, and whatever else
+the machine does meanwhile hits both alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kintsugi.engine.local import LocalEngine, Prompt
+
+
+class PlainPrefill:
+    """The parent's end. A context manager; the engine is up and warm once it is entered."""
+
+    def __init__(
+        self,
+        model: str,
+        engine: dict[str, Any],
+        prefix: Sequence[int],
+        batches: Sequence[Sequence[Sequence[int]]],
+    ) -> None:
+        """``batches``: chunks' token ids, as they are to be given to vLLM at once, each behind the prefix."""
+        self._prefix = list(prefix)
+        self._batches = list(batches)
+        self._next = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, model, json.dumps(engine)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self.tokens = 0
+        """Of chunks prefilled so far; their prefixes do not count."""
+        self.seconds = 0.0
+
+    def __enter__(self) -> PlainPrefill:
+        self._ask([[1, 2, 3]])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def turn(self, tokens: int) -> None:
+        """Go on until `tokens` are prefilled in all, whole batches at a time."""
+        while self.tokens < tokens and self._next < len(self._batches):
+            batch = self._batches[self._next]
+            self._next += 1
+            self.seconds += self._ask(batch)
+            self.tokens += sum(map(len, batch))
+
+    def _ask(self, batch: Sequence[Sequence[int]]) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([[*self._prefix, *chunk] for chunk in batch]), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("SECONDS "):
+                return float(line.split()[1])
+        raise RuntimeError("the plain engine ended; its words are on stderr")
+
+
+def main() -> None:
+    model, engine = sys.argv[1], json.loads(sys.argv[2])
+    with LocalEngine.start(model, **engine) as llm:
+        for line in sys.stdin:
+            prompts = [Prompt(prompt, max_tokens=1) for prompt in json.loads(line)]
+            started_s = time.perf_counter()
+            llm.generate(prompts)
+            print(f"SECONDS {time.perf_counter() - started_s}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

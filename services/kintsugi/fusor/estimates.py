@@ -1,0 +1,194 @@
+"""What was measured lately, for the loading controller: how fast bytes come and what computing costs.
+
+Stateful, but without clock and I/O: who observes also measures. Every estimate forgets, so that it follows a
+store that became slow and a machine that became busy. Cost: an exponential mean per transfer; about 0.2 ms
+per observed step or blend for a fit of at most five terms; a snapshot copies one small dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kintsugi.core.plan import Source
+
+RECENT_SHARE = 0.25
+"""Weight of the newest transfer; the first ones count alike."""
+OUTLIER_FACTOR = 4.0
+"""A measurement counts as at most so many times the estimate: one pause of the machine is not a slow store,
+and a store that really became slow is believed after a few transfers."""
+FORGETTING = 0.98
+"""What a fit keeps of its past with each observation."""
+PRIOR_WEIGHT = 0.02
+SWEEPS = 40
+BLENDS_MIN = 2
+"""Passes before a fit of them counts; the first of an engine, which prepares kernels, is not among them."""
+STEPS_MIN = 2
+STEP_TOKENS_MIN = 16
+"""Steps with fewer new tokens say what a decode costs, not what a prefill does."""
+EXTRAPOLATION_MAX = 8.0
+"""A step is predicted from steps that had at least this part of its tokens."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one stream read from one source."""
+
+    source: Source
+    opening_s: float
+    """Wait for the first frame: the way there, the shard's queue, and the frame itself."""
+    opening_bytes: int
+    wait_s: float
+    """Wait for the other frames that count."""
+    num_bytes: int
+    """Of those other frames."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a source answers."""
+
+    opening_s: float
+    """Until bytes come: the way there and the shard's queue."""
+    s_per_byte: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 1 / self.s_per_byte if self.s_per_byte else float("inf")
+
+
+Terms = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything known at one moment. Seconds; None where nothing is known yet."""
+
+    links: Mapping[Source, Link] = field(default_factory=lambda: MappingProxyType({}))
+    decode_s_per_byte: float = 0.0
+    """Decoding and rotating, on the loader's thread."""
+    step: Terms | None = None
+    """Of an engine step: constant, per new token, per attended pair of tokens."""
+    step_tokens_seen: int = 0
+    """The most new tokens of a step that was measured lately."""
+    blend: Terms | None = None
+    """Of a pass: constant, per token-layer, per pair in runs of tokens, per pair of scattered tokens, per
+    row that is written."""
+    tail_s: float = 0.0
+    """From the end of a pass to the first token, and what lies between its slices."""
+
+
+class Estimates:
+    """Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._links: dict[Source, tuple[_Mean, _Mean]] = {}
+        self._decode = _Mean()
+        self._step = Fit(3)
+        self._step_tokens_seen = 0.0
+        self._blend = Fit(5)
+        self._blends_seen = 0
+        self._tail = _Mean()
+
+    def observe_transfer(self, transfer: Transfer) -> None:
+        opening, rate = self._links.setdefault(transfer.source, (_Mean(), _Mean()))
+        if transfer.num_bytes:
+            rate.add(transfer.wait_s / transfer.num_bytes)
+            opening.add(max(0.0, transfer.opening_s - rate.value * transfer.opening_bytes))
+        elif transfer.opening_bytes:
+            rate.add(transfer.opening_s / transfer.opening_bytes)
+
+    def observe_decode(self, seconds: float, num_bytes: int) -> None:
+        if num_bytes:
+            self._decode.add(seconds / num_bytes)
+
+    def observe_step(self, tokens: int, pairs: float, seconds: float) -> None:
+        """One engine step that forwarded `tokens` new tokens and did nothing of ours beside it."""
+        if tokens < STEP_TOKENS_MIN or seconds <= 0:
+            return
+        self._step.add((1.0, float(tokens), pairs), seconds)
+        self._step_tokens_seen = max(FORGETTING * self._step_tokens_seen, tokens)
+
+    def observe_blend(self, terms: Terms, num_layers: int, seconds: float) -> None:
+        """One pass: its terms, as `Measured.blend` has them, and the seconds that it computed."""
+        self._blends_seen += 1
+        if self._blends_seen == 1 or seconds <= 0:
+            return
+        self._blend.add(terms, seconds, prior=blend_prior(self._step.value, num_layers))
+
+    def observe_tail(self, seconds: float) -> None:
+        self._tail.add(max(0.0, seconds))
+
+    def snapshot(self) -> Measured:
+        return Measured(
+            links={
+                source: Link(opening.value, rate.value) for source, (opening, rate) in self._links.items()
+            },
+            decode_s_per_byte=self._decode.value,
+            step=self._step.value if self._step.count >= STEPS_MIN else None,
+            step_tokens_seen=round(self._step_tokens_seen),
+            blend=self._blend.value if self._blend.count >= BLENDS_MIN else None,
+            tail_s=self._tail.value,
+        )
+
+
+def blend_prior(step: Terms, num_layers: int) -> Terms:
+    """What a pass would cost if a layer of it cost what it does in a step."""
+    constant, per_token, per_pair = step
+    return constant, per_token / num_layers, per_pair / num_layers, per_pair / num_layers, 0.0
+
+
+class _Mean:
+    """Exponentially weighted; plain while there are few."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        if self._count > 2 and self.value > 0:
+            value = min(value, OUTLIER_FACTOR * self.value)
+        self.value += max(RECENT_SHARE, 1 / self._count) * (value - self.value)
+
+
+class Fit:
+    """Least squares of relative errors with forgetting; no coefficient is ever negative.
+
+    Relative, so that long prompts do not drown short ones, and an observation that a pause made slow weighs
+    little. Solved by coordinate descent from the last solution: the problem is convex, and a direction that
+    was never observed stays where it was. The first term is a constant and comes last: what can be explained
+    by an amount of work is.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.value: Terms = (0.0,) * size
+        self.count = 0
+        self._gram = [[0.0] * size for _ in range(size)]
+        self._right = [0.0] * size
+
+    def add(self, terms: Sequence[float], seconds: float, prior: Sequence[float] | None = None) -> None:
+        """`prior`: coefficients to begin with; it is forgotten like any observation."""
+        rows = [term / seconds for term in terms]
+        if self.count == 0 and prior is not None:
+            self.value = tuple(prior)
+            for index, row in enumerate(rows):
+                self._gram[index][index] += PRIOR_WEIGHT * row * row
+                self._right[index] += PRIOR_WEIGHT * row * row * prior[index]
+        self.count += 1
+        for index, row in enumerate(rows):
+            self._right[index] = FORGETTING * self._right[index] + row
+            for other, column in enumerate(rows):
+                self._gram[index][other] = FORGETTING * self._gram[index][other] + row * column
+        self.value = self._solved()
+
+    def _solved(self) -> Terms:
+        value = list(self.value)
+        for _ in range(SWEEPS):
+            for index in (*range(1, len(value)), 0):
+                row = self._gram[index]
+                if row[index] > 0:
+                    rest = sum(row[other] * value[other] for other in range(len(value)) if other != index)
+                    value[index] = max(0.0, (self._right[index] - rest) / row[index])
+        return tuple(value)

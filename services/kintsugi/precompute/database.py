@@ -1,0 +1,113 @@
+"""One SQLite file behind a lock, whose errors are ours: what the ledger and the journal lie in."""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kintsugi.core.errors import Corrupted, KintsugiError, ResourceExhausted, Unavailable
+
+BUSY_S = 60.0
+
+
+class Database:
+    """Thread-safe; one connection. Several processes may hold the file; writers take turns."""
+
+    def __init__(self, path: Path, schema: str, version: int) -> None:
+        """Opens or makes the file. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
+        self.path = path
+        self._lock = threading.RLock()
+        with self._translated("opened"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA cache_size=-32768")
+            (written,) = self._db.execute("PRAGMA user_version").fetchone()
+            if written not in (0, version):
+                raise Corrupted(
+                    f"{path.parent} was written by another version (schema {written}); use another --state"
+                )
+            self._db.executescript(f"{schema} PRAGMA user_version={version};")
+            found = path.stat()
+            self._file = (found.st_dev, found.st_ino)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Raises `Unavailable` and `Corrupted`."""
+        with self._lock, self._translated("read"):
+            yield self._db
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of the body or nothing. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
+        with self._lock, self._translated("written"):
+            self._check_there()
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk has rolled it back already
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _check_there(self) -> None:
+        """SQLite would go on writing into a file that was deleted, and nobody would ever read it."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._file:
+            raise Unavailable(
+                f"{self.path} is gone; run the job again: it is written anew from the source, and the "
+                "chunks in the store stay"
+            )
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError:
+            raise  # a mistake of ours, such as asking what is closed
+        except sqlite3.DatabaseError as error:
+            raise self._ours(error, what) from error
+        except OSError as error:
+            raise Unavailable(
+                f"{self.path.parent} cannot be {what} ({error.strerror}); name another --state"
+            ) from error
+
+    def _ours(self, error: sqlite3.DatabaseError, what: str) -> KintsugiError:
+        if "disk is full" in str(error):
+            return ResourceExhausted(f"the disk of {self.path} is full; make room, then run the job again")
+        if not isinstance(error, sqlite3.OperationalError):
+            return Corrupted(f"{self.path} cannot be {what} ({error}); name another --state")
+        return Unavailable(
+            f"{self.path} cannot be {what} ({error}); look at its folder, or name another --state"
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._db.close()
+
+
+@contextmanager
+def locked(path: Path, taken: str) -> Iterator[None]:
+    """No other process is in here. Ends with the process. Raises `Unavailable` with `taken` where one is."""
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise Unavailable(
+            f"{path.parent} cannot be written ({error.strerror}); name another --state"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Unavailable(taken) from None
+        yield

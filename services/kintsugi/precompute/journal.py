@@ -1,0 +1,97 @@
+"""Submitted jobs on disk, beside the ledger, so that a server that restarts goes on with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi.core.schema import load
+from kintsugi.precompute.database import Database, locked
+from kintsugi.precompute.progress import Progress
+from kintsugi.precompute.spec import JobSpec
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS job (
+    number INTEGER PRIMARY KEY, job_id TEXT NOT NULL UNIQUE, spec TEXT NOT NULL, dry INTEGER NOT NULL,
+    paused INTEGER NOT NULL, cancelled INTEGER NOT NULL, progress TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One job as it was last written down."""
+
+    job_id: str
+    spec: JobSpec
+    dry: bool
+    paused: bool = False
+    cancelled: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+
+class Journal:
+    """Thread-safe. One process holds a folder's journal: two would run its jobs twice."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens or makes `folder`/jobs.sqlite. Raises what `Database` raises, and `Unavailable` where another
+        process holds it."""
+        self._database = Database(folder / "jobs.sqlite", _SCHEMA, SCHEMA_VERSION)
+        self._held = ExitStack()
+        try:
+            self._held.enter_context(
+                locked(
+                    folder / "jobs.lock",
+                    f"another server has the jobs of {folder}; stop it, or name another --state",
+                )
+            )
+        except BaseException:
+            self._database.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._database.close()
+        self._held.close()
+
+    def write(self, line: Line) -> None:
+        """Add a job, or replace what was written of it."""
+        with self._database.transaction() as db:
+            db.execute(
+                "INSERT INTO job (job_id, spec, dry, paused, cancelled, progress) VALUES (?,?,?,?,?,?)"
+                " ON CONFLICT (job_id) DO UPDATE SET paused=excluded.paused, cancelled=excluded.cancelled,"
+                " progress=excluded.progress",
+                (
+                    *(line.job_id, line.spec.to_json(), line.dry, line.paused, line.cancelled),
+                    json.dumps(asdict(line.progress)),
+                ),
+            )
+
+    def forget(self, job_ids: Sequence[str]) -> None:
+        with self._database.transaction() as db:
+            db.executemany("DELETE FROM job WHERE job_id=?", [(job_id,) for job_id in job_ids])
+
+    def lines(self) -> list[Line]:
+        """The oldest first. What another version wrote and this one cannot read is logged and stays."""
+        with self._database.reading() as db:
+            rows = db.execute(
+                "SELECT job_id, spec, progress, dry, paused, cancelled FROM job ORDER BY number"
+            ).fetchall()
+        lines = []
+        for job_id, spec_json, progress_json, dry, paused, cancelled in rows:
+            try:
+                spec = load(JobSpec, json.loads(spec_json), "spec")
+                progress = load(Progress, json.loads(progress_json), "progress")
+            except KintsugiError as error:
+                log.error("job %s is left alone, it was written by another version: %s", job_id, error)
+                continue
+            lines.append(Line(job_id, spec, bool(dry), bool(paused), bool(cancelled), progress))
+        return lines

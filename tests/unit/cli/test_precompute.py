@@ -1,0 +1,69 @@
+"""What the precompute commands say: signals, failures, progress."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
+pytest.importorskip("inscriptis", reason="install the extra `precompute`")
+
+from kintsugi.cli import precompute as command
+from kintsugi.precompute.progress import Progress, State
+from kintsugi.precompute.readers import Failure
+
+
+class StubJob:
+    """Counts how often it is cancelled."""
+
+    cancelled = 0
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+def test_the_first_ctrl_c_waits_and_says_so_and_the_second_does_not_wait() -> None:
+    job, notes = StubJob(), list[str]()
+    before = signal.getsignal(signal.SIGINT)
+    with command._cancelled_by_signals(job, notes.append):  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGINT)
+        assert job.cancelled == 1
+        assert "once the batches that run are done" in notes[0]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("failure", "place"),
+    [
+        (Failure("file:///c/a.jsonl", 70, "bad"), "/c/a.jsonl@70"),
+        (Failure("file:///c/a.csv", 2, "bad", "d2"), "/c/a.csv@2 (d2)"),
+        (Failure("s3://c/deep/a.txt", 0, "bad", "deep/a.txt"), "s3://c/deep/a.txt"),
+        (Failure("", 0, "bad", "chunk 00ff"), "chunk 00ff"),
+    ],
+)
+def test_a_failure_says_where_to_look(failure: Failure, place: str) -> None:
+    assert command._place(failure) == place
+
+
+def test_the_final_table_names_some_failures_and_counts_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(
+        corpus="tea",
+        state=State.DONE,
+        documents=5,
+        documents_failed=3,
+        failures=[Failure("file:///a", 0, "bad")],
+    )
+    command._report(progress, None, 1, as_json=False)
+    said = capsys.readouterr().out
+    assert "/a: bad" in said
+    assert said.rstrip().endswith("and 2 more")
+
+
+def test_a_dry_run_shows_what_is_missing_rather_than_a_rate_of_nothing() -> None:
+    assert command._line(Progress(dry=True, bytes_missing=2 << 20))[1] == "2 MiB missing"
+    assert "tokens/s" in command._line(Progress())[1]

@@ -1,0 +1,83 @@
+"""The world's errors below the ledger: what they are called, and that nothing is half written."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from kintsugi.core.errors import Corrupted, ResourceExhausted, Unavailable
+from kintsugi.precompute.database import Database, locked
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS word (text BLOB NOT NULL);"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return Database(tmp_path / "state/words.sqlite", SCHEMA, 1)
+
+
+def count(database: Database) -> int:
+    with database.reading() as db:
+        (found,) = db.execute("SELECT count(*) FROM word").fetchone()
+    return int(found)
+
+
+def test_a_body_that_raises_leaves_nothing(database: Database) -> None:
+    with pytest.raises(Corrupted, match="NOT NULL"), database.transaction() as db:
+        db.executemany("INSERT INTO word VALUES (?)", [("a",), (None,)])
+    assert count(database) == 0
+    with database.transaction() as db:
+        db.execute("INSERT INTO word VALUES ('b')")
+    assert count(database) == 1
+
+
+def test_a_full_disk_is_said_and_nothing_is_half_written(database: Database) -> None:
+    with database.reading() as db:
+        db.execute("PRAGMA max_page_count=8")  # what SQLite says then is what it says on a full disk
+    with pytest.raises(ResourceExhausted, match="make room"), database.transaction() as db:
+        db.executemany("INSERT INTO word VALUES (?)", [(bytes(4096),) for _ in range(20)])
+    assert count(database) == 0
+    with database.transaction() as db:
+        db.execute("INSERT INTO word VALUES ('fits')")
+    assert count(database) == 1
+
+
+def test_a_folder_that_is_deleted_meanwhile_is_said(database: Database) -> None:
+    shutil.rmtree(database.path.parent)
+    with pytest.raises(Unavailable, match="is gone; run the job again"), database.transaction() as db:
+        db.execute("INSERT INTO word VALUES ('a')")
+    Database(database.path, SCHEMA, 1).close()  # another process makes one of the same name
+    with pytest.raises(Unavailable, match="is gone; run the job again"), database.transaction() as db:
+        db.execute("INSERT INTO word VALUES ('a')")
+
+
+def test_a_file_that_is_no_database_or_of_another_version(tmp_path: Path) -> None:
+    (tmp_path / "a.sqlite").write_bytes(b"no database" * 200)
+    with pytest.raises(Corrupted, match="--state"):
+        Database(tmp_path / "a.sqlite", SCHEMA, 1)
+    Database(tmp_path / "b.sqlite", SCHEMA, 1).close()
+    with pytest.raises(Corrupted, match="another version"):
+        Database(tmp_path / "b.sqlite", SCHEMA, 2)
+
+
+def test_asking_what_is_closed_is_a_mistake_of_ours(database: Database) -> None:
+    database.close()
+    database.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        count(database)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path / "a.lock", "taken"),
+        pytest.raises(Unavailable, match="taken"),
+        locked(tmp_path / "a.lock", "taken"),
+    ):
+        pass
+    with locked(tmp_path / "a.lock", "taken"):
+        pass
+    with pytest.raises(Unavailable, match="--state"), locked(tmp_path / "nowhere/a.lock", "taken"):
+        pass
