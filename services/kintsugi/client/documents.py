@@ -64,9 +64,9 @@ class DocumentIndex(ABC):
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
         """Chunks that were made for a model, hexadecimal, with numbers above `after`, in order."""
 
+    @abstractmethod
     def close(self) -> None:
         """Idempotent."""
-        return
 
 
 def checked_document_id(document_id: str) -> str:

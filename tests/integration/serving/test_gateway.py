@@ -23,8 +23,10 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
+from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
+from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.serving.access import ANYONE, TokenFile
 from kintsugi.serving.fill import FillConfig
 from kintsugi.serving.gateway import Gateway
@@ -112,6 +114,9 @@ class OneCorpus(DocumentIndex):
         ]
         return [chunk for chunk in numbered if chunk.number > after][:limit]
 
+    def close(self) -> None:
+        return None
+
 
 def test_a_documents_chunk_is_what_precompute_made_of_it() -> None:
     tokenize = bundled_tokenize()
@@ -147,8 +152,9 @@ def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> 
         "another of them, which ends in a smile 🙂",
     ]
     scanned = [
-        ScannedChunk(ChunkKey.of(space, tokenize(text)).digest, token_bytes(tokenize(text)), 0, len(text))
+        ScannedChunk(ChunkKey.of(space, ids).digest, packed(token_bytes(ids)), len(ids), 0, len(text))
         for text in texts
+        for ids in [tokenize(text)]
     ]
     ledger = Ledger(tmp_path)
     edition = ledger.open_edition("docs", space, "source", "model", "chunking")
@@ -214,11 +220,31 @@ def test_what_comes_with_a_request_reaches_the_engine() -> None:
         assert request.prompt_token_ids[0] == 1, "the prefix that chunks were prefilled behind"
 
 
+def test_a_trace_and_a_request_id_go_through_to_the_engine() -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    metadata = (
+        ("traceparent", f"00-{trace_id}-b7ad6b7169203331-01"),
+        ("x-request-id", "mine-1"),
+    )
+    request = pb.GenerateRequest(namespace=NAMESPACE, question=pb.Content(text="Why?"))
+    with running() as gateway, grpc.insecure_channel(gateway.address) as channel:
+        call = KintsugiStub(channel).Generate(request, metadata=metadata)
+        first, *_ = list(call)
+        assert first.resolved.request_id == "mine-1"
+        assert dict(tuple(entry) for entry in call.initial_metadata())["x-request-id"] == "mine-1"
+        (seen,) = gateway.backend.seen.requests
+        assert seen.request_id.startswith("mine-1-")
+        assert seen.trace["traceparent"].split("-")[1] == trace_id
+        unusable = (("x-request-id", "no id at all"),)
+        first, *_ = list(KintsugiStub(channel).Generate(request, metadata=unusable))
+        assert len(first.resolved.request_id) == 32, "one is made up"
+
+
 def test_an_engine_that_goes_before_it_answers_is_asked_again() -> None:
     with running() as gateway, Client(gateway.address, NAMESPACE) as client:
         client.generate(PASSAGES, QUESTION)
         gateway.backend.down = True
-        gateway.loop.call_later(0.02, lambda: setattr(gateway.backend, "down", False))
+        gateway.loop.call_later(0.02, gateway.backend.come_up)
         assert client.generate(PASSAGES, QUESTION).finish_reason == "length"
 
 
