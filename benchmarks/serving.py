@@ -104,9 +104,10 @@ def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
             found = phases.measure_goodput(servers, texts, workload, idle, budget)
             figures += phases.goodput_figures(found, idle, None if quick else GOODPUT_BAR)
         if "stuffing" in chosen:
-            figures += phases.measure_stuffing(ours, model, STUFFING_BAR)
+            figures += phases.measure_stuffing(ours, model, None if quick else STUFFING_BAR)
         if "recovery" in chosen:
-            figures += phases.measure_recovery(ours, texts, workload, idle, budget, RECOVERY_BAR_S)
+            bar = None if quick else RECOVERY_BAR_S
+            figures += phases.measure_recovery(ours, texts, workload, idle, budget, bar)
     return figures
 
 
