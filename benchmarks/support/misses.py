@@ -37,7 +37,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def _compared(running: LocalEngine, name: str, reason: str, requests: int) -> list[Figure]:
-    generator = random.Random(5)
+    generator = random.Random(name)  # else plain prompts would be in the prefix cache from before
     plain: list[float] = []
     ours: list[float] = []
     for index in range(requests + UNCOUNTED):

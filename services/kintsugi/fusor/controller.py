@@ -28,8 +28,9 @@ RATIO_STEP = 0.05
 """Raised ratios are multiples of it: a few different blends of a prompt, not one per measurement."""
 FREE_SHARE = 0.02
 """A ratio is free if the first token comes at most this much later: no layer's load hides the last layer."""
-WORTHWHILE_SHARE = 0.05
-"""What is stored is recomputed where the first token comes earlier by at least this share: forecasts err."""
+WORTHWHILE_SHARE = 0.1
+"""Loading some chunks and recomputing others has to bring the first token forward by this share, against
+loading all and against a full prefill: forecasts err."""
 CANDIDATES_MAX = 16
 """Ways to load fewer chunks that are compared, as far as there are not more sets of sources: the scheduler
 waits for it."""
@@ -98,15 +99,14 @@ def _forecast(
 def _with_fewer_loads(
     plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest
 ) -> tuple[BlendPlan, BlendForecast]:
-    """The best of the candidates where it is worthwhile, or needed to beat a full prefill; else `plan`, which
-    loads everything."""
+    """The best of the candidates where it is worthwhile; else `plan`, which loads everything."""
     best = plan, forecast
     for loaded in candidates(plan.hits):
         fewer = _forecast(plan.selection, loaded, request)
         if fewer is not None and fewer.ttft_s < best[1].ttft_s:
             best = replace(plan, hits=loaded), fewer
-    worthwhile = best[1].ttft_s < (1 - WORTHWHILE_SHARE) * forecast.ttft_s
-    return best if worthwhile or forecast.ttft_s > full_s else (plan, forecast)
+    otherwise_s = min(forecast.ttft_s, full_s)
+    return best if best[1].ttft_s < (1 - WORTHWHILE_SHARE) * otherwise_s else (plan, forecast)
 
 
 def candidates(hits: tuple[ChunkHit, ...]) -> Iterator[tuple[ChunkHit, ...]]:

@@ -140,7 +140,8 @@ def blend_prior(step: Terms, num_layers: int) -> Terms:
 
 
 class _Mean:
-    """Exponentially weighted; plain while there are few."""
+    """Exponentially weighted; plain while there are few. Downwards in ratios: a store that became a hundred
+    times faster is read rarely, and is to be noticed after a few times."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -148,9 +149,13 @@ class _Mean:
 
     def add(self, value: float) -> None:
         self._count += 1
+        share = max(RECENT_SHARE, 1 / self._count)
+        if self._count > 2 and 0 < value < self.value:
+            self.value *= (value / self.value) ** share
+            return
         if self._count > 2 and self.value > 0:
             value = min(value, OUTLIER_FACTOR * self.value)
-        self.value += max(RECENT_SHARE, 1 / self._count) * (value - self.value)
+        self.value += share * (value - self.value)
 
 
 class Fit:

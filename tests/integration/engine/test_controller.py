@@ -29,7 +29,7 @@ from tests.integration.engine.conftest import (
 pytestmark = pytest.mark.engine
 
 SHAPE = "tiny-llama"
-FAST, SLOW = 1e12, 20e3
+FAST, SLOW = 1e12, 300e3
 """Bytes per second. At the slow rate a prompt's chunks take seconds, its prefill milliseconds."""
 
 
