@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import grpc
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
 from kintsugi.client import sdk_messages as messages
 from kintsugi.client.calls import finished, iterate
@@ -53,7 +53,7 @@ MESSAGE_BYTES_MAX = 64 << 20
 """Of what a gateway answers."""
 PAGE = 1000
 RETRY_WAIT_S = 0.1
-"""Before the second attempt; doubled before each further one, and up to as much again by chance."""
+"""Before the second attempt, doubled before each further one; up to so much more by chance."""
 
 Answered = TypeVar("Answered")
 
@@ -234,9 +234,8 @@ class _Core:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),
             stop=stop_after_attempt(options.attempts),
-            wait=wait_exponential_jitter(
-                initial=RETRY_WAIT_S, max=options.retry_wait_s_max, jitter=RETRY_WAIT_S
-            ),
+            wait=wait_exponential(multiplier=RETRY_WAIT_S, max=options.retry_wait_s_max)
+            + wait_random(0, RETRY_WAIT_S),
             sleep=self.transport.pause,
             reraise=True,
         )
