@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,6 @@ class Events:
     """What happens, as lines: prose on a terminal, one JSON object each with `--json`."""
 
     screen: Screen
-    seen: set[str] = field(default_factory=set)
 
     def say(self, event: str, text: str, **details: Any) -> None:
         if self.screen.as_json:

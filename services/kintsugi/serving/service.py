@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -21,6 +22,8 @@ from kintsugi.core.deploy import (
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.serving.directory import remove_directory
+
+log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
 """Requests and answers are small; chunk KV never passes through Ray."""
@@ -173,8 +176,12 @@ class Service:
     def stop(self) -> None:
         """Drain and end every replica, engines before shards, then the directory. Idempotent."""
         from ray import serve
+        from ray.serve.exceptions import RayServeException
 
-        serve.delete(SERVICE_APP)
-        serve.delete(STORE_APP)
-        serve.shutdown()
+        try:
+            serve.delete(SERVICE_APP)
+            serve.delete(STORE_APP)
+            serve.shutdown()
+        except RayServeException as error:
+            log.info("Serve does not run, so there is nothing to end: %s", error)
         remove_directory()
