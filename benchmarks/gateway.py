@@ -5,8 +5,8 @@ Usage: python benchmarks/gateway.py [--quick] [--save]
 The gateway runs in a process of its own, behind gRPC on loopback, as it is deployed; a client in this
 process sends requests of six 512-token chunks as text and a question, open loop, at exponential intervals. A
 request's own cost is its time to first token as the client sees it, less the delay that the stub stated.
-`warm`: 200 chunks, Zipf 0.9, all seen before, as those of a RAG service are; `new`: every text is new and has
-to be tokenised. The last line is JSON.
+`warm`: 200 chunks, Zipf 0.9, all stored before, as those of a RAG service are; `new`: every text is new and
+has to be tokenised. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.support.figures import Figure, report
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 from kintsugi.client.chunking import Chunker
+from kintsugi.client.registry import open_async_store
 from kintsugi.client.sdk import AsyncClient
 from kintsugi.client.sdk_types import Delta
 from kintsugi.core.deploy import GatewaySpec
@@ -43,6 +44,7 @@ CHUNKS_PER_REQUEST = 6
 CHUNK_TOKENS = 512
 ZIPF = 0.9
 NAMESPACE = "bench"
+STORE = "ram://bench"
 DELAYS = StubDelays(first_token_s=0.05, token_s=0.005)
 MAX_TOKENS = 16
 BAR_MS = 5.0
@@ -63,8 +65,8 @@ class Load:
 
 async def _gateway() -> None:
     """In a process of its own: print the address, serve until stdin ends, print the CPU seconds used."""
-    backend = StubBackend(DELAYS)
-    gateway = await Gateway.open(GatewaySpec(grpc_port=0), backend, "ram://bench", BUNDLED_CHECKPOINT)
+    backend = StubBackend(DELAYS, store=open_async_store(STORE))
+    gateway = await Gateway.open(GatewaySpec(grpc_port=0), backend, STORE, BUNDLED_CHECKPOINT)
 
     async def until() -> None:
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -154,8 +156,7 @@ async def _measured(seconds: float) -> dict[str, Load]:
     new = [[f"{index}-{n} {texts.text()}" for n in range(CHUNKS_PER_REQUEST)] for index in range(requests)]
     with gateway_process() as (process, address):
         async with AsyncClient(address, NAMESPACE) as client:
-            for start in range(0, CHUNKS, CHUNKS_PER_REQUEST):
-                await client.generate(chunks[start : start + CHUNKS_PER_REQUEST], "?", max_tokens=1)
+            await client.put_chunks(chunks)
             await load(client, process, warm, WARM_UP_S)
             return {
                 "warm": await load(client, process, warm, seconds),

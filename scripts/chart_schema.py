@@ -178,6 +178,8 @@ class Values:
 
 COMMENTS = {
     "model.path": "Empty: what `name` says.",
+    "network.clientNamespaces": "Where some are named, and `test.enabled`, the release's own may too.",
+    "tls.secret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
     "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
 }
 """Where the chart does more than the operator."""

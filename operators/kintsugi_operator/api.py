@@ -472,6 +472,21 @@ def to_manifest(value: Any) -> Any:
     return str(value) if isinstance(value, StrEnum) else value
 
 
+def said(value: Any) -> Any:
+    """What of a spec is not as it would be anyhow. A field that a later version adds changes no digest."""
+    if isinstance(value, tuple):
+        return [said(inner) for inner in value]
+    if not dataclasses.is_dataclass(value):
+        return to_manifest(value)
+    kept = {}
+    for one in dataclasses.fields(value):
+        inner = getattr(value, one.name)
+        default = one.default_factory() if callable(one.default_factory) else one.default
+        if inner != default:
+            kept[camel(one.name)] = said(inner)
+    return kept
+
+
 def dataclass_within(annotation: Any) -> type[Any] | None:
     """`Tier` of `tuple[Tier, ...]`, `Image` of `Image | None`."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):

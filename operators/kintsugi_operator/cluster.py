@@ -144,16 +144,16 @@ class ApiServer(Cluster):
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
         query = {"fieldManager": FIELD_MANAGER}
         path = resource.path(namespace, name)
-        await self._request("PATCH", path, query, patch, "application/merge-patch+json")
+        await self.request("PATCH", path, query, patch, "application/merge-patch+json")
 
     async def create(self, manifest: Manifest) -> None:
         path = BY_KIND[manifest["kind"]].path(manifest["metadata"]["namespace"])
-        await self._request("POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
+        await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
     async def replace(self, manifest: Manifest) -> None:
         metadata = manifest["metadata"]
         path = BY_KIND[manifest["kind"]].path(metadata["namespace"], metadata["name"])
-        await self._request("PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
+        await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
         query = {"propagationPolicy": "Background"}
@@ -166,7 +166,7 @@ class ApiServer(Cluster):
             "metadata": {"name": pod, "namespace": namespace},
         }
         try:
-            await self._request("POST", POD.path(namespace, pod, "eviction"), {}, body)
+            await self.request("POST", POD.path(namespace, pod, "eviction"), {}, body)
         except Refused as error:
             if error.status == TOO_MANY:
                 return False
@@ -182,19 +182,19 @@ class ApiServer(Cluster):
         metadata = manifest["metadata"]
         path = BY_KIND[manifest["kind"]].path(metadata["namespace"], metadata["name"], sub)
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self._request("PATCH", path, query, manifest, "application/apply-patch+yaml")
+        return await self.request("PATCH", path, query, manifest, "application/apply-patch+yaml")
 
     async def _or_none(
         self, method: str, path: str, query: Mapping[str, str] | None = None
     ) -> Manifest | None:
         try:
-            return await self._request(method, path, query or {})
+            return await self.request(method, path, query or {})
         except Refused as error:
             if error.status == NOT_FOUND:
                 return None
             raise
 
-    async def _request(
+    async def request(
         self,
         method: str,
         path: str,
@@ -202,6 +202,7 @@ class ApiServer(Cluster):
         body: Manifest | None = None,
         content_type: str = "application/json",
     ) -> Manifest:
+        """Anything else. Raises as the others do."""
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content_type

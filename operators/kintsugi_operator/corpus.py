@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from kintsugi_operator import conditions as c
-from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, to_manifest
+from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, said
 from kintsugi_operator.deployed import Revision
 from kintsugi_operator.desired import signed, timestamp
 from kintsugi_operator.jobs import corpus_job, corpus_job_name, ledger_claim
@@ -58,7 +58,7 @@ class CorpusDesired:
 
 def basis_of(spec: CorpusPrecomputeSpec, revision: Revision) -> str:
     """Digest of all that makes a corpus's chunks other ones."""
-    asked = {key: value for key, value in to_manifest(spec).items() if key not in WITHOUT_RERUN}
+    asked = {key: value for key, value in said(spec).items() if key not in WITHOUT_RERUN}
     return digest([asked, revision.name])
 
 

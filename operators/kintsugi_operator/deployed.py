@@ -20,7 +20,7 @@ from kintsugi.core.deploy import (
     serve_config,
 )
 from kintsugi.core.schema import STRICT
-from kintsugi_operator.api import BlendServiceSpec, Engines, Image, Model, to_manifest
+from kintsugi_operator.api import BlendServiceSpec, Engines, Image, Model, said
 from kintsugi_operator.names import digest, named
 from kintsugi_operator.pods import STORE_TLS, TLS, TOKENS, Manifest
 
@@ -57,7 +57,7 @@ class Revision:
     @property
     def name(self) -> str:
         """Digest: the same inputs are the same revision."""
-        return digest(to_manifest(self))
+        return digest(said(self))
 
     def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
         """The spec as it would be had this revision been asked for; everything else is as it is now."""

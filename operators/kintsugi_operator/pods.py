@@ -159,7 +159,7 @@ def template(pod: Pod) -> Manifest:
         "volumes": [{"name": one.name, **one.source} for one in volumes],
     }
     if pod.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in pod.pull_secrets]
+        spec["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(pod.pull_secrets)]
     if pod.nodes.selector:
         spec["nodeSelector"] = dict(pod.nodes.selector)
     if pod.nodes.tolerations:
@@ -191,7 +191,8 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
         "securityContext": security(),
         "resources": resources(pod.cpus, pod.memory, pod.gpus, pod.gpu_resource),
         "env": [_variable(name, value) for name, value in env.items()],
-        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        # KubeRay's CRD keys ports by number and protocol.
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "volumeMounts": [
             {"name": one.name, "mountPath": one.path, **({"readOnly": True} if one.read_only else {})}
             for one in volumes

@@ -19,7 +19,9 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(GROUP, ("blendservices", "corpusprecomputes"), ("get", "list", "patch", "watch")),
+    Rule(GROUP, ("blendservices", "corpusprecomputes"), ("get", "list", "watch")),
+    # The finalizer.
+    Rule(GROUP, ("blendservices",), ("patch",)),
     Rule(GROUP, ("blendservices/status", "corpusprecomputes/status"), ("patch",)),
     # Where the admission plugin OwnerReferencesPermissionEnforcement runs, whoever names an owner that blocks
     # deletion must be allowed this.

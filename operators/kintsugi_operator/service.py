@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kintsugi_operator.api import BlendServiceSpec, to_manifest
+from kintsugi_operator.api import BlendServiceSpec, said
 from kintsugi_operator.deployed import (
     DATA,
     DIRECTORY_PORT,
@@ -73,7 +73,7 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: Revision) -
     remembered = {
         "immutable": True,
         "data": {
-            REVISION_KEY: serve_yaml(to_manifest(revision)),
+            REVISION_KEY: serve_yaml(said(revision)),
             "system-prompt.txt": revision.model.system_prompt or "",
         },
     }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.cluster import POD, RAY_CLUSTER, Cluster, Refused, Resource
+from kintsugi_operator.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
 from kintsugi_operator.pods import Manifest
 from kintsugi_operator.scrape import Web
 
@@ -29,6 +29,8 @@ class FakeCluster(Cluster):
         """By verb and kind."""
         self.evicted: list[str] = []
         self.is_down = False
+        self.used: set[tuple[str, str, str]] = set()
+        """Group, resource and verb of every request: what an API server would ask rights for."""
         self.may_evict = True
         self.defaults: Callable[[Manifest], None] = lambda manifest: None
         """What the API server would add to a stored object."""
@@ -56,11 +58,13 @@ class FakeCluster(Cluster):
         return sorted(name for found, _, name in self.objects if found == kind)
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        self._uses(resource, "get")
         if self.is_down:
             raise Unavailable("the API server does not answer")
         return copy.deepcopy(self.objects.get((resource.kind, namespace, name)))
 
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
+        self._uses(resource, "list")
         return [
             copy.deepcopy(one)
             for (kind, where, _), one in self.objects.items()
@@ -69,6 +73,8 @@ class FakeCluster(Cluster):
         ]
 
     async def apply(self, manifest: Manifest) -> Manifest:
+        for verb in ("create", "patch"):
+            self._uses(BY_KIND[manifest["kind"]], verb)
         if problem := self.refuse(manifest):
             raise Refused(f"PATCH {manifest['kind']}", 422, problem)
         self.writes[f"apply {manifest['kind']}"] += 1
@@ -84,6 +90,7 @@ class FakeCluster(Cluster):
         return copy.deepcopy(stored)
 
     async def apply_status(self, manifest: Manifest) -> None:
+        self._uses(BY_KIND[manifest["kind"]], "patch", "status")
         self.writes[f"status {manifest['kind']}"] += 1
         metadata = manifest["metadata"]
         stored = self.objects[manifest["kind"], metadata["namespace"], metadata["name"]]
@@ -91,6 +98,7 @@ class FakeCluster(Cluster):
         self._stamp(stored)
 
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
+        self._uses(resource, "patch")
         self.writes[f"merge {resource.kind}"] += 1
         stored = self.objects[resource.kind, namespace, name]
         wanted = patch.get("metadata", {}).get("resourceVersion")
@@ -117,12 +125,14 @@ class FakeCluster(Cluster):
         self.put(manifest)
 
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
+        self._uses(resource, "delete")
         self.writes[f"delete {resource.kind}"] += 1
         stored = self.objects.get((resource.kind, namespace, name))
         if stored is not None:
             self._collect(stored)
 
     async def evict(self, namespace: str, pod: str) -> bool:
+        self._uses(POD, "create", "eviction")
         self.writes["evict Pod"] += 1
         if self.may_evict:
             self.evicted.append(pod)
@@ -131,6 +141,10 @@ class FakeCluster(Cluster):
 
     async def served(self, api_version: str) -> frozenset[str]:
         return self.ray if api_version == "ray.io/v1" else frozenset()
+
+    def _uses(self, resource: Resource, verb: str, sub: str = "") -> None:
+        group = resource.api_version.split("/")[0] if "/" in resource.api_version else ""
+        self.used.add((group, f"{resource.plural}/{sub}" if sub else resource.plural, verb))
 
     def _stamp(self, stored: Manifest) -> None:
         self._version += 1

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import grpc
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
 from kintsugi.client import sdk_messages as messages
 from kintsugi.client.calls import finished, iterate
@@ -52,6 +52,8 @@ SERVICE = "kintsugi.rpc.v1.Kintsugi"
 MESSAGE_BYTES_MAX = 64 << 20
 """Of what a gateway answers."""
 PAGE = 1000
+RETRY_WAIT_S = 0.1
+"""Before the second attempt, doubled before each further one; up to so much more by chance."""
 
 Answered = TypeVar("Answered")
 
@@ -71,8 +73,8 @@ class ClientOptions:
     """Send the token in the clear beyond loopback."""
     timeout_s: float = 60.0
     """For a whole call; `put_chunks` with `wait` computes meanwhile."""
-    attempts: int = 4
-    """Of a call that may be sent again, the first included."""
+    attempts: int = 5
+    """Of a call that may be sent again, the first included: with the waits between them, 1.5 s and more."""
     retry_wait_s_max: float = 2.0
 
     @property
@@ -232,7 +234,8 @@ class _Core:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),
             stop=stop_after_attempt(options.attempts),
-            wait=wait_random_exponential(multiplier=0.1, max=options.retry_wait_s_max),
+            wait=wait_exponential(multiplier=RETRY_WAIT_S, max=options.retry_wait_s_max)
+            + wait_random(0, RETRY_WAIT_S),
             sleep=self.transport.pause,
             reraise=True,
         )

@@ -47,6 +47,8 @@ class FillConfig:
     """Requests that have to miss a chunk before it is filled."""
     queue_max: int = 1024
     """Chunks that wait; further ones are dropped, and may come again."""
+    queue_tokens_max: int = 4 << 20
+    """Of all that wait: chunks may be long."""
     sighted_max: int = 100_000
     """Chunks whose misses are counted."""
     batch: int = 4
@@ -57,7 +59,7 @@ class FillConfig:
     """Then a chunk is left alone until it is forgotten."""
 
     def __post_init__(self) -> None:
-        for name in ("sights", "queue_max", "sighted_max", "batch", "failures_max"):
+        for name in ("sights", "queue_max", "queue_tokens_max", "sighted_max", "batch", "failures_max"):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"{getattr(self, name)} is less than 1")
         if not self.patience_s >= 0:
@@ -95,6 +97,7 @@ class FillQueue:
         self.config = config or FillConfig()
         self._sighted: OrderedDict[Address, _Sighted] = OrderedDict()
         self._waiting: OrderedDict[Address, _Waiting] = OrderedDict()
+        self._waiting_bytes = 0
         self._running: set[Address] = set()
 
     def __len__(self) -> int:
@@ -113,9 +116,11 @@ class FillQueue:
             return Verdict.GIVEN_UP
         if sighted.sights < self.config.sights:
             return Verdict.COUNTED
-        if len(self._waiting) >= self.config.queue_max:
+        full = len(self._waiting) >= self.config.queue_max
+        if full or self._waiting_bytes + len(tokens) > 4 * self.config.queue_tokens_max:
             return Verdict.FULL
         self._waiting[address] = _Waiting(tokens, now_s)
+        self._waiting_bytes += len(tokens)
         return Verdict.QUEUED
 
     def due_in_s(self, idle: bool, now_s: float) -> float | None:
@@ -132,7 +137,13 @@ class FillQueue:
         namespace = next(iter(self._waiting))[0]
         chosen = [address for address in self._waiting if address[0] == namespace][: self.config.batch]
         self._running.update(chosen)
-        return [(address, self._waiting.pop(address).tokens) for address in chosen]
+        return [(address, self._left(address)) for address in chosen]
+
+    def _left(self, address: Address) -> bytes:
+        """Take a chunk out of the queue: its tokens."""
+        tokens = self._waiting.pop(address).tokens
+        self._waiting_bytes -= len(tokens)
+        return tokens
 
     def done(self, address: Address, saved: bool) -> None:
         """A chunk that failed has to be missed again before it is tried again."""
@@ -146,7 +157,8 @@ class FillQueue:
 
     def forget(self, address: Address) -> None:
         """Somebody deleted it: what was counted does not count any more."""
-        self._waiting.pop(address, None)
+        if address in self._waiting:
+            self._left(address)
         self._sighted.pop(address, None)
 
 
@@ -172,6 +184,7 @@ class Filler:
         self._observe = observe
         self._unchecked: OrderedDict[Address, bytes] = OrderedDict()
         """Chunks of requests that missed some; the store has to say which."""
+        self._unchecked_bytes = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -181,8 +194,11 @@ class Filler:
     def suspect(self, namespace: str, chunks: Sequence[ToSave]) -> None:
         """A request lacked some of these."""
         for key, tokens in chunks:
-            if len(self._unchecked) < self.queue.config.queue_max:
+            room = 4 * self.queue.config.queue_tokens_max - self._unchecked_bytes
+            fits = len(self._unchecked) < self.queue.config.queue_max and len(tokens) <= room
+            if fits and (namespace, key) not in self._unchecked:
                 self._unchecked[namespace, key] = tokens
+                self._unchecked_bytes += len(tokens)
         self._wake.set()
 
     def wake(self) -> None:
@@ -192,7 +208,7 @@ class Filler:
 
     def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
-            self._unchecked.pop((namespace, key), None)
+            self._unchecked_bytes -= len(self._unchecked.pop((namespace, key), b""))
             self.queue.forget((namespace, key))
 
     async def _run(self) -> None:
@@ -213,7 +229,7 @@ class Filler:
                 log.exception("filling broke; it goes on with the next chunk")
 
     async def _check(self) -> None:
-        unchecked, self._unchecked = self._unchecked, OrderedDict()
+        unchecked, self._unchecked, self._unchecked_bytes = self._unchecked, OrderedDict(), 0
         by_namespace: dict[str, list[ToSave]] = {}
         for (namespace, key), tokens in unchecked.items():
             by_namespace.setdefault(namespace, []).append((key, tokens))

@@ -288,14 +288,17 @@ class Gateway:
             trace.set("kintsugi.namespace", call.namespace)
             trace.set("kintsugi.request_id", request_id)
             caller.checked(call.namespace)
-            prompt = await self._prompt(call)
-            request = self._request(call, prompt, request_id, trace)
+            with span("gateway.resolve", trace.headers()):
+                prompt = await self._prompt(call)
             trace.set("kintsugi.prompt_tokens", len(prompt.token_ids))
-            self.metrics.resolve_s.observe(time.perf_counter() - began_s)
-            with self.answering():
+            with self.answering(), span("gateway.engine", trace.headers()) as engine:
+                request = self._request(call, prompt, request_id, engine.headers())
+                self.metrics.resolve_s.observe(time.perf_counter() - began_s)
                 yield Resolved(request_id, prompt.spans, len(prompt.token_ids))
                 async with aclosing(self._answer(call, request, prompt, began_s)) as events:
                     async for event in events:
+                        if isinstance(event, Finished):
+                            _describe(trace, event)
                         yield event
 
     @contextmanager
@@ -329,7 +332,7 @@ class Gateway:
         return await self._resolver.prompt(await self.space(call.namespace), call.segments, call.question)
 
     def _request(
-        self, call: GenerateCall, prompt: ResolvedPrompt, request_id: str, trace: TraceSpan
+        self, call: GenerateCall, prompt: ResolvedPrompt, request_id: str, trace: Mapping[str, str]
     ) -> EngineRequest:
         """Raises `InvalidField` for what no engine would take."""
         assert self._info is not None
@@ -357,7 +360,7 @@ class Gateway:
             params,
             {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
             call.priority,
-            trace.headers(),
+            trace,
         )
 
     async def _answer(
@@ -516,6 +519,14 @@ class Gateway:
 def _identity(info: EngineInfo) -> EngineInfo:
     """What chunk spaces depend on: a calibration that passes changes none."""
     return dataclasses.replace(info, blending="")
+
+
+def _describe(trace: TraceSpan, answer: Finished) -> None:
+    """What a waterfall should show of an answer beside its times."""
+    trace.set("kintsugi.ttft_ms", round(answer.ttft_ms, 3))
+    for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
+        if name in answer.accounting:
+            trace.set(f"kintsugi.{name}", answer.accounting[name])
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

@@ -15,6 +15,7 @@ with shorter texts are found by key alone.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import struct
 import threading
@@ -39,6 +40,8 @@ WINDOW_CHARS = 32
 """A power of two: the hash of a window is made of those of its halves."""
 CHUNKS_MAX = 200_000
 """About 60 MB of memory for the index, and 2 KiB of token ids a chunk: on disk, or in memory too."""
+TOKENS_MAX = 128 << 20
+"""Of all chunks together, 512 MiB: chunks may be long."""
 CANDIDATES_MAX = 16
 """Chunks that begin alike, the longest first: a bound on what a hostile corpus can make us try."""
 COMPARISONS_MAX = 4096
@@ -178,15 +181,29 @@ class _Record:
     text: ChunkText | None
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A chunk in memory."""
+
+    text: ChunkText | None
+    tokens: bytes | None
+    """None where they are on disk."""
+    num_tokens: int
+
+
 class KnownChunks:
     """Thread-safe. Lookups take microseconds and never wait for the disk's commits."""
 
-    def __init__(self, folder: Path | None = None, chunks_max: int = CHUNKS_MAX) -> None:
+    def __init__(
+        self, folder: Path | None = None, chunks_max: int = CHUNKS_MAX, tokens_max: int = TOKENS_MAX
+    ) -> None:
         """Opens or makes the index in `folder`. Raises `Unavailable` and `Corrupted`."""
         self._lock = threading.Lock()
         self._chunks_max = chunks_max
-        self._seen: OrderedDict[Address, tuple[ChunkText | None, bytes | None]] = OrderedDict()
-        """With the tokens where they are not on disk yet. The oldest first."""
+        self._tokens_max = tokens_max
+        self._num_tokens = 0
+        self._seen: OrderedDict[Address, _Entry] = OrderedDict()
+        """The oldest first."""
         self._texts: dict[str, TextIndex] = {}
         self._text_users: dict[tuple[str, ChunkText], int] = {}
         """How many chunks have the text: each model's chunk of it has another key."""
@@ -196,8 +213,8 @@ class KnownChunks:
             self._writer = _Writer(self._disk, self._written)
 
     def _load(self, disk: _Disk) -> None:
-        for address, text in disk.entries():
-            self._insert(address, text, None)
+        for address, text, num_tokens in disk.entries():
+            self._insert(address, _Entry(text, None, num_tokens))
         disk.apply([], self._evict())
 
     def __len__(self) -> int:
@@ -205,8 +222,8 @@ class KnownChunks:
 
     @property
     def room(self) -> int:
-        """Chunks that may come before others have to go."""
-        return self._chunks_max - len(self._seen)
+        """Chunks that may come before others have to go; none once half of the tokens are there."""
+        return 0 if self._num_tokens >= self._tokens_max // 2 else self._chunks_max - len(self._seen)
 
     def remember(
         self, namespace: str, key: ChunkKey, token_ids: Sequence[int], text: str | None = None
@@ -215,39 +232,42 @@ class KnownChunks:
         address, known = (namespace, key), None if text is None else ChunkText.of(text)
         with self._lock:
             before = self._seen.get(address)
-            if before is not None and known in (None, before[0]):
+            if before is not None and known in (None, before.text):
                 self._seen.move_to_end(address)
                 return
             tokens = token_bytes(token_ids)
-            self._insert(address, known, tokens)
+            self._insert(address, _Entry(known, tokens, len(tokens) // 4))
             evicted = self._evict()
         if self._disk is not None:
             self._writer.take([_Record(address, tokens, known)], evicted)
 
-    def _insert(self, address: Address, text: ChunkText | None, tokens: bytes | None) -> None:
+    def _insert(self, address: Address, entry: _Entry) -> None:
         self._drop(address)
-        self._seen[address] = (text, tokens)
-        if text is not None:
-            user = (address[0], text)
+        self._seen[address] = entry
+        self._num_tokens += entry.num_tokens
+        if entry.text is not None:
+            user = (address[0], entry.text)
             self._text_users[user] = self._text_users.get(user, 0) + 1
-            self._texts.setdefault(address[0], TextIndex()).add(text)
+            self._texts.setdefault(address[0], TextIndex()).add(entry.text)
 
-    def _drop(self, address: Address) -> bool:
-        text, _ = entry if (entry := self._seen.pop(address, None)) else (None, None)
-        if text is not None:
-            user = (address[0], text)
+    def _drop(self, address: Address) -> None:
+        entry = self._seen.pop(address, None)
+        if entry is None:
+            return
+        self._num_tokens -= entry.num_tokens
+        if entry.text is not None:
+            user = (address[0], entry.text)
             self._text_users[user] -= 1
             if not self._text_users[user]:
                 del self._text_users[user]
                 index = self._texts[address[0]]
-                index.remove(text)
+                index.remove(entry.text)
                 if not len(index):
                     del self._texts[address[0]]
-        return entry is not None
 
     def _evict(self) -> list[Address]:
         evicted = []
-        while len(self._seen) > self._chunks_max:
+        while len(self._seen) > self._chunks_max or self._num_tokens > self._tokens_max:
             address = next(iter(self._seen))
             self._drop(address)
             evicted.append(address)
@@ -258,8 +278,8 @@ class KnownChunks:
         with self._lock:
             for record in records:
                 entry = self._seen.get(record.address)
-                if entry is not None and entry[1] == record.tokens:
-                    self._seen[record.address] = (entry[0], None)
+                if entry is not None and entry.tokens == record.tokens:
+                    self._seen[record.address] = dataclasses.replace(entry, tokens=None)
 
     def token_ids(self, namespace: str, key: ChunkKey) -> tuple[int, ...] | None:
         """The chunk's tokens, None where it was never seen in this namespace, or too long ago."""
@@ -268,7 +288,7 @@ class KnownChunks:
             entry = self._seen.get(address)
             if entry is not None:
                 self._seen.move_to_end(address)
-        tokens = None if entry is None else entry[1]
+        tokens = None if entry is None else entry.tokens
         if tokens is None and self._disk is not None:  # also what another gateway wrote there
             tokens = self._disk.tokens(address)
         return None if tokens is None else tuple(np.frombuffer(tokens, "<u4").tolist())
@@ -384,19 +404,20 @@ class _Disk:
             ) from error
         self._sequence = 0
 
-    def entries(self) -> Iterator[tuple[Address, ChunkText | None]]:
-        """In the order in which they were written."""
+    def entries(self) -> Iterator[tuple[Address, ChunkText | None, int]]:
+        """With their numbers of tokens, in the order in which they were written."""
         found = []
         with self._transaction(False) as transaction:
             for name, value in transaction.cursor():
-                sequence, text, _ = _decoded(name, value) or (0, None, b"")
+                sequence, text, tokens = _decoded(name, value) or (0, None, b"")
                 if sequence:
                     namespace = name[: -KEY_BYTES - 1].decode()
-                    found.append((sequence, (namespace, ChunkKey(name[-KEY_BYTES:])), text))
+                    address = (namespace, ChunkKey(name[-KEY_BYTES:]))
+                    found.append((sequence, address, text, len(tokens) // 4))
         found.sort(key=lambda entry: entry[0])
         self._sequence = found[-1][0] if found else 0
-        for _, address, text in found:
-            yield address, text
+        for _, address, text, num_tokens in found:
+            yield address, text, num_tokens
 
     def _transaction(self, write: bool) -> Any:
         try:

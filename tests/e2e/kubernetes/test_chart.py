@@ -335,6 +335,21 @@ def test_images_can_be_named_by_digest() -> None:
     ]
 
 
+def test_the_first_request_is_let_in_beside_the_clients_that_are_named() -> None:
+    network = one(rendered(HELMS[1], "multi-tenant"), "BlendService")["spec"]["network"]
+    assert network["clientNamespaces"] == ["search", "support", NAMESPACE]
+    assert one(rendered(HELMS[1], "defaults"), "BlendService")["spec"]["network"]["clientNamespaces"] == []
+
+
+@every_helm
+def test_an_older_kubernetes_is_refused(helm: str) -> None:
+    arguments = ["template", RELEASE, str(CHART), "-f", str(VALUES["defaults"]), "--kube-version"]
+    assert helm_named(helm).run(*arguments, f"{KUBERNETES[0]}.0").returncode == 0
+    refused = helm_named(helm).run(*arguments, "1.29.9")
+    assert refused.returncode != 0
+    assert "requires kubeVersion: >=1.30" in refused.stderr
+
+
 def test_a_corpus_names_the_service_of_its_release() -> None:
     corpora = [each for each in rendered(HELMS[1], "multi-tenant") if each["kind"] == "CorpusPrecompute"]
     assert [each["metadata"]["name"] for each in corpora] == ["search-manuals", "support-tickets"]

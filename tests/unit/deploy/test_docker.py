@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, builder, sbom, version
+from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, builder, sbom, version, wheel_prefix
 
 from kintsugi import __version__
 
@@ -66,6 +66,20 @@ def test_a_list_of_contents_names_each_package_once() -> None:
     text = sbom("localhost/kintsugi/operator:1", [("pypi", "kopf", "1"), ("deb", "libc6", "2")])
     assert '"pkg:pypi/kopf@1"' in text
     assert '"pkg:deb/debian/libc6@2"' in text
+
+
+@pytest.mark.parametrize(
+    ("pin", "wheel"),
+    [
+        ("pyyaml==6.0.3", "PyYAML-6.0.3-cp311-cp311-manylinux_2_17_x86_64.whl"),
+        ("ruamel.yaml==0.18", "ruamel_yaml-0.18-py3-none-any.whl"),
+        ("boolean.py==5.0", "boolean_py-5.0-py3-none-any.whl"),
+        ("torch==2.13.0+cpu", "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"),
+        ("typing-extensions==4.16.0", "typing_extensions-4.16.0-py3-none-any.whl"),
+    ],
+)
+def test_a_pins_wheel_is_known_by_its_name(pin: str, wheel: str) -> None:
+    assert wheel_prefix(pin) == wheel_prefix("==".join(wheel.split("-")[:2]))
 
 
 def test_without_a_builder_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from kintsugi_operator.api import (
     to_manifest,
 )
 from kintsugi_operator.crd import crds
+from kintsugi_operator.deployed import Revision
 from kintsugi_operator.validation import check_corpus, check_service
 from tests.unit.operator.specs import SMALL, manifests, spec_of, specs
 
@@ -138,3 +139,10 @@ def test_every_rule_of_the_types_is_in_the_crd() -> None:
 def test_the_files_are_what_the_types_say() -> None:
     script = [sys.executable, str(ROOT / "scripts/crds.py"), "--check"]
     assert subprocess.run(script, check=False, cwd=ROOT).returncode == 0
+
+
+def test_a_field_that_is_as_it_would_be_anyhow_changes_no_revision() -> None:
+    """Else a later operator, with more fields, would start all engines anew."""
+    told = spec_of(model={"dtype": "auto", "codec": "raw", "name": ""}, engines={"connector": {}, "vllm": {}})
+    assert Revision.of(told).name == Revision.of(spec_of()).name
+    assert Revision.of(spec_of(model={"codec": "int8"})).name != Revision.of(spec_of()).name

@@ -235,23 +235,25 @@ def test_a_renewal_starts_the_wait_anew() -> None:
     assert sight.again({"holderIdentity": "you", "renewTime": "2"}, 20.0).since_s == 20.0
 
 
+def kind_page(plural: str, kind: str) -> dict[str, Any]:
+    """As discovery describes a kind."""
+    return {
+        "name": plural,
+        "kind": kind,
+        "namespaced": kind != "Namespace",
+        "singularName": kind.lower(),
+        "verbs": ["list", "watch", "patch"],
+    }
+
+
 def test_an_event_leads_to_a_look_and_kopf_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """kopf's watches against prepared pages: discovery, a list, an event."""
     group = "/apis/kintsugi.dev/v1alpha1"
     kinds = [("blendservices", "BlendService"), ("corpusprecomputes", "CorpusPrecompute")]
-    resources = [
-        {
-            "name": plural,
-            "kind": kind,
-            "namespaced": True,
-            "singularName": kind.lower(),
-            "verbs": ["list", "watch", "patch"],
-        }
-        for plural, kind in kinds
-    ]
+    resources = [kind_page(plural, kind) for plural, kind in kinds]
     found = {
         ("GET", "/api"): (200, {"versions": ["v1"]}),
-        ("GET", "/api/v1"): (200, {"resources": []}),
+        ("GET", "/api/v1"): (200, {"resources": [kind_page("namespaces", "Namespace")]}),
         ("GET", "/apis"): (
             200,
             {

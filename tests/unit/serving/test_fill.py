@@ -42,6 +42,17 @@ def test_a_full_queue_drops_and_takes_up_again() -> None:
     assert queue.missed(address(2), b"", 0.0) is Verdict.QUEUED
 
 
+def test_a_queue_is_full_by_tokens_too() -> None:
+    queue = FillQueue(FillConfig(sights=1, queue_tokens_max=3))
+    assert queue.missed(address(1), bytes(8), 0.0) is Verdict.QUEUED
+    assert queue.missed(address(2), bytes(8), 0.0) is Verdict.FULL
+    assert queue.missed(address(3), bytes(4), 0.0) is Verdict.QUEUED
+    queue.forget(address(1))
+    assert queue.missed(address(2), bytes(8), 0.0) is Verdict.QUEUED
+    assert len(queue.take()) == 2
+    assert queue.missed(address(4), bytes(12), 0.0) is Verdict.QUEUED
+
+
 def test_it_waits_for_an_idle_moment_but_not_for_ever() -> None:
     queue = FillQueue(FillConfig(patience_s=30.0))
     assert queue.due_in_s(idle=True, now_s=0.0) is None
@@ -79,7 +90,9 @@ def test_the_oldest_counts_are_forgotten_first() -> None:
     assert queue.missed(address(0), b"", 0.0) is Verdict.COUNTED
 
 
-@pytest.mark.parametrize("name", ["sights", "queue_max", "sighted_max", "batch", "failures_max"])
+@pytest.mark.parametrize(
+    "name", ["sights", "queue_max", "queue_tokens_max", "sighted_max", "batch", "failures_max"]
+)
 def test_impossible_settings_are_refused(name: str) -> None:
     with pytest.raises(InvalidField, match=name):
         load(FillConfig, {name: 0})

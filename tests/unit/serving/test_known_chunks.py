@@ -89,6 +89,22 @@ def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
     known.close()
 
 
+def test_long_chunks_count_by_their_tokens(tmp_path: Path) -> None:
+    bounded = KnownChunks(tmp_path / "bounded", tokens_max=1000)
+    for number in range(5):
+        bounded.remember("tenant", key_of(number), range(number, number + 400))
+    assert len(bounded) == 2
+    assert bounded.room == 0
+    bounded.forget("tenant", [key_of(4)])
+    assert bounded.room > 0
+    bounded.close()
+    reopened = KnownChunks(tmp_path / "bounded", tokens_max=1000)
+    assert len(reopened) == 1
+    reopened.remember("tenant", key_of(9), range(700))
+    assert [reopened.knows("tenant", key_of(number)) for number in (3, 9)] == [False, True]
+    reopened.close()
+
+
 def test_a_restart_keeps_what_was_known(tmp_path: Path) -> None:
     text = words(5, 2000)
     known = KnownChunks(tmp_path)

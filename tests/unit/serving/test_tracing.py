@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kintsugi.client.in_process import InProcessStore
+from kintsugi.client.ram import RamStore
 from kintsugi.serving import tracing
+from kintsugi.serving.access import ANYONE
+from kintsugi.serving.gateway import Gateway, GenerateCall
+from kintsugi.serving.segments import Segment
+from kintsugi.serving.stub import StubBackend
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
@@ -33,6 +40,30 @@ def test_a_span_is_a_child_of_what_came_and_the_parent_of_what_goes(exported: In
     assert span.attributes == {"kintsugi.namespace": "tenant"}
     assert headers["traceparent"].split("-")[1] == "0af7651916cd43dd8448eb211c80319c"
     assert headers["traceparent"].split("-")[2] == f"{span.get_span_context().span_id:016x}"
+
+
+def test_a_request_is_a_waterfall(exported: InMemorySpanExporter) -> None:
+    async def ask() -> str:
+        backend = StubBackend()
+        gateway = Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text])
+        call = GenerateCall("tenant", (Segment(text="chunk"),), Segment(text="why?"), trace=PARENT)
+        async for _ in gateway.generate(ANYONE, call):
+            pass
+        await gateway.close()
+        return backend.seen.requests[0].trace["traceparent"]
+
+    sent = asyncio.run(ask())
+    spans = {span.name: span for span in exported.get_finished_spans()}
+    assert set(spans) == {"gateway.generate", "gateway.resolve", "gateway.engine"}
+    whole = spans["gateway.generate"]
+    for name in ("gateway.resolve", "gateway.engine"):
+        parent = spans[name].parent
+        assert parent is not None
+        assert parent.span_id == whole.get_span_context().span_id
+    assert sent.split("-")[2] == f"{spans['gateway.engine'].get_span_context().span_id:016x}"
+    assert whole.attributes is not None
+    assert whole.attributes["kintsugi.outcome"] == "declined"
+    assert whole.attributes["kintsugi.tokens_missed"] == 5
 
 
 def test_what_fails_says_so(exported: InMemorySpanExporter) -> None:

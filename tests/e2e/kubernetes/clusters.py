@@ -1,0 +1,309 @@
+"""A real cluster for tests: any that KUBECONFIG names. Nobody runs pods or KubeRay there: tests write what
+KubeRay would."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import load_kube_config
+
+from kintsugi_operator.cluster import (
+    BLEND_SERVICE,
+    RAY_JOB,
+    RAY_SERVICE,
+    ApiServer,
+    Refused,
+    Resource,
+)
+from kintsugi_operator.crd import crds
+from kintsugi_operator.pods import Manifest
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[3]
+APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+WITHIN_S = 90.0
+
+SMALL: dict[str, Any] = {
+    "model": {"path": "/models/small"},
+    "image": {"repository": "registry.example/kintsugi/serving-cpu", "tag": "1"},
+    "gateway": {"insecure": True},
+}
+
+
+def why_not() -> str:
+    """Why there is no cluster to test on; empty where there is one."""
+    if not os.environ.get("KUBECONFIG"):
+        return "KUBECONFIG names no cluster"
+    if not os.environ.get("KUBERAY_CRDS"):
+        return "KUBERAY_CRDS names no file or folder with KubeRay's CRDs"
+    return ""
+
+
+class Kube:
+    """The cluster, asked from ordinary functions."""
+
+    def __init__(self, runner: asyncio.Runner, server: ApiServer, configuration: Configuration) -> None:
+        self._runner = runner
+        self._server = server
+        self.configuration = configuration
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        content_type: str = "application/json",
+        **query: str,
+    ) -> Manifest:
+        return self._runner.run(self._server.request(method, path, query, body, content_type))
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        return self._runner.run(self._server.get(resource, namespace, name))
+
+    def list(self, resource: Resource, namespace: str, **labels: str) -> list[Manifest]:
+        return self._runner.run(self._server.list(resource, namespace, labels))
+
+    def delete(self, resource: Resource, namespace: str, name: str) -> None:
+        self._runner.run(self._server.delete(resource, namespace, name))
+
+    def apply(self, path: str, manifest: Manifest) -> Manifest:
+        return self.request("PATCH", path, manifest, APPLY, fieldManager="tests", force="true")
+
+    def install_crds(self) -> None:
+        """Ours and KubeRay's, and wait until they are served."""
+        names = []
+        for crd in [*crds().values(), *kuberay_crds(Path(os.environ["KUBERAY_CRDS"]))]:
+            name = crd["metadata"]["name"]
+            self.apply(f"{CRDS}/{name}", crd)
+            names.append(name)
+        for name in names:
+            until(lambda name=name: self._is_established(name), f"{name} is established")
+
+    def _is_established(self, name: str) -> bool:
+        conditions = self.request("GET", f"{CRDS}/{name}").get("status", {}).get("conditions") or []
+        return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
+
+
+class Team:
+    """A namespace of its own, and what a person does in it."""
+
+    def __init__(self, kube: Kube, namespace: str) -> None:
+        self.kube = kube
+        self.namespace = namespace
+
+    def make(self, name: str = "acme", **parts: Any) -> Manifest:
+        """Create or change a BlendService: `parts` replace those of a small one."""
+        spec = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
+        manifest = {
+            "apiVersion": BLEND_SERVICE.api_version,
+            "kind": BLEND_SERVICE.kind,
+            "metadata": {"name": name, "namespace": self.namespace},
+            "spec": spec,
+        }
+        return self.kube.apply(BLEND_SERVICE.path(self.namespace, name), manifest)
+
+    def touch(self, name: str = "acme") -> None:
+        """Something about it changes that means nothing, so that the operator looks."""
+        patch = {"metadata": {"annotations": {"tests/touched": uuid.uuid4().hex}}}
+        self.kube.request("PATCH", BLEND_SERVICE.path(self.namespace, name), patch, MERGE)
+
+    def find(self, resource: Resource, name: str) -> Manifest | None:
+        return self.kube.get(resource, self.namespace, name)
+
+    def wait_for(self, resource: Resource, name: str) -> Manifest:
+        return until(lambda: self.find(resource, name), f"{resource.kind} {name}")
+
+    def status(self, name: str = "acme") -> Manifest:
+        live = self.find(BLEND_SERVICE, name)
+        return {} if live is None else live.get("status") or {}
+
+    def condition(self, type_: str, name: str = "acme") -> Manifest:
+        found = [one for one in self.status(name).get("conditions") or [] if one["type"] == type_]
+        return found[0] if found else {}
+
+    def wait_for_condition(self, type_: str, status: str, reason: str = "") -> Manifest:
+        def matches() -> Manifest | None:
+            one = self.condition(type_)
+            is_it = one.get("status") == status and reason in ("", one.get("reason"))
+            return one if is_it else None
+
+        return until(matches, f"{type_} is {status} {reason}", lambda: json.dumps(self.status(), indent=1))
+
+    def is_ready(self, ray_service: str) -> None:
+        """As KubeRay says that a RayService serves."""
+        self.wait_for(RAY_SERVICE, ray_service)
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "NonZeroServeEndpoints",
+            "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
+        path = RAY_SERVICE.path(self.namespace, ray_service, "status")
+        self.kube.request("PATCH", path, {"status": {"conditions": [ready]}}, MERGE)
+
+    def has_ended(self, ray_job: str, status: str = "SUCCEEDED") -> None:
+        """As KubeRay says that a RayJob has ended."""
+        deployment = "Complete" if status == "SUCCEEDED" else "Failed"
+        path = RAY_JOB.path(self.namespace, ray_job, "status")
+        body = {"status": {"jobStatus": status, "jobDeploymentStatus": deployment}}
+        self.kube.request("PATCH", path, body, MERGE)
+
+    def selected(self) -> str:
+        """The revision that requests go to."""
+        service = self.wait_for(Resource("Service", "services"), "acme-grpc")
+        return str(service["spec"]["selector"]["kintsugi.dev/revision"])
+
+
+class Operator:
+    """The operator's process."""
+
+    def __init__(self, team: Team, identity: str, kubeconfig: Path | None = None) -> None:
+        self.health_port, self.metrics_port = free_port(), free_port()
+        self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"operator-{team.namespace}-{identity}.log"
+        environ = {**os.environ, "POD_NAME": identity, "POD_NAMESPACE": team.namespace}
+        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "services"), str(ROOT / "operators")])
+        if kubeconfig is not None:
+            environ["KUBECONFIG"] = str(kubeconfig)
+        command = [sys.executable, "-m", "kintsugi_operator", f"--namespace={team.namespace}"]
+        command += [f"--health-port={self.health_port}", f"--metrics-port={self.metrics_port}"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+
+    def is_leader(self) -> bool:
+        try:
+            url = f"http://127.0.0.1:{self.health_port}/leader"
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                return bool(json.load(answer)["leader"])
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+        except OSError:
+            return False
+
+    def wait_until_it_leads(self) -> None:
+        until(self.is_leader, "the operator leads", self.said)
+
+    def metric(self, name: str) -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        (found,) = [line for line in lines if line.startswith(f"kintsugi_operator_{name} ")]
+        return int(found.split()[1])
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def kill(self) -> None:
+        """At once, as a node that is lost."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+def until(
+    found: Callable[[], T | None], what: str, more: Callable[[], str] = lambda: "", within_s: float = WITHIN_S
+) -> T:
+    """What comes within a time; else a failure that says what did not."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Refused):
+            value = found()
+            if value:
+                return value
+        time.sleep(0.2)
+    raise AssertionError(f"not within {within_s:.0f} s: {what}\n{more()}")
+
+
+def kuberay_crds(path: Path) -> Iterator[Manifest]:
+    """From a file or a folder."""
+    for file in sorted(path.rglob("*.y*ml")) if path.is_dir() else [path]:
+        for document in yaml.safe_load_all(file.read_text()):
+            if document and document.get("kind") == "CustomResourceDefinition":
+                yield document
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def kubeconfig_for(configuration: Configuration, token: str, path: Path) -> Path:
+    """Of somebody who shows a token to the same API server."""
+    cluster: dict[str, Any] = {"server": configuration.host}
+    if configuration.ssl_ca_cert:
+        authority = Path(configuration.ssl_ca_cert).read_bytes()
+        cluster["certificate-authority-data"] = base64.b64encode(authority).decode()
+    if not configuration.verify_ssl:
+        cluster["insecure-skip-tls-verify"] = True
+    context = {"cluster": "c", "user": "u"}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "x",
+        "contexts": [{"name": "x", "context": context}],
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "u", "user": {"token": token}}],
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@contextlib.contextmanager
+def kube() -> Iterator[Kube]:
+    """The cluster of KUBECONFIG."""
+    with asyncio.Runner() as runner:
+        configuration = Configuration()
+        runner.run(load_kube_config(client_configuration=configuration))
+        client = ApiClient(configuration)
+        try:
+            yield Kube(runner, ApiServer(client), configuration)
+        finally:
+            runner.run(client.close())
+
+
+@contextlib.contextmanager
+def team_of(cluster: Kube, labels: Mapping[str, str]) -> Iterator[Team]:
+    """A namespace that goes again. Without a namespace controller's help it would keep its objects, so what
+    has our finalizer is let go first."""
+    name = f"kintsugi-{uuid.uuid4().hex[:8]}"
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": dict(labels)}}
+    cluster.request("POST", "/api/v1/namespaces", body)
+    team = Team(cluster, name)
+    try:
+        yield team
+    finally:
+        for one in cluster.list(BLEND_SERVICE, name):
+            path = BLEND_SERVICE.path(name, one["metadata"]["name"])
+            with contextlib.suppress(Refused):
+                cluster.request("PATCH", path, {"metadata": {"finalizers": []}}, MERGE)
+        cluster.request("DELETE", f"/api/v1/namespaces/{name}")
+
+
+needs_cluster = pytest.mark.skipif(bool(why_not()), reason=f"cluster tests: {why_not()}")

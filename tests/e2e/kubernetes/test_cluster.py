@@ -1,0 +1,441 @@
+"""The operator on a real API server, with its controllers and without a kubelet.
+
+Install, defaults and rejection, objects, scaling, a change of the model, a bad spec, a restart in the middle,
+deletion, two operators, rights. Skipped with a line that says so where KUBECONFIG or KUBERAY_CRDS is not set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi_operator.api import BlendServiceSpec, from_manifest
+from kintsugi_operator.cluster import (
+    BLEND_SERVICE,
+    BUDGET,
+    CLAIM,
+    CONFIG_MAP,
+    CORPUS_PRECOMPUTE,
+    OWNED,
+    POLICY,
+    RAY_JOB,
+    RAY_SERVICE,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Refused,
+    Resource,
+)
+from kintsugi_operator.deployed import Revision
+from kintsugi_operator.names import FINALIZER, LABEL_SERVICE
+from kintsugi_operator.pods import Manifest
+from kintsugi_operator.rbac import LEASE_RULES, RULES, Rule
+from tests.e2e.kubernetes.clusters import (
+    SMALL,
+    Kube,
+    Operator,
+    Team,
+    kube,
+    kubeconfig_for,
+    needs_cluster,
+    team_of,
+    until,
+)
+
+pytestmark = [needs_cluster, pytest.mark.timeout(600)]
+
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
+
+
+def revision(**parts: Any) -> str:
+    spec = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
+    return Revision.of(from_manifest(BlendServiceSpec, spec)).name
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Kube]:
+    with kube() as one:
+        one.install_crds()
+        yield one
+
+
+@pytest.fixture
+def team(cluster: Kube) -> Iterator[Team]:
+    with team_of(cluster, RESTRICTED) as one:
+        yield one
+
+
+@pytest.fixture
+def operator(team: Team) -> Iterator[Operator]:
+    one = Operator(team, "first")
+    try:
+        one.wait_until_it_leads()
+        yield one
+    finally:
+        one.stop()
+
+
+def serving(team: Team, **parts: Any) -> None:
+    """A service that serves and is calibrated."""
+    team.make(**parts)
+    old = revision(**parts)
+    team.is_ready("acme-store")
+    team.is_ready(f"acme-{old}")
+    team.wait_for_condition("Ready", "True")
+    (job,) = until(lambda: team.kube.list(RAY_JOB, team.namespace), "a calibration")
+    team.has_ended(job["metadata"]["name"])
+    team.wait_for_condition("Calibrated", "True")
+
+
+def at_rest(team: Team, operator: Operator) -> None:
+    """Nothing is written any more, however often the operator looks."""
+    until(lambda: quiet_look(team, operator), "looks without writes", operator.said)
+
+
+def quiet_look(team: Team, operator: Operator) -> bool:
+    writes, looks = operator.metric("writes_total"), operator.metric("looks_total")
+    team.touch()
+    until(lambda: operator.metric("looks_total") > looks, "a look", operator.said)
+    return operator.metric("writes_total") == writes
+
+
+def test_installing_gives_both_kinds_with_status_and_columns(cluster: Kube, team: Team) -> None:
+    assert {"blendservices", "blendservices/status", "corpusprecomputes"} <= {
+        one["name"] for one in cluster.request("GET", "/apis/kintsugi.dev/v1alpha1")["resources"]
+    }
+    team.make()
+    live = team.wait_for(BLEND_SERVICE, "acme")
+    spec = live["spec"]
+    assert spec["store"]["shards"] == 1
+    assert spec["store"]["volumes"] == {
+        "kind": "Persistent",
+        "retain": True,
+        "dataGib": 1.0,
+        "storageClass": "",
+    }
+    assert spec["engines"]["replicas"] == {"min": 1, "max": 1}
+    assert spec["gateway"]["grpcPort"] == 7500
+    assert spec["network"]["policies"] is True
+    # What the API server has filled in is what the operator would have.
+    assert from_manifest(BlendServiceSpec, spec) == from_manifest(BlendServiceSpec, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"gateway": {"insecure": False}}, "tokensSecret is mandatory"),
+        ({"store": {"shards": 2, "replication": 3}}, "replication must not exceed shards"),
+        ({"engines": {"replicas": {"min": 3, "max": 1}}}, "min must not exceed max"),
+        ({"store": {"shards": 0}}, "spec.store.shards"),
+        ({"store": {"tiers": [{"name": "a", "gib": 1}, {"name": "a", "gib": 2}]}}, "tiers"),
+        ({"network": {"policies": False}}, "store.tlsSecret"),
+        ({"gateway": {"httpPort": 7500}}, "must differ"),
+        ({"model": {"codec": "zip"}}, "spec.model.codec"),
+        ({"image": {"repository": ""}}, "spec.image.repository"),
+    ],
+)
+def test_the_api_server_refuses_what_cannot_be(team: Team, parts: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        team.make(**parts)
+    assert team.find(BLEND_SERVICE, "acme") is None
+
+
+def test_the_api_server_refuses_changes_that_volumes_cannot_follow(team: Team) -> None:
+    team.make(store={"tiers": [{"name": "nvme", "gib": 10}]})
+    team.make(store={"tiers": [{"name": "nvme", "gib": 20}]})
+    with pytest.raises(Refused, match="cannot shrink"):
+        team.make(store={"tiers": [{"name": "nvme", "gib": 5}]})
+    with pytest.raises(Refused, match="keep their kind"):
+        team.make(store={"volumes": {"kind": "Ephemeral"}})
+    with pytest.raises(Refused, match="must start with a letter"):
+        team.make("1st")
+
+
+def test_a_corpus_keeps_its_tenant(team: Team) -> None:
+    def fill(**values: Any) -> Manifest:
+        manifest = {
+            "apiVersion": CORPUS_PRECOMPUTE.api_version,
+            "kind": CORPUS_PRECOMPUTE.kind,
+            "metadata": {"name": "docs", "namespace": team.namespace},
+            "spec": {"service": "acme", "namespace": "tenant", "source": "/corpus", **values},
+        }
+        return team.kube.apply(CORPUS_PRECOMPUTE.path(team.namespace, "docs"), manifest)
+
+    assert fill()["spec"]["tokensMax"] == 512
+    with pytest.raises(Refused, match="keeps its namespace"):
+        fill(namespace="other")
+    with pytest.raises(Refused, match="overlap must be less"):
+        fill(overlap=512)
+
+
+def test_a_service_becomes_objects_and_then_nothing_is_written(team: Team, operator: Operator) -> None:
+    serving(team, store={"shards": 2, "tiers": [{"name": "nvme", "gib": 10}]})
+    tags = {LABEL_SERVICE: "acme"}
+    names = {
+        one.kind: sorted(found["metadata"]["name"] for found in team.kube.list(one, team.namespace, **tags))
+        for one in OWNED
+    }
+    old = revision(store={"shards": 2, "tiers": [{"name": "nvme", "gib": 10}]})
+    assert names[RAY_SERVICE.kind] == sorted(["acme-store", f"acme-{old}"])
+    assert names[SERVICE.kind] == ["acme-directory", "acme-grpc", "acme-http"]
+    assert names[CLAIM.kind] == ["acme-data-0", "acme-data-1", "acme-nvme-0", "acme-nvme-1"]
+    assert names[BUDGET.kind] == ["acme-engines", "acme-gateways", "acme-shards"]
+    assert names[SERVICE_ACCOUNT.kind] == ["acme-head", "acme-service", "acme-store"]
+    assert names[CONFIG_MAP.kind] == [f"acme-revision-{old}"]
+    assert "acme-deny" in names[POLICY.kind]
+    live = team.wait_for(BLEND_SERVICE, "acme")
+    assert FINALIZER in live["metadata"]["finalizers"]
+    assert live["status"]["endpoints"]["grpc"] == f"acme-grpc.{team.namespace}.svc:7500"
+    managers = {
+        field["manager"] for field in team.wait_for(RAY_SERVICE, "acme-store")["metadata"]["managedFields"]
+    }
+    assert "kintsugi-operator" in managers
+    at_rest(team, operator)
+
+
+def test_every_pod_is_admitted_where_pods_are_restricted(team: Team, operator: Operator) -> None:
+    """The namespace enforces the standard; the API server is asked without anything being made."""
+    serving(team)
+    found = [*team.kube.list(RAY_SERVICE, team.namespace), *team.kube.list(RAY_JOB, team.namespace)]
+    assert len(found) == 3
+    for one in found:
+        config = one["spec"].get("rayClusterConfig") or one["spec"]["rayClusterSpec"]
+        templates = [config["headGroupSpec"]["template"]]
+        templates += [group["template"] for group in config.get("workerGroupSpecs") or []]
+        for template in templates:
+            # The ServiceAccount's own admission wants it to be there; heads of clusters have theirs.
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"generateName": "p-", "labels": template["metadata"]["labels"]},
+                "spec": template["spec"],
+            }
+            path = Resource("Pod", "pods").path(team.namespace)
+            assert team.kube.request("POST", path, pod, dryRun="All")["kind"] == "Pod"
+
+
+def test_drift_is_corrected(team: Team, operator: Operator) -> None:
+    serving(team)
+    path = SERVICE.path(team.namespace, "acme-grpc")
+    patch = {"spec": {"selector": {"kintsugi.dev/revision": "elsewhere"}}}
+    team.kube.request("PATCH", path, patch, "application/merge-patch+json")
+    team.kube.delete(POLICY, team.namespace, "acme-deny")
+    team.touch()
+    until(lambda: team.selected() == revision(), "the selector is back", operator.said)
+    team.wait_for(POLICY, "acme-deny")
+    at_rest(team, operator)
+
+
+def test_scaling(team: Team, operator: Operator) -> None:
+    serving(team)
+    name = f"acme-{revision()}"
+    before = team.wait_for(RAY_SERVICE, name)["spec"]
+    store = team.wait_for(RAY_SERVICE, "acme-store")["spec"]
+    team.make(engines={"replicas": {"min": 1, "max": 6}})
+    until(
+        lambda: team.wait_for(RAY_SERVICE, name)["spec"]["serveConfigV2"] != before["serveConfigV2"],
+        "engines may be more",
+        operator.said,
+    )
+    after = team.wait_for(RAY_SERVICE, name)["spec"]
+    assert '"max_replicas": 6' in after["serveConfigV2"]
+    assert after["rayClusterConfig"] == before["rayClusterConfig"]
+    assert team.wait_for(RAY_SERVICE, "acme-store")["spec"] == store
+
+    def replicas() -> list[int]:
+        groups = team.wait_for(RAY_SERVICE, "acme-store")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+        return [group["replicas"] for group in groups]
+
+    team.make(store={"shards": 3})
+    until(lambda: replicas() == [1, 1, 1], "three shards", operator.said)
+    team.wait_for(CLAIM, "acme-data-2")
+    team.make(store={"shards": 1})
+    until(lambda: replicas() == [1, 0, 0], "one shard", operator.said)
+    assert team.find(CLAIM, "acme-data-2") is not None
+
+
+def test_another_model_serves_only_once_it_may(team: Team, operator: Operator) -> None:
+    serving(team)
+    old, new = revision(), revision(model={"path": "/models/other"})
+    store = team.wait_for(RAY_SERVICE, "acme-store")["spec"]
+    team.make(model={"path": "/models/other"})
+    team.is_ready(f"acme-{new}")
+    team.wait_for_condition("RolledOut", "False", "Calibrating")
+    assert team.selected() == old
+    assert team.find(RAY_SERVICE, f"acme-{old}") is not None
+    job = until(
+        lambda: [
+            one for one in team.kube.list(RAY_JOB, team.namespace) if "/other" in one["spec"]["entrypoint"]
+        ],
+        "the calibration of the new model",
+        operator.said,
+    )[0]
+    team.has_ended(job["metadata"]["name"])
+    until(lambda: team.selected() == new, "requests go to the new model", operator.said)
+    assert team.wait_for(RAY_SERVICE, "acme-store")["spec"] == store
+
+
+def test_a_bad_spec_leaves_what_runs_alone(team: Team, operator: Operator) -> None:
+    serving(team)
+    before = {
+        (one["kind"], one["metadata"]["name"]): one["metadata"]["resourceVersion"]
+        for resource in OWNED
+        for one in team.kube.list(resource, team.namespace, **{LABEL_SERVICE: "acme"})
+    }
+    team.make(gateway={"httpPort": 8265})
+    valid = team.wait_for_condition("Valid", "False")
+    assert "spec.gateway.httpPort" in valid["message"]
+    assert team.condition("Ready")["status"] == "True"
+    after = {
+        (one["kind"], one["metadata"]["name"]): one["metadata"]["resourceVersion"]
+        for resource in OWNED
+        for one in team.kube.list(resource, team.namespace, **{LABEL_SERVICE: "acme"})
+    }
+    assert after == before
+    team.make()
+    team.wait_for_condition("Valid", "True")
+
+
+def test_a_restart_in_the_middle(team: Team, operator: Operator) -> None:
+    serving(team)
+    old, new = revision(), revision(model={"path": "/models/other"})
+    team.make(model={"path": "/models/other"})
+    team.wait_for_condition("RolledOut", "False", "Starting")
+    operator.kill()
+    second = Operator(team, "second")
+    try:
+        second.wait_until_it_leads()
+        assert team.selected() == old
+        team.is_ready(f"acme-{new}")
+        team.wait_for_condition("RolledOut", "False", "Calibrating")
+        assert team.selected() == old
+        at_rest(team, second)
+    finally:
+        second.stop()
+
+
+def test_deletion_lets_volumes_stay_and_nothing_else(team: Team, operator: Operator) -> None:
+    serving(team)
+    team.kube.delete(BLEND_SERVICE, team.namespace, "acme")
+    until(lambda: team.find(BLEND_SERVICE, "acme") is None, "the service is gone", operator.said)
+    left = [resource for resource in OWNED if resource is not CLAIM]
+
+    def gone() -> bool:
+        found = [team.kube.list(one, team.namespace, **{LABEL_SERVICE: "acme"}) for one in left]
+        return not any(found)
+
+    # What is owned is collected by Kubernetes' own garbage collector.
+    until(gone, "what it owned is gone", operator.said)
+    assert team.find(CLAIM, "acme-data-0") is not None
+
+
+def test_of_two_operators_one_leads(team: Team, operator: Operator) -> None:
+    second = Operator(team, "second")
+    try:
+        until(lambda: b"waits for the lease" in second.log.read_bytes(), "the second waits", second.said)
+        team.make()
+        team.wait_for(RAY_SERVICE, "acme-store")
+        assert operator.is_leader()
+        assert not second.is_leader()
+        assert second.metric("writes_total") == 0
+        operator.kill()
+        second.wait_until_it_leads()
+        team.make(store={"shards": 2})
+        team.wait_for(CLAIM, "acme-data-1")
+    finally:
+        second.stop()
+
+
+def test_its_rights_suffice_and_are_no_more(team: Team, tmp_path: Path) -> None:
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "operator"}}
+    team.kube.request("POST", SERVICE_ACCOUNT.path(team.namespace), account)
+    grant(team, "operator", RULES)
+    grant(team, "operator-lease", LEASE_RULES)
+    path = SERVICE_ACCOUNT.path(team.namespace, "operator", "token")
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    token = team.kube.request("POST", path, request)["status"]["token"]
+    one = Operator(team, "bound", kubeconfig_for(team.kube.configuration, token, tmp_path / "kubeconfig"))
+    try:
+        one.wait_until_it_leads()
+        serving(team)
+        at_rest(team, one)
+        team.kube.delete(BLEND_SERVICE, team.namespace, "acme")
+        until(lambda: team.find(BLEND_SERVICE, "acme") is None, "the service is gone", one.said)
+    finally:
+        one.stop()
+    assert "forbidden" not in one.log.read_text()
+    who = f"system:serviceaccount:{team.namespace}:operator"
+    for group, resource, verb in (
+        ("", "secrets", "get"),
+        ("", "pods", "create"),
+        ("", "pods", "delete"),
+        ("", "pods/exec", "create"),
+        ("", "namespaces", "list"),
+        ("rbac.authorization.k8s.io", "roles", "create"),
+        ("apiextensions.k8s.io", "customresourcedefinitions", "get"),
+        ("kintsugi.dev", "blendservices", "delete"),
+    ):
+        assert not may(team, who, group, resource, verb), f"{verb} {resource}"
+
+
+def grant(team: Team, name: str, rules: tuple[Rule, ...]) -> None:
+    """A Role, bound to the ServiceAccount `operator`."""
+    role = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": {"name": name},
+        "rules": [
+            {"apiGroups": [rule.group], "resources": list(rule.resources), "verbs": list(rule.verbs)}
+            for rule in rules
+        ],
+    }
+    team.kube.request("POST", f"{RBAC}/{team.namespace}/roles", role)
+    binding = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": "operator", "namespace": team.namespace}],
+    }
+    team.kube.request("POST", f"{RBAC}/{team.namespace}/rolebindings", binding)
+
+
+def may(team: Team, who: str, group: str, resource: str, verb: str) -> bool:
+    """What the API server says."""
+    name, _, sub = resource.partition("/")
+    attributes = {"namespace": team.namespace, "group": group, "resource": name, "verb": verb}
+    if sub:
+        attributes["subresource"] = sub
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {"user": who, "resourceAttributes": attributes},
+    }
+    answer = team.kube.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+    return bool(answer["status"]["allowed"])
+
+
+def test_an_upgrade_from_the_previous_chart() -> None:
+    pytest.skip("there is no previous version of the chart yet: 0.1.0 is the first")
+
+
+@pytest.mark.full
+def test_a_hundred_services_at_rest_write_nothing(team: Team, operator: Operator) -> None:
+    for index in range(100):
+        team.make(f"service-{index}")
+    for index in range(100):
+        until(
+            lambda index=index: team.find(RAY_SERVICE, f"service-{index}-store"),
+            f"service-{index}",
+            operator.said,
+        )
+    looks = operator.metric("looks_total")
+    until(lambda: operator.metric("looks_total") > looks + 300, "all are at rest", within_s=300)
+    writes, looks = operator.metric("writes_total"), operator.metric("looks_total")
+    until(lambda: operator.metric("looks_total") > looks + 100, "each is looked at again", within_s=300)
+    assert operator.metric("writes_total") == writes
+    pages = int(Path(f"/proc/{operator.process.pid}/statm").read_text().split()[1])
+    assert pages * 4096 < 128 << 20
