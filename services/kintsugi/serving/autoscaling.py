@@ -37,13 +37,12 @@ class EngineLoad:
 def engines_wanted(load: EngineLoad, queueing_ms_max: float) -> int:
     """So many that a request is predicted to wait no longer than ``queueing_ms_max``, and that each is busy
     no more than `BUSY_SHARE_MAX`. Grows with either; at least one."""
-    by_busyness = math.ceil(load.busy_engines / BUSY_SHARE_MAX - 1e-9)
-    by_queueing = 0
+    wanted = load.busy_engines / BUSY_SHARE_MAX
     if load.tokens_per_s > 0:
-        seconds_of_work = load.waiting_tokens / load.tokens_per_s
-        by_queueing = math.ceil(1e3 * seconds_of_work / queueing_ms_max - 1e-9)
+        wanted = max(wanted, 1e3 * load.waiting_tokens / load.tokens_per_s / queueing_ms_max)
     # A burst is no reason to multiply: what is added must have time to help.
-    return max(1, min(max(by_busyness, by_queueing), 2 * max(1, load.engines)))
+    most = 2 * max(1, load.engines)
+    return max(1, math.ceil(min(wanted, most) - 1e-9))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.serving.addresses import free_port
 from kintsugi.serving.service import Service
+from tests.integration.engine.conftest import PATIENT
 
 MODEL = "tiny-llama"
 START_TIMEOUT_S = 240.0
@@ -85,7 +86,13 @@ def deployed(running_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("service")
     spec = ServiceSpec(
         ModelSpec(str(cached_checkpoint(MODEL)), MODEL),
-        EngineSpec(allow_uncalibrated=True, kv_cache_gib=0.25, drain_s=5.0),
+        EngineSpec(
+            allow_uncalibrated=True,
+            kv_cache_gib=0.25,
+            drain_s=5.0,
+            # A tiny model is prefilled faster than anything is loaded: blend it all the same.
+            connector={"loading_controller": False, **PATIENT},
+        ),
         StoreSpec(
             shards=2,
             ram_gib=0.25,

@@ -19,11 +19,12 @@ import pytest
 
 pytest.importorskip("starlette", reason="install the extra `serving`")
 
-from kintsugi.checkpoints.bundled import BUNDLED_NAME, showcase
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.client.sdk import Client
 from kintsugi.client.sdk_types import Sampling
 from kintsugi.serving.addresses import free_port
+from tests.integration.engine.conftest import PATIENT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -112,8 +113,18 @@ def descendants(process: int) -> set[int]:
 
 
 def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: Path) -> None:
-    question = showcase()
-    with serving(tmp_path) as command:
+    question, config = showcase(), tmp_path / "service.yaml"
+    # A model this small is prefilled faster than anything is loaded: blend it all the same.
+    connector = {"loading_controller": False, **PATIENT}
+    config.write_text(
+        json.dumps(
+            {
+                "model": {"path": str(BUNDLED_CHECKPOINT), "name": BUNDLED_NAME},
+                "engines": {"connector": connector},
+            }
+        )
+    )
+    with serving(tmp_path, "--config", str(config)) as command:
         ready = command.event("ready", START_S)
         assert (ready["model"], ready["blending"]) == (BUNDLED_NAME, "on")
         with Client(ready["grpc"], namespace="demo") as client:
