@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -208,7 +209,7 @@ def engine_env(spec: BlendServiceSpec) -> dict[str, str | Mapping[str, Any]]:
         "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
     }
     if spec.engines.gpus == 0:
-        env["VLLM_CPU_KVCACHE_SPACE"] = f"{spec.engines.kv_cache_gib or 2:g}"
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(spec.engines.kv_cache_gib or 2))
     if spec.model.token_secret:
         env["HF_TOKEN"] = {"secretKeyRef": {"name": spec.model.token_secret, "key": "token"}}
     return env
