@@ -43,6 +43,19 @@ def engine_slot() -> Iterator[EngineSlot]:
     slot.close()
 
 
+@pytest.fixture(scope="session")
+def running_ray() -> Iterator[None]:
+    """One for all tests that need Ray: it takes seconds to start."""
+    ray = pytest.importorskip("ray")
+    from kintsugi.precompute.pool import ensure_ray
+
+    # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ensure_ray(4, 1.0)
+    yield
+    ray.shutdown()
+
+
 Supports = Callable[[str, str, str], None]
 Figure = Callable[[str, str, float], None]
 

@@ -18,8 +18,10 @@ from kintsugi.core.errors import (
     KintsugiError,
     NotBlendable,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     SelfTestFailed,
+    Unauthenticated,
     Unavailable,
     VersionMismatch,
 )
@@ -49,6 +51,8 @@ class ExitCode(IntEnum):
 _CODES: tuple[tuple[type[KintsugiError], ExitCode], ...] = (
     (InvalidField, ExitCode.BAD_INPUT),
     (NotFound, ExitCode.BAD_INPUT),
+    (Unauthenticated, ExitCode.BAD_INPUT),
+    (PermissionDenied, ExitCode.BAD_INPUT),
     (NotBlendable, ExitCode.NOT_BLENDABLE),
     (SelfTestFailed, ExitCode.NOT_BLENDABLE),
     (Unavailable, ExitCode.UNAVAILABLE),

@@ -227,12 +227,80 @@ def evaluate(
     command.run(Screen(as_json), task)
 
 
+@app.command()
+@reported
+def token(
+    name: Annotated[str, typer.Argument(help="Whose token it is: for logs, and to revoke it by.")],
+    namespace: Annotated[
+        list[str],
+        typer.Option("--namespace", "-n", help="What it may use: a namespace, or a prefix and *; repeat."),
+    ],
+    file: Annotated[Path, typer.Option(help="The gateway's file of tokens; made where it is missing.")],
+    as_json: Json = False,
+) -> None:
+    """Make a bearer token for a gateway. It is shown once; the file keeps its hash."""
+    from kintsugi.cli import token as command
+
+    command.run(Screen(as_json), name, namespace, file)
+
+
 app.command()(size)
 
 if find_spec("lmdb") is not None:  # the extra `store` is installed
     from kintsugi.cli.store import app as store_app
 
     app.add_typer(store_app, name="store")
+
+if find_spec("httpx") is not None:  # of the extra `serving`
+    from kintsugi.cli.bench import app as bench_app
+
+    app.add_typer(bench_app, name="bench")
+
+if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml")):
+
+    @app.command()
+    @reported
+    def serve(
+        model: Annotated[
+            str | None,
+            typer.Option(help="Checkpoint folder or a name that vLLM resolves. Without: the bundled one."),
+        ] = None,
+        config: Annotated[Path | None, typer.Option(help="YAML file; see docs/SERVING.md.")] = None,
+        ram: Annotated[str | None, typer.Option(help="RAM of each shard, such as 8GiB.")] = None,
+        ssd: Annotated[list[str] | None, typer.Option(help="FOLDER:SIZE; repeat, fastest first.")] = None,
+        data_dir: Annotated[Path | None, typer.Option(help="Identities and reports of the shards.")] = None,
+        shards: Annotated[int | None, typer.Option(min=1, help="Store shards.")] = None,
+        engines: Annotated[int | None, typer.Option(min=1, help="Engine replicas.")] = None,
+        grpc_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
+        http_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
+        allow_uncalibrated: Annotated[
+            bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
+        ] = False,
+        print_config: Annotated[
+            bool, typer.Option("--print-config", help="Print what `serve deploy` takes, and exit.")
+        ] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Serve a model with its chunk store and gateway on this machine until told to stop."""
+        from kintsugi.cli import serve as command
+
+        task = command.Task(
+            model=model,
+            config=config,
+            ram=ram,
+            ssd=ssd or (),
+            data_dir=data_dir,
+            shards=shards,
+            engines=engines,
+            grpc_port=grpc_port,
+            http_port=http_port,
+            allow_uncalibrated=allow_uncalibrated,
+            print_config=print_config,
+        )
+        code = command.run(Screen(as_json), task)
+        if code is not ExitCode.OK:
+            raise typer.Exit(code)
+
 
 if all(find_spec(name) for name in ("lmdb", "ray", "semantic_text_splitter", "inscriptis")):
     from kintsugi.cli.precompute import app as precompute_app

@@ -41,8 +41,10 @@ class BlockingStore(ChunkStore):
     ) -> dict[int, list[ChunkManifest]]:
         return finished(self._core.lookup_anchors(namespace, space_digest, anchors))
 
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
-        return finished(self._core.put(manifest, frames, recompute_ms))
+    def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
+        return finished(self._core.put(manifest, frames, recompute_ms, tier))
 
     def stream(
         self,

@@ -125,6 +125,11 @@ class Chunker:
         """A segment's ids, by itself: what a request holds for it, without special tokens around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What the ids decode to. Tokenised again it need not give the same ids, with every tokenizer."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
     def chunks(self, text: str, markdown: bool = False) -> Iterator[Chunk]:
         """The document's chunks in order; none for one without text. Lazy, a section at a time.
 

@@ -42,12 +42,31 @@ class KnownChunk:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class IndexedChunk:
+    """A chunk of any corpus."""
+
+    number: int
+    """Grows with every chunk that is added."""
+    namespace: str
+    key: ChunkKey
+    token_ids: tuple[int, ...]
+
+
 class DocumentIndex(ABC):
-    """Resolves references within one corpus. Thread-safe."""
+    """Knows which chunks documents have. Thread-safe."""
 
     @abstractmethod
     def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
-        """In the order asked; None for a document, version or index that is not there."""
+        """Within one corpus, in the order asked; None for a document, version or index that is not there."""
+
+    @abstractmethod
+    def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
+        """Chunks that were made for a model, hexadecimal, with numbers above `after`, in order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
 
 
 def checked_document_id(document_id: str) -> str:

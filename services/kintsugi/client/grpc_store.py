@@ -136,23 +136,25 @@ class AsyncGrpcStore(AsyncChunkStore):
                     found[candidates.anchor] = readable
         return found
 
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
+    async def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
         views = [memoryview(frame).cast("B") for frame in frames]
         checked_frames(manifest, [len(view) for view in views])
         if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
-        messages = self._put_messages(manifest, views, recompute_ms)
+        messages = self._put_messages(manifest, views, recompute_ms, tier)
         return bool((await self._calls.put(messages, self._options.put_timeout_s)).inserted)
 
     def _put_messages(
-        self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float
+        self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float, tier: str
     ) -> Iterator[bytes]:
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
-            tier=self._options.tier,
+            tier=tier or self._options.tier,
             recompute_ms=recompute_ms or self._options.recompute_ms_per_token * manifest.num_tokens,
             ttl_s=self._options.ttl_s,
         )
@@ -329,6 +331,11 @@ class GrpcStore(BlockingStore):
 
 def open_grpc(url: str) -> GrpcStore:
     """`grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
+    return GrpcStore(*shard_of(url))
+
+
+def shard_of(url: str) -> tuple[str, GrpcOptions]:
+    """Address and options in `grpc://host:port?OPTIONS`. Raises `InvalidField`."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -336,7 +343,7 @@ def open_grpc(url: str) -> GrpcStore:
         port = None
     if not parts.hostname or port is None:
         raise InvalidField("store", f"{url!r} must name a shard as grpc://host:port")
-    return GrpcStore(parts.netloc, options_of(parts.query))
+    return parts.netloc, options_of(parts.query)
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,14 @@ class ChunkStore(ABC):
         recomputes a candidate's key from its own tokens before using it."""
 
     @abstractmethod
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
+    def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
         """Store one chunk: `frames[layer]` holds that layer. True if it was new; a key that is already
         there is left alone. `recompute_ms` is what computing it took, which placement and eviction weigh; 0:
-        unknown. Raises `InvalidField` where frames and manifest disagree and `Corrupted`
-        where a digest does."""
+        unknown. `tier` is where it is kept: `auto`, `ram` or an SSD tier; empty: the client's default.
+        Raises `InvalidField` where frames and manifest disagree or the tier is none, and `Corrupted` where
+        a digest does."""
 
     @abstractmethod
     def stream(
@@ -184,7 +187,9 @@ class AsyncChunkStore(ABC):
         """As `ChunkStore.lookup_anchors`."""
 
     @abstractmethod
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
+    async def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
         """As `ChunkStore.put`."""
 
     @abstractmethod

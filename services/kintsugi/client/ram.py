@@ -15,7 +15,7 @@ from kintsugi.client.interface import (
     LayerFrame,
     StoreStats,
 )
-from kintsugi.core.errors import Corrupted, ResourceExhausted
+from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 
@@ -65,7 +65,11 @@ class RamStore(ChunkStore):
                     found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
         return found
 
-    def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
+    def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
+        if tier not in ("", "auto", "ram"):
+            raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
         checked_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         if manifest.chunk_bytes > self.capacity_bytes:
             raise ResourceExhausted(

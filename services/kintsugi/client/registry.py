@@ -12,12 +12,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-from kintsugi.client.interface import ChunkStore
+from kintsugi.client.interface import AsyncChunkStore, ChunkStore
 from kintsugi.client.ram import RamStore
 from kintsugi.client.throttled import ThrottledStore
 from kintsugi.core.errors import InvalidField, UnknownField
+
+if TYPE_CHECKING:
+    from kintsugi.client.directory import ShardDirectory
+    from kintsugi.client.grpc_store import GrpcOptions
 
 _lock = threading.Lock()
 _ram_stores: dict[str, RamStore] = {}
@@ -50,36 +55,69 @@ def _open_grpc(url: str) -> ChunkStore:
     return open_grpc(url)
 
 
-def _open_shards(url: str) -> ChunkStore:
+def _directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
+    """Who knows the shards of `url`, and how to talk to them."""
     from kintsugi.client.directory import FileDirectory, GrpcDirectory
     from kintsugi.client.grpc_store import options_of
-    from kintsugi.client.sharded import ShardedStore
 
     parts = urlsplit(url)
     options = options_of(parts.query)
     if parts.scheme == "shardfile":
-        return ShardedStore(FileDirectory(Path(parts.path)), options)
+        return FileDirectory(Path(parts.path)), options
     if not parts.netloc:
         raise InvalidField("store", f"{url!r} must name a directory as shards://host:port")
-    return ShardedStore(GrpcDirectory(parts.netloc, options.tls), options)
+    return GrpcDirectory(parts.netloc, options.tls), options
 
 
-_OPENERS: dict[str, Callable[[str], ChunkStore]] = {
-    "ram": _open_ram,
-    "grpc": _open_grpc,
-    "shards": _open_shards,
-    "shardfile": _open_shards,
+def _open_shards(url: str) -> ChunkStore:
+    from kintsugi.client.sharded import ShardedStore
+
+    return ShardedStore(*_directory(url))
+
+
+def _open_ram_async(url: str) -> AsyncChunkStore:
+    from kintsugi.client.in_process import InProcessStore
+
+    return InProcessStore(_open_ram(url))
+
+
+def _open_grpc_async(url: str) -> AsyncChunkStore:
+    from kintsugi.client.grpc_store import AsyncGrpcStore, shard_of
+
+    return AsyncGrpcStore(*shard_of(url))
+
+
+def _open_shards_async(url: str) -> AsyncChunkStore:
+    from kintsugi.client.sharded import AsyncShardedStore
+
+    return AsyncShardedStore(*_directory(url))
+
+
+_Opener = tuple[Callable[[str], ChunkStore], Callable[[str], AsyncChunkStore]]
+_OPENERS: dict[str, _Opener] = {
+    "ram": (_open_ram, _open_ram_async),
+    "grpc": (_open_grpc, _open_grpc_async),
+    "shards": (_open_shards, _open_shards_async),
+    "shardfile": (_open_shards, _open_shards_async),
 }
+
+
+def _opener(url: str) -> _Opener:
+    opener = _OPENERS.get(urlsplit(url).scheme)
+    if opener is None:
+        schemes = ", ".join(f"{name}://" for name in sorted(_OPENERS))
+        raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
+    return opener
 
 
 def open_store(url: str) -> ChunkStore:
     """The store that `url` names. Raises `InvalidField` for a scheme that no store has."""
-    scheme = urlsplit(url).scheme
-    opener = _OPENERS.get(scheme)
-    if opener is None:
-        schemes = ", ".join(f"{name}://" for name in sorted(_OPENERS))
-        raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
-    return opener(url)
+    return _opener(url)[0](url)
+
+
+def open_async_store(url: str) -> AsyncChunkStore:
+    """The same for the running event loop."""
+    return _opener(url)[1](url)
 
 
 def is_process_local(url: str) -> bool:

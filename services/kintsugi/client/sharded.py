@@ -267,10 +267,12 @@ class AsyncShardedStore(AsyncChunkStore):
         answers = await self._ask_all((address, call) for address in shards.shards)
         return [answer for answer in answers if answer is not None]
 
-    async def put(self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0) -> bool:
+    async def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
         owners = (await self.shard_map()).owners(manifest.key)
         answers = await self._ask_all(
-            (owner, lambda store: store.put(manifest, frames, recompute_ms)) for owner in owners
+            (owner, lambda store: store.put(manifest, frames, recompute_ms, tier)) for owner in owners
         )
         if all(answer is None for answer in answers):
             raise Unavailable(f"none of the {len(owners)} shards that own chunk {manifest.key} answers")

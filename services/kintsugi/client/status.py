@@ -42,6 +42,9 @@ _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
     (errors.Unavailable, grpc.StatusCode.INTERNAL),
     (errors.Unavailable, grpc.StatusCode.UNKNOWN),
     (errors.InvalidField, grpc.StatusCode.OUT_OF_RANGE),
+    # Sent by a gateway, and read as themselves where it says so: see the comment on the first row.
+    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
 )
 
 

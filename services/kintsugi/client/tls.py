@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,26 +30,53 @@ class TlsFiles:
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """The contents of ca, cert and key. Raises `InvalidField` naming the file that cannot be read."""
-        contents = []
-        for name in ("ca", "cert", "key"):
-            path: Path = getattr(self, name)
-            try:
-                contents.append(path.read_bytes())
-            except OSError as error:
-                raise InvalidField(f"tls-{name}", f"{path} cannot be read ({error.strerror})") from error
-        return contents[0], contents[1], contents[2]
+        return _read("tls-ca", self.ca), _read("tls-cert", self.cert), _read("tls-key", self.key)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever a file does; empty where one cannot be read."""
-        try:
-            return tuple(path.stat().st_mtime_ns for path in (self.ca, self.cert, self.key))
-        except OSError:
-            return ()
+        return _stamp((self.ca, self.cert, self.key))
 
     def channel_credentials(self) -> Any:
         """For a client. Raises `InvalidField`."""
         ca, cert, key = self.read()
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@dataclass(frozen=True)
+class ServedFiles:
+    """PEM files of a server whose clients show a token, and a certificate only where `client_ca` is given."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def read(self) -> tuple[bytes | None, bytes, bytes]:
+        """The contents of client_ca, cert and key. Raises `InvalidField` for a file that cannot be read."""
+        ca, cert, key = (_read(f"tls-{n}", p) if p else None for n, p in self._paths())
+        assert cert is not None
+        assert key is not None
+        return ca, cert, key
+
+    def _paths(self) -> tuple[tuple[str, Path | None], ...]:
+        return ("client-ca", self.client_ca), ("cert", self.cert), ("key", self.key)
+
+    def stamp(self) -> tuple[int, ...]:
+        """As `TlsFiles.stamp`."""
+        return _stamp([path for _, path in self._paths() if path])
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidField(field, f"{path} cannot be read ({error.strerror})") from error
+
+
+def _stamp(paths: Sequence[Path]) -> tuple[int, ...]:
+    try:
+        return tuple(path.stat().st_mtime_ns for path in paths)
+    except OSError:
+        return ()
 
 
 def open_channel(address: str, tls: TlsFiles | None) -> Any:
@@ -103,13 +130,15 @@ class Line:
 class ServerTls:
     """Credentials of a server: every handshake sees the files as they are then."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, files: TlsFiles | ServedFiles) -> None:
         """Raises `InvalidField` where a file cannot be read now."""
         self._files = files
         self._stamp = files.stamp()
         self._lock = threading.Lock()
         self.credentials: Any = grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._changed, require_client_authentication=True
+            self._configuration(),
+            self._changed,
+            require_client_authentication=isinstance(files, TlsFiles) or files.client_ca is not None,
         )
 
     def _configuration(self) -> Any:

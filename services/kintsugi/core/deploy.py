@@ -83,6 +83,20 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class OpenAISpec:
+    """vLLM's server flags that concern prompts and tools."""
+
+    __pydantic_config__ = STRICT
+
+    chat_template: str | None = None
+    """A file, or the template itself. None: the model's own."""
+    tool_call_parser: str | None = None
+    """vLLM's name of one: the model may then be given tools to choose from."""
+    reasoning_parser: str = ""
+    """vLLM's name of one: what a model thinks is kept apart from what it answers."""
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """One group of equal engines."""
 
@@ -110,6 +124,7 @@ class EngineSpec:
     """More of `engine.config.EngineConfig`."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's engine arguments."""
+    openai: OpenAISpec = field(default_factory=OpenAISpec)
 
     def __post_init__(self) -> None:
         _check_amount("engines.cpus", self.cpus)
@@ -171,6 +186,8 @@ class StoreSpec:
     tls_key: str = ""
     insecure: bool = False
     """Listen beyond loopback without TLS."""
+    share_arena: bool = True
+    """Let engines of a shard's host read its RAM directly; without, chunks travel over gRPC there, too."""
     drain_s: float = 60.0
     """How long a shard may write back what only RAM holds, once it is to stop."""
 
@@ -218,7 +235,9 @@ class GatewaySpec:
     """`off` or `background`."""
     read_only: bool = False
     data_dir: str = ""
-    """What the gateway knows of documents and chunk texts."""
+    """What the gateway knows of chunk texts; empty: forgotten with the process."""
+    ledger: str = ""
+    """State folder of the precompute whose corpora segments may name and messages may hold."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -317,6 +336,7 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
 def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
     """Engines and gateway."""
     engines, gateway = spec.engines, spec.gateway
+    store_url = placement.store_url or directory_url(spec.store)
     engine = {
         "name": ENGINE_DEPLOYMENT,
         **_replicas(
@@ -331,6 +351,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         "max_queued_requests": QUEUED_MAX,
         "request_router_config": {
             "request_router_class": ENGINE_ROUTER,
+            "request_router_kwargs": {"store_url": store_url},
             "request_routing_stats_period_s": 1.0,
         },
         **_health(engines.drain_s),
@@ -347,7 +368,9 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
     args = {
         "model": changed(spec.model),
         "engines": changed(engines, "replicas", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"),
-        "store_url": placement.store_url or directory_url(spec.store),
+        "store_url": store_url,
+        # Engines' metrics are as far to be seen as the shards'.
+        "host": spec.store.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
 

@@ -9,6 +9,8 @@
     │   ├── ForeignChunkKey    a key that was not made from this chunk space and these tokens
     │   └── BelowMinimum       a ratio below the least that passed calibration
     ├── NotFound               a chunk, report, shard or file that is not there
+    ├── Unauthenticated        no token, or one that nobody knows
+    ├── PermissionDenied       a known caller asked for what is not theirs, or is switched off here
     ├── ResourceExhausted      a bound was reached: bytes, entries, queue, quota
     ├── Unavailable            the other side does not answer now; retrying later can help
     ├── DeadlineExceeded       the other side answered too late
@@ -25,10 +27,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class KintsugiError(Exception):
-    """Root of every error raised on purpose."""
+    """Root of every error raised on purpose. Each crosses processes, whatever its constructor takes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), str(self), self.__dict__)
+
+
+def _rebuilt(kind: type[KintsugiError], message: str, fields: dict[str, Any]) -> KintsugiError:
+    error = kind.__new__(kind)
+    error.args = (message,)
+    error.__dict__.update(fields)
+    return error
 
 
 class InvalidField(KintsugiError):
@@ -66,6 +79,14 @@ class BelowMinimum(InvalidField):
 
 class NotFound(KintsugiError):
     """What was asked for does not exist."""
+
+
+class Unauthenticated(KintsugiError):
+    """The caller showed no token, or one that nobody knows."""
+
+
+class PermissionDenied(KintsugiError):
+    """The caller is known, and may not do this."""
 
 
 class ResourceExhausted(KintsugiError):

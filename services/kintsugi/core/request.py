@@ -20,6 +20,7 @@ from kintsugi.core.spaces import ChunkKey, Span, checked_namespace
 PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
 SPANS_MAX = 4096
+TIER_CHARS_MAX = 64
 
 
 class Op(StrEnum):
@@ -63,6 +64,7 @@ class _Wire:
     selector: str | None = None
     adaptive_mass: StrictFloat | None = None
     explain: StrictBool = False
+    tier: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,13 @@ class KintsugiParams:
     adaptive_mass: float | None = None
     """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
     explain: bool = False
+    tier: str = ""
+    """Of a save: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: the store's client's."""
 
     def __post_init__(self) -> None:
         checked_namespace(self.namespace)
+        if self.tier and (self.op is not Op.SAVE or len(self.tier) > TIER_CHARS_MAX):
+            raise InvalidField("tier", f"is for op=save alone and has at most {TIER_CHARS_MAX} characters")
         if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
             raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
         if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
@@ -107,6 +113,7 @@ class KintsugiParams:
             selector=None if wire.selector is None else parsed_selector(wire.selector),
             adaptive_mass=wire.adaptive_mass,
             explain=wire.explain,
+            tier=wire.tier,
         )
 
     def to_mapping(self) -> dict[str, Any]:
@@ -122,6 +129,8 @@ class KintsugiParams:
             wire["adaptive_mass"] = self.adaptive_mass
         if self.explain:
             wire["explain"] = True
+        if self.tier:
+            wire["tier"] = self.tier
         return {PARAMS_KEY: wire}
 
 

@@ -134,7 +134,12 @@ class ChunkKey:
 
     @staticmethod
     def of(space: ChunkSpace, token_ids: Sequence[int]) -> ChunkKey:
-        return ChunkKey(blake3.blake3(space.digest + token_bytes(token_ids)).digest())
+        return ChunkKey.of_bytes(space, token_bytes(token_ids))
+
+    @staticmethod
+    def of_bytes(space: ChunkSpace, tokens: bytes) -> ChunkKey:
+        """From what `token_bytes` makes."""
+        return ChunkKey(blake3.blake3(space.digest + tokens).digest())
 
     @staticmethod
     def from_hex(text: str) -> ChunkKey:

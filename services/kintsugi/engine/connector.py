@@ -28,6 +28,7 @@ from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.gate import binding_of, opened_gate, prefix_of
 from kintsugi.engine.metrics import BlendPromMetrics, BlendStats
+from kintsugi.engine.orphan import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler import SchedulerSide
 from kintsugi.engine.support import has_windows, unsupported
@@ -72,6 +73,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            end_with_parent()
             binding = binding_of(vllm_config, config)
             self._scheduler = SchedulerSide(
                 config=config,

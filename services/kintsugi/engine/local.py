@@ -320,6 +320,7 @@ def save_prompt(
     namespace: str,
     key: ChunkKey | None = None,
     priority: int = 0,
+    tier: str = "",
 ) -> Prompt:
     """The request that stores one chunk. With a ``key``, an engine of another chunk space declines it.
 
@@ -329,5 +330,5 @@ def save_prompt(
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
     start, end = len(prefix_token_ids), len(prefix_token_ids) + len(chunk)
-    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end, key),))
+    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end, key),), tier=tier)
     return Prompt([*prefix_token_ids, *chunk, chunk[-1]], params, max_tokens=1, priority=priority)

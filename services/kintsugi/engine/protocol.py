@@ -45,6 +45,8 @@ class SaveJob:
     anchor: int | None
     chunk_start: int
     chunk_end: int
+    tier: str
+    """Where the store is to keep it; empty: its client's default."""
 
 
 @dataclass(frozen=True)

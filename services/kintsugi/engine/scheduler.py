@@ -409,6 +409,7 @@ class SchedulerSide:
             anchor_of(chunk),
             span.start,
             span.end,
+            state.params.tier,
         )
 
     def take_metadata(self) -> StepMetadata:

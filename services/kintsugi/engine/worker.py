@@ -396,7 +396,7 @@ class WorkerSide:
             self._codec,
             frames,
         )
-        return self._store.put(manifest, frames, recompute_ms)
+        return self._store.put(manifest, frames, recompute_ms, job.tier)
 
     def _collect_puts(self) -> None:
         """A save is finished once its chunk is committed, or the store refused it."""

@@ -24,7 +24,7 @@ from pathlib import Path
 import blake3
 import numpy as np
 
-from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
+from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.core.errors import NotFound
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.precompute.database import Database, locked
@@ -397,6 +397,19 @@ class Ledger(DocumentIndex):
             if row is None:
                 raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
             return [_resolved(db, row[0], ref) for ref in refs]
+
+    def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
+        with self._database.reading() as db:
+            rows = db.execute(
+                "SELECT id, namespace, key, tokens FROM chunk WHERE id>? AND EXISTS"
+                " (SELECT 1 FROM span JOIN edition ON edition.id=span.edition"
+                " WHERE span.key=chunk.key AND edition.fingerprint=?) ORDER BY id LIMIT ?",
+                (after, fingerprint, limit),
+            ).fetchall()
+        return [
+            IndexedChunk(number, namespace, ChunkKey(key), tuple(_unpacked(tokens)))
+            for number, namespace, key, tokens in rows
+        ]
 
 
 def _resolved(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownChunk | None:

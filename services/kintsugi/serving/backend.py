@@ -25,9 +25,18 @@ class EngineBackend(ABC):
 
     @abstractmethod
     async def save(
-        self, request_id: str, namespace: str, chunks: Sequence[tuple[int, ...]], priority: int = 0
+        self,
+        request_id: str,
+        namespace: str,
+        chunks: Sequence[tuple[int, ...]],
+        priority: int = 0,
+        tier: str = "auto",
     ) -> list[SaveOutcome]:
-        """Prefill chunks in isolation and store them; returns once each is committed or has failed."""
+        """Prefill chunks in isolation and store them; returns once each is committed or has failed.
+
+        ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: what the
+        engine's configuration of the store says. One that the store lacks is a failed outcome's reason.
+        """
 
     @abstractmethod
     def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
-from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import StubPrefiller
@@ -29,16 +27,6 @@ from kintsugi.store.server import ShardServer
 from kintsugi.store.shard import Shard
 
 MUSIQUE = Path(__file__).parents[4] / "shared/data/musique_s.json"
-
-
-@pytest.fixture(scope="session")
-def running_ray() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ensure_ray(4, 1.0)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from kintsugi.core import errors
 EXAMPLES = [
     errors.InvalidField("ratio", "2 is outside [0, 1]"),
     errors.NotFound("no such report"),
+    errors.Unauthenticated("no token"),
+    errors.PermissionDenied("another tenant's namespace"),
     errors.ResourceExhausted("full"),
     errors.Unavailable("draining"),
     errors.DeadlineExceeded("too late"),

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.deploy import (
@@ -93,6 +93,7 @@ def specs() -> st.SearchStrategy[ServiceSpec]:
     return st.builds(ServiceSpec, st.just(ModelSpec("m", "n")), engines, stores, gateways)
 
 
+@settings(deadline=None, max_examples=50)
 @given(spec=specs(), groups=st.booleans())
 def test_serve_accepts_every_configuration(spec: ServiceSpec, groups: bool) -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="install the extra `serving`")

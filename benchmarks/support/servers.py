@@ -1,0 +1,222 @@
+"""The two servers that are compared, each a tree of processes on one core: vLLM's, and `kintsugi serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from benchmarks.support.engines import say
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.serving.load_run import Endpoint
+
+NAME = "measured"
+NAMESPACE = "bench"
+START_S = 300.0
+STOP_S = 60.0
+SERVER_CORE, CLIENT_CORE = 0, 1
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}\n\n{% endfor %}"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+"""One compute thread each, and no binding of vLLM's: it would leave the core that the server is pinned to."""
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both servers have in common, and what only ours needs."""
+
+    shape: str
+    max_model_len: int
+    kv_cache_bytes: int
+    ratio: float = 0.15
+    ram_gib: float = 6.0
+    ssd_gib: float = 8.0
+
+
+@dataclass
+class Server:
+    """One that runs."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    endpoint: Endpoint
+    grpc: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's whole tree: Ray, shards, gateway and engines among them."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def cpu_s(self) -> float:
+        """Consumed so far by everything that runs now."""
+        total = 0.0
+        for process in self.processes():
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            total += times.user + times.system
+        return total
+
+    def replica(self, deployment: str) -> psutil.Process:
+        """The process of a Serve replica, by Ray's title for it."""
+        for process in self.processes():
+            try:
+                if re.search(rf"ServeReplica:[^:]*:{deployment}\b", " ".join(process.cmdline())):
+                    return process
+            except psutil.NoSuchProcess:
+                continue
+        raise AssertionError(f"no process of {deployment} runs")
+
+    def metric(self, line: str) -> float:
+        """A series of the gateway's, 0 where it is not there yet."""
+        text = httpx.get(f"{self.endpoint.url.removesuffix('/v1')}/metrics", timeout=30).text
+        found = [entry for entry in text.splitlines() if entry.startswith(line)]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+
+@contextmanager
+def checkpoint(shape: str) -> Iterator[Path]:
+    """The random model with a chat template beside it: links, not a copy."""
+    source = cached_checkpoint(shape)
+    with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as folder:
+        for file in source.iterdir():
+            (Path(folder) / file.name).symlink_to(file)
+        (Path(folder) / "chat_template.jinja").write_text(TEMPLATE)
+        yield Path(folder)
+
+
+@contextmanager
+def plain_server(model: Path, setting: Setting) -> Iterator[Server]:
+    """vLLM's OpenAI server, with prefix caching, without us."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--model", str(model), "--served-model-name", NAME, "--enforce-eager"]
+    command += ["--dtype", "bfloat16", "--max-model-len", str(setting.max_model_len)]
+    command += ["--kv-cache-memory-bytes", str(setting.kv_cache_bytes), "--disable-uvicorn-access-log"]
+    endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", NAME)
+    # An installed plugin would register our connector; unasked it does nothing, but plain means plain.
+    environment = {"VLLM_PLUGINS": ""}
+    with _running("plain", command, environment) as (process, log):
+        _wait_healthy(f"http://127.0.0.1:{port}/health", process, log)
+        yield Server("plain", process, endpoint)
+
+
+@contextmanager
+def our_server(model: Path, setting: Setting) -> Iterator[Server]:
+    """`kintsugi serve`: Ray, one shard with RAM and a disk below it, one engine, the gateway."""
+    # Short: the names of Ray's sockets begin with it, and have a bound.
+    with tempfile.TemporaryDirectory(prefix="kg-", ignore_cleanup_errors=True) as folder:
+        config = Path(folder) / "service.yaml"
+        config.write_text(yaml.safe_dump(_specification(model, setting, Path(folder))))
+        environment = {"RAY_TMPDIR": folder}
+        command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()"]
+        command += ["serve", "--config", str(config), "--json"]
+        with _running("kintsugi", command, environment, stdout=True) as (process, log):
+            ready = _ready_event(process, log)
+            endpoint = Endpoint(f"{ready['http']}/v1", NAME, namespace=NAMESPACE)
+            yield Server("kintsugi", process, endpoint, ready["grpc"], ready)
+
+
+def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any]:
+    patience_ms = 30_000  # A busy machine must not turn into declined blends.
+    connector = {
+        "ratio": setting.ratio,
+        "lookup_deadline_ms": patience_ms,
+        "layer_deadline_ms": patience_ms,
+    }
+    return {
+        "model": {
+            "path": str(model),
+            "name": NAME,
+            "dtype": "bfloat16",
+            "max_model_len": setting.max_model_len,
+        },
+        "engines": {
+            "kv_cache_gib": setting.kv_cache_bytes / (1 << 30),
+            "allow_uncalibrated": True,
+            "connector": connector,
+            "env": ONE_THREAD,
+        },
+        "store": {
+            "ram_gib": setting.ram_gib,
+            "data_dir": str(folder / "data"),
+            "tiers": [{"path": str(folder / "ssd"), "gib": setting.ssd_gib}],
+            "share_arena": False,
+        },
+        "gateway": {"grpc_port": 0, "http_port": 0},
+    }
+
+
+@contextmanager
+def _running(
+    name: str, command: list[str], environment: dict[str, str], stdout: bool = False
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process on the servers' core, ended with SIGTERM."""
+    with tempfile.TemporaryDirectory(prefix="kintsugi-bench-log-") as folder:
+        log = Path(folder) / f"{name}.log"
+        paths = [str(REPOSITORY / part) for part in ("services", "operators", ".")]
+        everything = {
+            **os.environ,
+            **ONE_THREAD,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            **environment,
+        }
+        say(f"starting {name}")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=everything,
+                stdout=subprocess.PIPE if stdout else output,
+                stderr=output,
+                preexec_fn=lambda: os.sched_setaffinity(0, {SERVER_CORE}),
+            )
+        try:
+            yield process, log
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            if httpx.get(url, timeout=5).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.3)
+    raise AssertionError("the server did not come up:\n" + log.read_text(errors="replace")[-4000:])
+
+
+def _ready_event(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    """What `kintsugi serve --json` says once it serves."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        event: dict[str, Any] = json.loads(line)
+        if event.get("event") == "ready":
+            return event
+    raise AssertionError("kintsugi serve did not come up:\n" + log.read_text(errors="replace")[-4000:])

@@ -1,0 +1,287 @@
+"""What is measured of the two servers: idle answers, goodput over rates, stuffed prompts, kills under load.
+
+Only one server is under load at a time; the other is idle beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import psutil
+
+from benchmarks.support.engines import say
+from benchmarks.support.figures import Figure, spread
+from benchmarks.support.servers import NAMESPACE, REPOSITORY, Server
+from kintsugi.checkpoints.passages import bundled_passages
+from kintsugi.client.chunking import Chunker
+from kintsugi.client.sdk import Client, ClientOptions
+from kintsugi.serving.load_profile import Request, Workload, poisson_arrivals, prompt_of, requests
+from kintsugi.serving.load_report import Sample, Summary, summarised
+from kintsugi.serving.load_run import client_of, measured, run
+
+SLO_FACTOR = 2.0
+PUT_BATCH = 8
+PUT_S = 600.0
+STUFFED_CHUNK_TOKENS = 384
+KILL_AFTER_S = 8.0
+METRIC_S = 5.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is measured."""
+
+    idle: int
+    loads_of_capacity: tuple[float, ...]
+    """Rates, as shares of what an idle server's whole answers allow one after the other."""
+    load_s: float
+    load_requests_min: int
+    recovery_load_s: float
+    recovery_of_capacity: float
+
+
+FULL = Budget(9, (0.5, 0.7, 0.85, 1.0), 75.0, 12, 110.0, 0.25)
+QUICK = Budget(3, (0.7,), 8.0, 6, 0.0, 0.25)
+
+
+@dataclass
+class Idle:
+    """Answers of servers with nothing else to do."""
+
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def ttft_s(self, server: str) -> list[float]:
+        return [sample.ttft_s for sample in self.samples[server] if sample.ttft_s is not None]
+
+    def answer_s(self, server: str) -> float:
+        """Median of whole answers."""
+        return statistics.median(sample.done_s for sample in self.samples[server])
+
+    @property
+    def slo_s(self) -> float:
+        return SLO_FACTOR * statistics.median(self.ttft_s("plain"))
+
+
+def store_chunks(server: Server, texts: Sequence[str]) -> None:
+    """Every document's chunk, as an application puts it."""
+    with Client(server.grpc, NAMESPACE, options=ClientOptions(timeout_s=PUT_S)) as client:
+        for start in range(0, len(texts), PUT_BATCH):
+            puts = client.put_chunks(texts[start : start + PUT_BATCH])
+            failed = [put for put in puts if put.state == "failed"]
+            assert not failed, failed
+            if start % (8 * PUT_BATCH) == 0:
+                say(f"stored {start + len(puts)} of {len(texts)} chunks")
+
+
+def measure_idle(servers: Sequence[Server], texts: Sequence[str], workload: Workload, count: int) -> Idle:
+    """One request at a time, servers in turns, each prompt to both. The first of each is not counted: it
+    prepares kernels."""
+    coming = requests(workload, [0.0] * (count + 1))
+    idle = Idle({server.name: [] for server in servers})
+
+    async def one(server: Server, request: Request) -> Sample:
+        async with client_of(server.endpoint) as client:
+            prompt, now_s = prompt_of(request, texts), time.perf_counter()
+            return await measured(client, server.endpoint, 0.0, now_s, prompt, workload.answer_tokens)
+
+    for number, request in enumerate(coming):
+        for server in servers:
+            sample = asyncio.run(one(server, request))
+            assert sample.is_ok, sample
+            if number:
+                idle.samples[server.name].append(sample)
+        last = {name: [round(s.ttft_s or 0, 2) for s in rows[-1:]] for name, rows in idle.samples.items()}
+        say(f"idle {number}/{count}: {last}")
+    return idle
+
+
+def idle_figures(idle: Idle, bar: float | None) -> list[Figure]:
+    plain, ours = idle.ttft_s("plain"), idle.ttft_s("kintsugi")
+    ratio = statistics.median(plain) / statistics.median(ours)
+    accountings = [sample.accounting or {} for sample in idle.samples["kintsugi"]]
+    outcomes = sorted({str(one.get("outcome")) for one in accountings})
+    transports = sorted({str(one.get("transport")) for one in accountings})
+    detail = f"{spread(plain)} ÷ {spread(ours)}; {', '.join(outcomes)} over {', '.join(transports)}"
+    answers = idle.answer_s("plain") / idle.answer_s("kintsugi")
+    first = (
+        Figure("ttft_ratio_ram", ratio, "×", detail=detail)
+        if bar is None
+        else Figure.at_least("ttft_ratio_ram", ratio, bar, detail=detail)
+    )
+    return [first, Figure("answer_ratio_ram", answers, "×", detail="whole answers, as above")]
+
+
+def measure_goodput(
+    servers: Sequence[Server], texts: Sequence[str], workload: Workload, idle: Idle, budget: Budget
+) -> dict[str, list[tuple[Summary, float]]]:
+    """Per server, each load's summary and CPU seconds; servers in turns, each at shares of its capacity."""
+    found: dict[str, list[tuple[Summary, float]]] = {server.name: [] for server in servers}
+    for step, share in enumerate(budget.loads_of_capacity):
+        for server in servers:
+            rate = share / idle.answer_s(server.name)
+            count = max(budget.load_requests_min, round(rate * budget.load_s))
+            coming = requests(_seeded(workload, step + 1), poisson_arrivals(rate, count, seed=step))
+            cpu_s = server.cpu_s()
+            samples = _load(server, coming, texts, workload.answer_tokens)
+            summary = summarised(samples, idle.slo_s)
+            found[server.name].append((summary, server.cpu_s() - cpu_s))
+            say(
+                f"{server.name} at {rate:.2f}/s: goodput {summary.goodput_per_s:.3f}/s, "
+                f"TTFT p50 {summary.ttft_s.get('p50', 0):.2f} s, errors {summary.errors}"
+            )
+    return found
+
+
+def _seeded(workload: Workload, step: int) -> Workload:
+    """Other requests in each load. The corpus is already written."""
+    return Workload(
+        workload.documents,
+        workload.zipf,
+        workload.chunks,
+        workload.chunk_tokens,
+        workload.answer_tokens,
+        workload.seed + step,
+    )
+
+
+def _load(
+    server: Server, coming: Sequence[Request], texts: Sequence[str], answer_tokens: int
+) -> list[Sample]:
+    prompts = [prompt_of(request, texts) for request in coming]
+    return asyncio.run(run(server.endpoint, coming, prompts, answer_tokens))
+
+
+def goodput_figures(
+    found: dict[str, list[tuple[Summary, float]]], idle: Idle, bar: float | None
+) -> list[Figure]:
+    best = {name: max(rows, key=lambda row: row[0].goodput_per_s or 0.0) for name, rows in found.items()}
+    plain, ours = (best[name][0].goodput_per_s or 0.0 for name in ("plain", "kintsugi"))
+    ratio = ours / plain if plain else float("inf")
+    detail = (
+        f"{ours:.3f}/s ÷ {plain:.3f}/s, first token within {idle.slo_s:.2f} s; best of "
+        f"{len(found['plain'])} rates each"
+    )
+    figures = [
+        Figure("goodput_ratio", ratio, "×", detail=detail)
+        if bar is None
+        else Figure.at_least("goodput_ratio", ratio, bar, detail=detail)
+    ]
+    for name, (summary, cpu_s) in best.items():
+        answered = max(1, summary.requests - summary.errors)
+        at = f"at {summary.rate_per_s:.2f}/s, {summary.requests} requests, {summary.errors} errors"
+        figures += [
+            Figure(f"{name}_goodput", summary.goodput_per_s, "/s", detail=at),
+            Figure(f"{name}_ttft_p95", summary.ttft_s.get("p95"), "s", detail=at),
+            Figure(f"{name}_itl_p99", summary.itl_s.get("p99"), "s", detail=at),
+            Figure(f"{name}_cpu_per_answer", cpu_s / answered, "s", detail="the whole tree of processes"),
+        ]
+    hits = best["kintsugi"][0].hit_rate
+    return [*figures, Figure("chunk_hit_rate", hits, "", detail="under that load")]
+
+
+def measure_stuffing(server: Server, model: Any, bar: float) -> list[Figure]:
+    """Unmodified LangChain and LlamaIndex, as the examples use them, on the bundled passages."""
+    documents = [passage.text for passage in bundled_passages()]
+    question = "Which of these depended on the sea?"
+    chunker = Chunker.of_model(model)
+    shares = {}
+    for name in ("langchain", "llama_index"):
+        example, namespace = _example(f"{name}_rag"), f"stuffing-{name.replace('_', '-')}"
+        arguments = (server.endpoint.url, server.grpc, namespace, model, documents, STUFFED_CHUNK_TOKENS, 8)
+        before = server.metric('kintsugi_http_chunk_tokens_total{result="hit"}')
+        if name == "langchain":
+            result = example.build_chain(*arguments).invoke({"input": question})
+            texts = [document.page_content for document in result["context"]]
+        else:
+            response = example.build_query_engine(*arguments).query(question)
+            texts = [source.node.get_content() for source in response.source_nodes]
+        sent = sum(len(chunker.token_ids(text)) for text in texts)
+        shares[name] = _hits_since(server, before) / sent
+        say(f"{name}: {shares[name]:.3f} of {sent} chunk tokens hit")
+    detail = ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
+    return [Figure.at_least("stuffing_hit_rate", min(shares.values()), bar, unit="", detail=detail)]
+
+
+def _hits_since(server: Server, before: float) -> float:
+    """The gateway counts once the answer is out: a moment after its reader has it."""
+    deadline_s = time.monotonic() + METRIC_S
+    while True:
+        hits = server.metric('kintsugi_http_chunk_tokens_total{result="hit"}') - before
+        if hits or time.monotonic() > deadline_s:
+            return hits
+        time.sleep(0.1)
+
+
+def _example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", REPOSITORY / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure_recovery(
+    server: Server, texts: Sequence[str], workload: Workload, idle: Idle, budget: Budget, bar: float
+) -> list[Figure]:
+    """kill -9 of the shard's process, then of the engine's, each in the midst of a load of its own."""
+    figures = []
+    worst = 0.0
+    for number, deployment in enumerate(("StoreShard", "Engine")):
+        rate = budget.recovery_of_capacity / idle.answer_s("kintsugi")
+        count = max(budget.load_requests_min, round(rate * budget.recovery_load_s))
+        arrivals = poisson_arrivals(rate, count, seed=100 + number)
+        coming = requests(_seeded(workload, 100 + number), arrivals)
+        samples = asyncio.run(_killed_amidst(server, coming, texts, workload.answer_tokens, deployment))
+        back_s = recovered_after(samples, KILL_AFTER_S, idle.slo_s)
+        worst = max(worst, back_s)
+        errors = [sample for sample in samples if not sample.is_ok]
+        short = sum(1 for one in samples if one.is_ok and one.completion_tokens != workload.answer_tokens)
+        kinds = ", ".join(sorted({one.error for one in errors})) or "none"
+        detail = f"{len(errors)} errors of {len(samples)} ({kinds}); {short} answers of another length"
+        figures.append(Figure(f"recovery_{deployment.lower()}_s", back_s, "s", detail=detail))
+        say(f"{deployment}: back after {back_s:.1f} s; {detail}")
+    return [Figure.at_most("recovery_s", worst, bar, unit="s", detail="the longer of the two"), *figures]
+
+
+async def _killed_amidst(
+    server: Server, coming: Sequence[Request], texts: Sequence[str], answer_tokens: int, deployment: str
+) -> list[Sample]:
+    victim = await asyncio.to_thread(server.replica, deployment)
+
+    async def kill() -> None:
+        await asyncio.sleep(KILL_AFTER_S)
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            raise AssertionError(f"{deployment} ended before it was killed") from None
+        say(f"killed {deployment}, process {victim.pid}")
+
+    prompts = [prompt_of(request, texts) for request in coming]
+    killing = asyncio.create_task(kill())
+    samples = await run(server.endpoint, coming, prompts, answer_tokens)
+    await killing
+    return samples
+
+
+def recovered_after(samples: Sequence[Sample], killed_s: float, slo_s: float) -> float:
+    """Seconds from the kill to the end of the last answer that failed, or whose first token was late.
+
+    0 where there is none. Requests that were under way count: their answers are what a caller misses.
+    """
+    bad = [
+        one.at_s + one.done_s
+        for one in samples
+        if one.at_s + one.done_s >= killed_s
+        and not (one.ttft_s is not None and one.is_ok and one.ttft_s <= slo_s)
+    ]
+    return max(0.0, max(bad, default=killed_s) - killed_s)

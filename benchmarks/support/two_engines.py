@@ -1,0 +1,82 @@
+"""Two real engines behind a Serve handle, and conversations that grow turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from contextlib import aclosing
+
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.core.deploy import (
+    ENGINE_DEPLOYMENT,
+    ENGINE_ROUTER,
+    SERVICE_APP,
+    EngineSpec,
+    GatewaySpec,
+    ModelSpec,
+    Scale,
+    ServiceSpec,
+    StoreSpec,
+)
+from kintsugi.core.exchange import EngineRequest, Usage
+from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.serving.addresses import free_port
+from kintsugi.serving.ray_backend import RayBackend
+from kintsugi.serving.service import Service, start_ray
+
+ROUTERS = {"ours": ENGINE_ROUTER, "two_choices": "ray.serve.request_router.PowerOfTwoChoicesRequestRouter"}
+START_TIMEOUT_S = 400.0
+TURN_TOKENS = 384
+
+
+def cached_share(router: str, conversations: int, turns: int) -> float:
+    """Of all prompt tokens after each conversation's first turn."""
+    import ray
+    from ray import serve
+
+    with tempfile.TemporaryDirectory() as folder:
+        spec = ServiceSpec(
+            ModelSpec(str(cached_checkpoint("tiny-llama")), "tiny"),
+            EngineSpec(replicas=Scale(2, 2), allow_uncalibrated=True, kv_cache_gib=0.5, drain_s=2.0),
+            StoreSpec(ram_gib=0.1, data_dir=folder, directory_port=free_port("127.0.0.1", 29410, 64)),
+            GatewaySpec(grpc_port=0, http_port=0),
+        )
+        start_ray(spec)
+        service = Service(spec)
+        engine = service.config["applications"][1]["deployments"][0]
+        if router != ENGINE_ROUTER:
+            engine["request_router_config"] = {"request_router_class": router}
+        try:
+            service.deploy()
+            service.wait(START_TIMEOUT_S, lambda progress: None)
+            backend = RayBackend(serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP))
+            return asyncio.run(_asked(backend, conversations, turns))
+        finally:
+            service.stop()
+            ray.shutdown()
+
+
+async def _asked(backend: RayBackend, conversations: int, turns: int) -> float:
+    """All conversations side by side, each turn after the one before."""
+    usages = await asyncio.gather(*(_conversation(backend, number, turns) for number in range(conversations)))
+    later = [usage for conversation in usages for usage in conversation[1:]]
+    return sum(usage.cached_tokens for usage in later) / sum(usage.prompt_tokens for usage in later)
+
+
+async def _conversation(backend: RayBackend, number: int, turns: int) -> list[Usage]:
+    draw = random.Random(number)
+    params = KintsugiParams("routing", op=Op.OFF)
+    prompt: list[int] = []
+    usages = []
+    for turn in range(turns):
+        prompt += [draw.randrange(20, 1000) for _ in range(TURN_TOKENS)]
+        sampling = {"max_tokens": 2, "temperature": 0.0}
+        request = EngineRequest(f"{number}-{turn}", tuple(prompt), params, sampling)
+        async with aclosing(backend.generate(request)) as deltas:
+            async for delta in deltas:
+                prompt += delta.token_ids
+                if delta.usage is not None:
+                    usages.append(delta.usage)
+        await asyncio.sleep(draw.uniform(0.1, 0.5))
+    return usages

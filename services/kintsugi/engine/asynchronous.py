@@ -1,0 +1,378 @@
+"""One vLLM engine behind an event loop: what a service drives.
+
+vLLM's own `AsyncLLM` runs scheduler and worker in a process of their own; here are its requests' checks,
+their cancellation, and what the engine says about itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from kintsugi.client.interface import ChunkStore
+from kintsugi.client.registry import is_process_local, open_store
+from kintsugi.core.deploy import OpenAISpec
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
+from kintsugi.core.exchange import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    OpenAICall,
+    OpenAIHead,
+    SaveOutcome,
+    SaveState,
+    Usage,
+)
+from kintsugi.core.report import Binding
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams
+from kintsugi.core.schema import load
+from kintsugi.core.spaces import checked_namespace
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.load import Load, LoadStats
+from kintsugi.engine.local import KV_CACHE_BYTES, save_prompt, transfer_config
+from kintsugi.engine.sampling import checked_sampling
+
+if TYPE_CHECKING:
+    from kintsugi.engine.gate import Gate
+
+UNABLE = frozenset(
+    ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
+)
+"""Reasons that only the worker finds, and that stay. All others can pass: a report comes, a store answers."""
+PROBE_NAMESPACE = "kintsugi-probe"
+PROBE_TOKENS = 8
+SAVES_AT_ONCE = 64
+"""Chunks of one call that wait in the engine together."""
+
+
+@dataclass(frozen=True)
+class AsyncSpec:
+    """What to start."""
+
+    model: str
+    name: str
+    """What clients call it."""
+    store: str
+    """URL of the chunk store. Scheduler and worker run in another process: no `ram://`."""
+    prefix_token_ids: tuple[int, ...] | None = None
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    """More of `engine.config.EngineConfig`."""
+    vllm_args: Mapping[str, Any] = field(default_factory=dict)
+    """More of vLLM's `AsyncEngineArgs`."""
+    openai: OpenAISpec = field(default_factory=OpenAISpec)
+
+    @property
+    def connector(self) -> dict[str, Any]:
+        """The connector's configuration, for vLLM."""
+        values: dict[str, Any] = {**self.extra_config, "store": self.store}
+        if self.prefix_token_ids is not None:
+            values["prefix_token_ids"] = list(self.prefix_token_ids)
+        return values
+
+    @property
+    def config(self) -> EngineConfig:
+        """The same, checked. Raises `InvalidField`."""
+        if is_process_local(self.store):
+            raise InvalidField(
+                "store", f"{self.store!r} lives in one process, and this engine's worker runs in another"
+            )
+        return load(EngineConfig, self.connector, "connector")
+
+
+class AsyncEngine:
+    """A running engine. Make it with `start`, inside the event loop that uses it; `stop` it."""
+
+    def __init__(
+        self, client: Any, spec: AsyncSpec, store: ChunkStore, gate: Gate, unsupported: str | None
+    ) -> None:
+        """Owns all of it."""
+        from kintsugi.engine.gate import prefix_of
+
+        self.client = client
+        """The `AsyncLLM`, for vLLM's own handling of OpenAI requests."""
+        self.load = Load()
+        self.prefix_token_ids = prefix_of(spec.config, client.vllm_config)
+        """What chunks are prefilled behind."""
+        self.max_model_len = int(client.model_config.max_model_len)
+        """Tokens of prompt and answer together that a request may have."""
+        self._portable = spec.config.portable
+        self._spec = spec
+        self._store = store
+        self._gate = gate
+        self._declined = unsupported
+        self._submitted = 0
+        self._front: Any = None
+        self._metrics: Any = None
+
+    @staticmethod
+    async def start(
+        spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None
+    ) -> AsyncEngine:
+        """Load the model and answer one prompt, so that the first that counts finds everything ready.
+
+        ``prepare`` is called on a thread before a calibration report is looked for, with what it has to speak
+        about. 10-30 s. Raises `InvalidField` for a configuration that cannot be, `Unavailable` where vLLM
+        does not start.
+        """
+        config = spec.config
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise Unavailable(
+                f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]"
+            ) from error
+        from kintsugi.engine.gate import binding_of, opened_gate
+        from kintsugi.engine.support import unsupported
+
+        try:
+            vllm_config = AsyncEngineArgs(**_vllm_args(spec)).create_engine_config(
+                UsageContext.ENGINE_CONTEXT
+            )
+            binding = binding_of(vllm_config, config)
+            await asyncio.to_thread(prepare, binding)
+            store = open_store(config.store)
+            gate = await asyncio.to_thread(opened_gate, config, store, binding)
+            client = AsyncLLM.from_vllm_config(vllm_config)
+        except KintsugiError:
+            raise
+        except Exception as error:
+            # vLLM raises many types here, from a bad config value to a failed allocation.
+            raise Unavailable(
+                f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}"
+            ) from error
+        engine = AsyncEngine(client, spec, store, gate, unsupported(vllm_config))
+        await engine._warm_up()
+        return engine
+
+    async def _warm_up(self) -> None:
+        """Two prompts: the worker says with the first whether it can blend, the second is answered so. And
+        vLLM's OpenAI handlers, which take seconds to import."""
+        from kintsugi.engine.openai import OpenAIFront
+
+        name, options = self._spec.name, self._spec.openai
+        self._front = OpenAIFront(self.client, name, self.prefix_token_ids, options, self.load)
+        tokens = (*self.prefix_token_ids, *range(PROBE_TOKENS))[-PROBE_TOKENS:]
+        params = KintsugiParams(PROBE_NAMESPACE)
+        for index in range(2):
+            request = EngineRequest(f"warm-up-{index}", tokens, params, {"max_tokens": 1, "temperature": 0.0})
+            accounting: Mapping[str, Any] = {}
+            async for delta in self.generate(request):
+                accounting = delta.accounting or {}
+            reason = str(accounting.get("reason") or "")
+            if reason.split(":", 1)[0] in UNABLE:
+                self._declined = reason
+
+    def info(self) -> EngineInfo:
+        """What a gateway has to know."""
+        state = self._gate.state
+        closed = self._declined or (None if state.is_open else f"{state.reason}: {state.detail}")
+        return EngineInfo(
+            model=self._spec.name,
+            fingerprint=self._gate.binding.model.hex,
+            prefix_token_ids=self.prefix_token_ids,
+            portable=self._portable,
+            max_model_len=self.max_model_len,
+            blending=closed or "on",
+        )
+
+    def stats(self) -> LoadStats:
+        return self.load.stats()
+
+    def check_health(self) -> None:
+        """Raises `Unavailable` where the engine's process is gone."""
+        if self.client is None or self.client.errored:
+            raise Unavailable("the engine has ended; it is started again")
+
+    def serve_metrics(self, host: str, port: int) -> None:
+        """Answer Prometheus with what vLLM and the connector count, until `stop`."""
+        from prometheus_client import start_http_server
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        self._metrics, _ = start_http_server(port, host, get_prometheus_registry())
+
+    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        """As `EngineBackend.openai`."""
+        async with aclosing(self._front.answer(call)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        """As `EngineBackend.generate`. Raises `InvalidField` before anything is submitted."""
+        self._check_prompt(request.prompt_token_ids)
+        sampling = self._sampling(request)
+        self._submitted += 1
+        ticket = f"{request.request_id}-{self._submitted}"
+        self.load.began(ticket, len(request.prompt_token_ids))
+        completed = 0
+        try:
+            async with aclosing(self._outputs(request, sampling, ticket)) as outputs:
+                async for output in outputs:
+                    if completed == 0:
+                        self.load.answered(ticket)
+                    piece = output.outputs[0]
+                    completed += len(piece.token_ids)
+                    delta = EngineDelta(tuple(piece.token_ids), piece.text)
+                    yield _last(delta, output, completed) if output.finished else delta
+        finally:
+            self.load.ended(ticket)
+
+    async def _outputs(self, request: EngineRequest, sampling: Any, ticket: str) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs, and its errors as ours."""
+        from vllm import TokensPrompt
+
+        try:
+            outputs = self.client.generate(
+                TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)),
+                sampling,
+                ticket,
+                trace_headers=dict(request.trace) or None,
+                priority=request.priority,
+            )
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except Exception as error:
+            translated = _translated(error)
+            if translated is None:
+                raise
+            raise translated from error
+
+    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise InvalidField("prompt_token_ids", "is empty; a prompt needs at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidField(
+                "prompt_token_ids",
+                f"{len(token_ids)} tokens and an answer exceed the model's {self.max_model_len}; use fewer "
+                "or shorter chunks",
+            )
+
+    def _sampling(self, request: EngineRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        values = {
+            **self.client.model_config.get_diff_sampling_param(),
+            **checked_sampling(request.sampling),
+        }
+        try:
+            return SamplingParams(
+                **values,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args={"kv_transfer_params": request.params.to_mapping()},
+            )
+        except Exception as error:
+            # vLLM's own type here is no `ValueError` in every version.
+            translated = _translated(error)
+            if not isinstance(translated, InvalidField):
+                raise
+            raise InvalidField("sampling", translated.problem) from error
+
+    async def save(
+        self,
+        request_id: str,
+        namespace: str,
+        chunks: Sequence[tuple[int, ...]],
+        priority: int = 0,
+        tier: str = "auto",
+    ) -> list[SaveOutcome]:
+        """As `EngineBackend.save`. A tier that the store lacks is the outcome's reason."""
+        checked_namespace(namespace)
+        kept_in = "" if tier == "auto" else tier
+        turn = asyncio.Semaphore(SAVES_AT_ONCE)
+
+        async def one(index: int, chunk: tuple[int, ...]) -> SaveOutcome:
+            try:
+                prompt = save_prompt(self.prefix_token_ids, chunk, namespace, tier=kept_in)
+            except InvalidField as error:
+                return SaveOutcome(SaveState.FAILED, str(error))
+            assert prompt.params is not None
+            request = EngineRequest(
+                f"{request_id}-{index}",
+                tuple(prompt.token_ids),
+                prompt.params,
+                {"max_tokens": 1, "temperature": 0.0},
+                priority,
+            )
+            async with turn:
+                return await self._saved(request)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index, chunk)) for index, chunk in enumerate(chunks)]
+        return [task.result() for task in tasks]
+
+    async def _saved(self, request: EngineRequest) -> SaveOutcome:
+        accounting: Mapping[str, Any] = {}
+        try:
+            async for delta in self.generate(request):
+                accounting = delta.accounting or {}
+        except KintsugiError as error:
+            return SaveOutcome(SaveState.FAILED, str(error))
+        if accounting.get("outcome") == SaveState.SAVED.value:
+            return SaveOutcome(SaveState.SAVED)
+        reason = str(accounting.get("reason") or "the connector did not answer")
+        return SaveOutcome(SaveState.FAILED, reason)
+
+    async def stop(self) -> None:
+        """End the engine's process and what it is at. Idempotent."""
+        if self.client is None:
+            return
+        client, self.client = self.client, None
+        self._gate.close()
+        self._store.close()
+        if self._metrics is not None:
+            self._metrics.shutdown()
+            self._metrics.server_close()
+        await asyncio.to_thread(client.shutdown)
+
+
+def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
+    """The piece that ends an answer."""
+    return dataclasses.replace(
+        delta,
+        finish_reason=output.outputs[0].finish_reason,
+        accounting=(output.kv_transfer_params or {}).get(PARAMS_KEY),
+        usage=Usage(len(output.prompt_token_ids), completed, output.num_cached_tokens or 0),
+    )
+
+
+def _translated(error: Exception) -> KintsugiError | None:
+    """vLLM's errors as ours, by name: what they derive from differs between its versions."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "EngineDeadError" in names:
+        return Unavailable("the engine ended while it answered; ask again")
+    if "EngineGenerateError" in names:
+        return Unavailable(f"the engine failed to answer: {error.__cause__ or error}")
+    if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
+        return ResourceExhausted("the engine's queue is full; try again later")
+    if names & {"VLLMClientError", "ValueError"}:
+        return InvalidField("request", str(error))
+    return None
+
+
+def _vllm_args(spec: AsyncSpec) -> dict[str, Any]:
+    """Unless given: eager execution, `KV_CACHE_BYTES` of KV cache on a CPU, people before saves."""
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "served_model_name": spec.name,
+        "enforce_eager": True,
+        "scheduling_policy": "priority",
+        "enable_log_requests": False,
+        "kv_transfer_config": KVTransferConfig(**transfer_config(spec.connector)),
+    }
+    if current_platform.is_cpu():
+        arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+        # Ray counts the cores and OMP_NUM_THREADS says how many; bound, two engines would share the first.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return {**arguments, **spec.vllm_args}

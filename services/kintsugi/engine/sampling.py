@@ -1,0 +1,58 @@
+"""What a request may ask of sampling: vLLM's names, typed and checked before vLLM sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import StrictBool, StrictInt
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.schema import STRICT, load
+
+STOPS_MAX = 16
+BIASES_MAX = 1024
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """Those of vLLM's `SamplingParams` that an answer of one sequence of tokens can carry. None: the model's
+    own default."""
+
+    __pydantic_config__ = STRICT
+
+    max_tokens: StrictInt | None = None
+    min_tokens: StrictInt | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: StrictInt | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: StrictInt | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    ignore_eos: StrictBool | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    logit_bias: dict[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidField("sampling.max_tokens", f"{self.max_tokens} must be at least 1")
+        if isinstance(self.stop, list) and len(self.stop) > STOPS_MAX:
+            raise InvalidField("sampling.stop", f"{len(self.stop)} texts; at most {STOPS_MAX} are looked for")
+        if self.logit_bias is not None and len(self.logit_bias) > BIASES_MAX:
+            raise InvalidField("sampling.logit_bias", f"{len(self.logit_bias)} tokens; at most {BIASES_MAX}")
+
+
+def checked_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for vLLM's `SamplingParams`. Raises `InvalidField`, and `UnknownField` with the nearest name.
+
+    vLLM checks ranges itself; its `ValueError` is the caller's to translate.
+    """
+    sampling = load(_Sampling, values, where="sampling")
+    return {name: value for name, value in dataclasses.asdict(sampling).items() if value is not None}

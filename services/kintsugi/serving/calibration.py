@@ -1,0 +1,163 @@
+"""Calibrate a model that is being served: an engine of its own beside it, on a Ray actor.
+
+The engines that serve read the report from the store once it is there; until then they prefill in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.deploy import EngineSpec, ModelSpec
+from kintsugi.core.report import Binding, CalibrationReport, Thresholds, described
+from kintsugi.core.schema import load
+
+NOT_CALIBRATED = "not_calibrated"
+REPORT_FILE = "calibration.json"
+QUESTIONS_FILE = "questions.jsonl"
+BOUND = ("portable", "query_layers")
+"""Of the connector's configuration, what calibration has to share with the engines that serve."""
+PASSAGE_TOKENS = 192
+"""Of each bundled passage in a prompt, where no questions are given."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """How it ended."""
+
+    choice: str | None
+    """What may be blended; None: nothing."""
+    why: str
+    """Of the choice, or of there being none."""
+
+
+class Calibrator:
+    """A Ray actor that answers `progress` while it is in `run`."""
+
+    def __init__(self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str) -> None:
+        self._model = load(ModelSpec, model, "model")
+        self._engines = load(EngineSpec, engines, "engines")
+        self._store_url = store_url
+        self._says = "starting vLLM"
+
+    def progress(self) -> str:
+        """Which part it is at."""
+        return self._says
+
+    def _say(self, part: str) -> None:
+        self._says = part
+
+    def run(self) -> Calibrated:
+        """Measure, and publish the report in the store. Minutes.
+
+        Raises `Unavailable` where the engine does not start, and `InvalidField` for questions that cannot be
+        read.
+        """
+        from kintsugi.client.registry import open_store
+        from kintsugi.quality import reports
+        from kintsugi.quality.session import EngineSpec as MeasuredSpec
+        from kintsugi.quality.session import measuring_engine
+        from kintsugi.serving.engine_replica import async_spec
+
+        serving = async_spec(self._model, self._engines, self._store_url)
+        connector = {name: value for name, value in serving.extra_config.items() if name in BOUND}
+        spec = MeasuredSpec(
+            serving.model,
+            codec=self._model.codec,
+            prefix_token_ids=serving.prefix_token_ids,
+            extra_config=connector,
+            vllm_args=serving.vllm_args,
+        )
+        with measuring_engine(spec) as engine:
+            report = self._measured(engine)
+        store = open_store(self._store_url)
+        try:
+            reports.publish(store, report)
+        finally:
+            store.close()
+        chosen = report.choice.selection
+        return Calibrated(None if chosen is None else described(chosen), report.choice.why)
+
+    def _measured(self, engine: Any) -> CalibrationReport:
+        from kintsugi.quality.calibrate import Budget, calibrate, passage_questions
+        from kintsugi.quality.measure import Bench, answer_tokens, tokenised
+        from kintsugi.quality.questions import read_questions
+        from kintsugi.quality.shadow import utc_now
+
+        tokenizer = engine.tokenizer
+        budget, thresholds = Budget(), Thresholds()
+        file = questions_file(self._model, self._engines)
+        questions = (
+            read_questions(file)
+            if file is not None
+            else passage_questions(
+                lambda text: len(tokenizer(text, add_special_tokens=False).input_ids),
+                min(PASSAGE_TOKENS, engine.max_model_len // 6),
+                max(budget.prompts, thresholds.prompts_min),
+                budget.seed,
+            )
+        )
+        max_tokens = answer_tokens(questions, tokenizer)
+        cases, _ = tokenised(questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens)
+        bench = Bench(engine, cases, max_tokens)
+        bench.store_chunks(lambda done, total: self._say(f"storing chunks, {done} of {total}"))
+        calibration = calibrate(
+            bench,
+            engine.num_layers,
+            engine.binding,
+            budget,
+            thresholds,
+            "bundled passages" if file is None else file.name,
+            utc_now(),
+            self._say,
+        )
+        return calibration.report
+
+
+def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
+    """Put the report that lies beside the checkpoint where engines look, if it speaks about them and none is
+    there; whether it did. Raises `Corrupted` and `VersionMismatch` for a file that is no report of ours, and
+    what a store raises."""
+    from kintsugi.client.registry import open_store
+    from kintsugi.quality import reports
+
+    file = Path(model.path) / REPORT_FILE
+    if not file.is_file():
+        return False
+    report = reports.read(file)
+    if report.binding != binding:
+        return False
+    store = open_store(store_url)
+    try:
+        if store.get_report(binding.model, binding.report_name) is not None:
+            return False
+        reports.publish(store, report)
+        return True
+    finally:
+        store.close()
+
+
+def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:
+    """What to calibrate on: what is configured, else what lies beside the checkpoint, else nothing."""
+    if engines.questions:
+        return Path(engines.questions)
+    beside = Path(model.path) / QUESTIONS_FILE
+    return beside if beside.is_file() else None
+
+
+def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str) -> Any:
+    """The actor. It waits until the cluster has room for one more engine."""
+    import ray
+
+    from kintsugi.core.deploy import changed
+
+    actor = ray.remote(Calibrator).options(
+        num_cpus=engines.cpus,
+        num_gpus=engines.gpus,
+        max_concurrency=2,
+        max_restarts=0,
+        runtime_env={"env_vars": dict(engines.env)},
+    )
+    return actor.remote(changed(model), changed(replace(engines, env={})), store_url)

@@ -1,0 +1,258 @@
+"""Which shards are alive, on a Ray cluster: shards say so to one named actor, clients ask it over gRPC.
+
+Ray starts the actor again when it dies, on the head node and at its old port. Until every shard has had time
+to say again that it is there, a directory that was started anew gives no map at all: clients keep the one
+they have, instead of one that lacks half of the shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+
+from kintsugi.client.directory import ShardAddress, ShardDirectory, ShardMap
+from kintsugi.client.grpc_store import options_of
+from kintsugi.client.tls import ServerTls, TlsFiles, checked_listen
+from kintsugi.core.deploy import StoreSpec
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
+from kintsugi.core.schema import load
+from kintsugi.serving.addresses import is_wildcard, joined, tls_of
+from kintsugi.store.directory_service import DirectoryService
+
+log = logging.getLogger(__name__)
+
+ACTOR_NAME = "kintsugi-directory"
+RAY_NAMESPACE = "kintsugi"
+HEARTBEAT_S = 1.0
+LEASE_S = 5.0
+"""A shard that has not been heard of for so long is dead to clients. Several heartbeats: busy shards are
+late."""
+CALL_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
+SHARDS_MAX = 1024
+
+
+class Membership(ShardDirectory):
+    """The shards that were heard of lately. For one thread."""
+
+    def __init__(
+        self, lease_s: float = LEASE_S, settling: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``settling``: shards are out there that are yet to be heard of; give no map for one lease."""
+        self._lease_s = lease_s
+        self._clock = clock
+        self._settled_s = clock() + lease_s if settling else clock()
+        self._heard: dict[str, tuple[str, float]] = {}
+        self.replicas = 1
+        """Shards that are to hold each chunk."""
+        self._map = ShardMap(0)
+
+    def heard(self, shard_id: str, address: str) -> None:
+        """A shard is alive. Raises `ResourceExhausted` for one too many."""
+        if shard_id not in self._heard and len(self._heard) >= SHARDS_MAX:
+            raise ResourceExhausted(f"{SHARDS_MAX} shards are there already")
+        self._heard[shard_id] = (address, self._clock())
+
+    def left(self, shard_id: str) -> None:
+        """A shard is about to stop; unknown ones are none of our business."""
+        self._heard.pop(shard_id, None)
+
+    def current(self) -> ShardMap:
+        now_s = self._clock()
+        if now_s < self._settled_s:
+            raise Unavailable("the directory was started anew and listens for shards; ask again")
+        self._heard = {
+            name: (address, at_s)
+            for name, (address, at_s) in self._heard.items()
+            if now_s - at_s <= self._lease_s
+        }
+        shards = tuple(ShardAddress(name, self._heard[name][0]) for name in sorted(self._heard))
+        if (shards, self.replicas) != (self._map.shards, self._map.replicas):
+            self._map = ShardMap(self._map.version + 1, shards, self.replicas)
+        return self._map
+
+    def close(self) -> None:
+        return None
+
+
+class DirectoryActor:
+    """A Ray actor on one event loop: shards call it, clients reach it at `address`."""
+
+    def __init__(self, store: dict[str, Any]) -> None:
+        import ray
+
+        spec = load(StoreSpec, store, "store")
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._membership = Membership(settling=again)
+        self._listen = joined(spec.host, spec.directory_port)
+        self._tls = tls_of(spec)
+        self._insecure = spec.insecure
+        self._server: Any = None
+
+    async def start(self) -> str:
+        """Listen, once; the address for clients of other hosts. Raises `Unavailable`, `InvalidField`."""
+        if self._server is None:
+            checked_listen(self._listen, self._tls, self._insecure)
+            server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+            server.add_generic_rpc_handlers((DirectoryService(self._membership).generic_handler(),))
+            try:
+                if self._tls is None:
+                    server.add_insecure_port(self._listen)
+                else:
+                    server.add_secure_port(self._listen, ServerTls(self._tls).credentials)
+            except RuntimeError as error:
+                raise Unavailable(
+                    f"the directory cannot listen on {self._listen} ({error}); name another "
+                    "store.directory_port"
+                ) from error
+            await server.start()
+            self._server = server
+        return self.address()
+
+    def address(self) -> str:
+        """`host:port`, with this node's own address where it listens on all."""
+        import ray
+
+        host, _, port = self._listen.rpartition(":")
+        return f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._listen
+
+    async def heartbeat(self, shard_id: str, address: str, replicas: int) -> None:
+        """A shard is alive, and each chunk is to be on so many."""
+        await self.start()
+        self._membership.heard(shard_id, address)
+        self._membership.replicas = replicas
+
+    async def leave(self, shard_id: str) -> None:
+        self._membership.left(shard_id)
+
+
+def ensure_directory(store: dict[str, Any]) -> Any:
+    """The actor, listening; made by the first who asks. Raises `Unavailable` where it does not start."""
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        handle = ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE)
+    except ValueError:
+        handle = _made(store)
+    try:
+        ray.get(handle.start.remote(), timeout=START_TIMEOUT_S)
+    except RayTaskError as error:
+        if isinstance(error.cause, KintsugiError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        raise Unavailable(f"the shard directory does not start: {error}") from error
+    return handle
+
+
+def _made(store: dict[str, Any]) -> Any:
+    import ray
+
+    actor = ray.remote(DirectoryActor).options(
+        name=ACTOR_NAME,
+        namespace=RAY_NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        num_cpus=0,
+        # The head node's address is what clients of another cluster know.
+        resources={"node:__internal_head__": 0.001},
+    )
+    return actor.remote(store)
+
+
+def remove_directory() -> None:
+    """End the actor for good, once no shard is left; where there is none, nothing."""
+    import ray
+
+    try:
+        ray.kill(ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE))
+    except ValueError:
+        return
+
+
+def reachable(store_url: str) -> str:
+    """A store's URL with an address that can be connected to, where it names all of this cluster's."""
+    import ray
+
+    parts = urlsplit(store_url)
+    if parts.scheme != "shards" or not is_wildcard(parts.hostname or ""):
+        return store_url
+    actor = ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE)
+    address: str = ray.get(actor.address.remote(), timeout=CALL_TIMEOUT_S)
+    return parts._replace(netloc=address).geturl()
+
+
+def parted(store_url: str) -> tuple[str, TlsFiles | None]:
+    """A directory's `host:port` and the TLS files to reach it with, of a `shards://` URL. Raises
+    `InvalidField`."""
+    parts = urlsplit(store_url)
+    if parts.scheme != "shards" or not parts.netloc:
+        raise InvalidField("store_url", f"{store_url!r} must name a directory as shards://host:port")
+    return parts.netloc, options_of(parts.query).tls
+
+
+class Announcer:
+    """Tells the directory of one shard, from a thread, until `close`."""
+
+    def __init__(self, store: dict[str, Any], shard_id: str, address: str) -> None:
+        """Returns once the directory has heard of it. Raises `Unavailable`."""
+        self._store = store
+        self._shard_id = shard_id
+        self._address = address
+        self._replicas = 1
+        self._closed = threading.Event()
+        self._directory = ensure_directory(store)
+        self._tell()
+        self._thread = threading.Thread(target=self._run, name="kintsugi-announcer", daemon=True)
+        self._thread.start()
+
+    def replicate(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._tell()
+
+    def _tell(self) -> None:
+        import ray
+
+        told = self._directory.heartbeat.remote(self._shard_id, self._address, self._replicas)
+        ray.get(told, timeout=CALL_TIMEOUT_S)
+
+    def _run(self) -> None:
+        from ray.exceptions import RayError
+
+        while not self._closed.wait(HEARTBEAT_S):
+            try:
+                self._tell()
+            except RayError as error:
+                log.warning("the directory does not answer (%s); it is told again", error)
+                self._find_again()
+
+    def _find_again(self) -> None:
+        """Ray starts a dead directory again behind the same handle; one that was removed is made anew."""
+        from ray.exceptions import RayError
+
+        try:
+            self._directory = ensure_directory(self._store)
+        except (RayError, KintsugiError) as error:
+            log.warning("there is no directory (%s); it is looked for again", error)
+
+    def close(self) -> None:
+        """Leave the map. Idempotent."""
+        import ray
+        from ray.exceptions import RayError
+
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join()
+        try:
+            ray.get(self._directory.leave.remote(self._shard_id), timeout=CALL_TIMEOUT_S)
+        except RayError as error:
+            log.warning("the directory was not told that this shard leaves (%s); it will notice", error)

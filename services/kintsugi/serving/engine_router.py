@@ -1,0 +1,121 @@
+"""Serve's request router for engines: what `serving.routing` decides, in Serve's terms.
+
+Serve sends this module to every holder of a handle by value; what it decides with is imported there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
+
+from kintsugi.client.directory import GrpcDirectory
+from kintsugi.core.errors import KintsugiError
+from kintsugi.core.exchange import EngineRequest, OpenAICall
+from kintsugi.serving.directory import parted, reachable
+from kintsugi.serving.routing import (
+    EngineView,
+    PrefixMemory,
+    RouteCosts,
+    Wanted,
+    prefix_digests,
+    ranked,
+    text_digests,
+    tokens_by_host,
+    tokens_in,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Sent:
+    """Tokens that went to an engine since it reported last."""
+
+    def __init__(self) -> None:
+        self.report: Any = None
+        self.tokens = 0
+
+
+class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+    """For one handle. Ranks all replicas; Serve goes down the list where one is full."""
+
+    def initialize_state(self, store_url: str = "", **costs: float) -> None:
+        """With a ``store_url`` of shards, chunks that lie on an engine's own host count in its favour.
+
+        ``costs``: `RouteCosts`, by name.
+        """
+        self._costs = RouteCosts(**costs)
+        self._memory = PrefixMemory()
+        self._sent: dict[str, Sent] = {}
+        self._directory: GrpcDirectory | None = None
+        self._opening = asyncio.ensure_future(self._open_directory(store_url)) if store_url else None
+
+    async def _open_directory(self, store_url: str) -> None:
+        """Off the loop: the first map may take a while, and until it is there all hosts are alike."""
+        try:
+            address, tls = parted(await asyncio.to_thread(reachable, store_url))
+            directory = GrpcDirectory(address, tls)
+            await asyncio.to_thread(directory.current)
+            self._directory = directory
+        except (KintsugiError, ValueError) as error:
+            log.warning("routing does not know where chunks lie: %s", error)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
+    ) -> Sequence[list[Any]]:
+        """Each replica a rank of its own, the best first."""
+        if pending_request is None:
+            return [candidate_replicas]
+        # Without it Serve asks again at once where all are full.
+        pending_request.routing_context.should_backoff = True
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        views = {name: self._view(name, replica) for name, replica in replicas.items()}
+        order = ranked(views, self._wanted(pending_request), self._memory, self._costs)
+        return [[replicas[name]] for name in order]
+
+    def _view(self, name: str, replica: Any) -> EngineView:
+        """What the replica reported, and what was sent there since."""
+        report = replica.routing_stats
+        sent = self._sent.setdefault(name, Sent())
+        if sent.report != report:
+            sent.report, sent.tokens = report, 0
+        return EngineView(
+            int(report.get("waiting_tokens", 0)) + sent.tokens,
+            float(report.get("tokens_per_s", 0.0)),
+            str(report.get("host", "")),
+        )
+
+    def _wanted(self, pending_request: PendingRequest) -> Wanted:
+        """What a call brings along, found once."""
+        kept = vars(pending_request)
+        if "kintsugi_wanted" not in kept:
+            kept["kintsugi_wanted"] = self._found(pending_request)
+        wanted: Wanted = kept["kintsugi_wanted"]
+        return wanted
+
+    def _found(self, pending_request: PendingRequest) -> Wanted:
+        """Nothing of a call that asks an engine about itself."""
+        for argument in pending_request.args:
+            if isinstance(argument, EngineRequest):
+                ids, params = argument.prompt_token_ids, argument.params
+                chunks: dict[str, int] = {}
+                if self._directory is not None and params.spans:
+                    chunks = tokens_by_host(params.spans, self._directory.current())
+                return Wanted(len(ids), prefix_digests(params.namespace, ids), chunks)
+            if isinstance(argument, OpenAICall):
+                text = tokens_in(argument.body)
+                return Wanted(text.num_tokens, text_digests(argument.params.namespace, text.beginning))
+        return Wanted(0)
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        wanted = self._wanted(pending_request)
+        self._memory.routed(wanted.prefix, replica_id.unique_id)
+        self._sent.setdefault(replica_id.unique_id, Sent()).tokens += wanted.num_tokens
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._memory.forget(replica_id.unique_id)
+        self._sent.pop(replica_id.unique_id, None)

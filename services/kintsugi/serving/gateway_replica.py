@@ -1,0 +1,101 @@
+"""The deployment `Gateway`: gRPC and HTTP on ports of its own, and the engines through Serve's handle.
+
+No request passes through Serve's proxy. A change of the gateway's configuration opens its ports anew in the
+same process: engines do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.deploy import GatewaySpec, ModelSpec
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.schema import load
+from kintsugi.serving.backend import EngineBackend
+from kintsugi.serving.directory import reachable
+from kintsugi.serving.gateway import Gateway as Front
+from kintsugi.serving.grpc_server import GatewayServer
+from kintsugi.serving.http import HttpFront
+from kintsugi.serving.openai_server import HttpServer, HttpTls
+from kintsugi.serving.ray_backend import RayBackend
+
+log = logging.getLogger(__name__)
+
+
+class OpenGateway:
+    """One gateway on its ports. `close` it."""
+
+    def __init__(self, front: Front, grpc: GatewayServer, http: HttpServer) -> None:
+        self.front = front
+        self.grpc = grpc
+        self.http = http
+
+    @staticmethod
+    async def open(spec: GatewaySpec, backend: EngineBackend, store_url: str, model: str) -> OpenGateway:
+        """Raises `Unavailable` where a port cannot be had, `InvalidField` for what is refused."""
+        front = await Front.open(spec, backend, store_url, model)
+        grpc = GatewayServer(front, spec)
+        tls = None
+        if spec.tls_cert:
+            authority = Path(spec.tls_client_ca) if spec.tls_client_ca else None
+            tls = HttpTls(Path(spec.tls_cert), Path(spec.tls_key), authority)
+        http = HttpServer(HttpFront.of(front).app, spec.host, spec.http_port, tls)
+        opened = OpenGateway(front, grpc, http)
+        try:
+            await grpc.start()
+            await http.start()
+        except BaseException:
+            await opened.close()
+            raise
+        return opened
+
+    async def close(self) -> None:
+        """Answers under way may end. Idempotent."""
+        await asyncio.gather(self.http.stop(), self.grpc.stop())
+        await self.front.close()
+
+
+class Gateway:
+    """One replica."""
+
+    def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
+        self._backend = RayBackend(engines)
+        self._model = load(ModelSpec, model, "model").path
+        self._store_url = reachable(store_url)
+        self._spec: GatewaySpec | None = None
+        self._opened: OpenGateway | None = None
+
+    async def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Serve calls it at start and when `user_config` changes."""
+        spec = load(GatewaySpec, config, "gateway")
+        if spec == self._spec and self._opened is not None:
+            return
+        await self._close()
+        self._opened = await OpenGateway.open(spec, self._backend, self._store_url, self._model)
+        self._spec = spec
+        log.info("gRPC is on %s, HTTP on %s", *self._opened_addresses())
+
+    def _opened_addresses(self) -> tuple[str, str]:
+        if self._opened is None:
+            raise Unavailable("the gateway is not open")
+        return self._opened.grpc.address, self._opened.http.address
+
+    def addresses(self) -> dict[str, str]:
+        """`host:port` by protocol, for whoever started the service."""
+        grpc, http = self._opened_addresses()
+        return {"grpc": grpc, "http": http}
+
+    def check_health(self) -> None:
+        self._opened_addresses()
+
+    async def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.close()
+
+    async def __del__(self) -> None:
+        await self._close()

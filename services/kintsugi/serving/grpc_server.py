@@ -1,0 +1,372 @@
+"""The gateway on gRPC: service `Kintsugi`, health, reflection, and `Precompute` where it is mounted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
+from grpc_reflection.v1alpha.reflection import enable_server_reflection
+
+from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
+from kintsugi.client.tls import ServedFiles, ServerTls, checked_address
+from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
+from kintsugi.rpc.v1 import gateway_pb2 as pb
+from kintsugi.serving import gateway_wire as wire
+from kintsugi.serving.access import OpenAccess, checked_exposure
+from kintsugi.serving.gateway import Gateway
+from kintsugi.serving.tracing import TRACE_HEADERS
+
+log = logging.getLogger("kintsugi.gateway")
+
+SERVICE = "kintsugi.rpc.v1.Kintsugi"
+PRECOMPUTE_SERVICE = "kintsugi.rpc.v1.Precompute"
+REQUEST_ID = "x-request-id"
+HEALTH_PERIOD_S = 1.0
+STOP_GRACE_S = 10.0
+"""Answers under way may end; then they are cancelled."""
+PAGE_DEFAULT = 100
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class _Call:
+    """One RPC on its way."""
+
+    method: str
+    request_id: str
+    namespace: str = ""
+    began_s: float = 0.0
+
+
+class KintsugiService:
+    """Handlers by RPC name. Requests arrive as bytes: one that is no message is the client's mistake, which
+    gRPC's own decoding would report as ours."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+
+    def generic_handler(self) -> Any:
+        unary: dict[str, tuple[Any, Callable[[Any, Any], Awaitable[Any]]]] = {
+            "PutChunk": (pb.PutChunkRequest, self.put_chunk),
+            "PutChunks": (pb.PutChunksRequest, self.put_chunks),
+            "GetChunk": (pb.GetChunkRequest, self.get_chunk),
+            "DeleteChunk": (pb.DeleteChunkRequest, self.delete_chunk),
+            "ListChunks": (pb.ListChunksRequest, self.list_chunks),
+            "Prefetch": (pb.PrefetchChunksRequest, self.prefetch),
+            "Tokenize": (pb.TokenizeRequest, self.tokenize),
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._unary(name, message, handler), response_serializer=_serialized
+            )
+            for name, (message, handler) in unary.items()
+        }
+        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
+            self._generate, response_serializer=_serialized
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _unary(
+        self, method: str, message: Any, handler: Callable[[Any, Any], Awaitable[Any]]
+    ) -> Callable[[bytes, Any], Awaitable[Any]]:
+        async def answered(data: bytes, context: Any) -> Any:
+            async with self._guarded(method, context) as call:
+                request = _parsed(message, data)
+                call.namespace = request.namespace
+                return await handler(request, context)
+
+        return answered
+
+    @asynccontextmanager
+    async def _guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
+        """Our errors become statuses; every call is counted and logged."""
+        call = await self._begun(method, context)
+        try:
+            yield call
+        except KintsugiError as error:
+            self._ended(call, status_of(error).name, error)
+            await _refuse(context, error)
+        except asyncio.CancelledError:
+            self._ended(call, "CANCELLED")
+            raise
+        except Exception as defect:
+            self._ended(call, "INTERNAL", defect)
+            log.exception("request %s met a defect", call.request_id)
+            await context.abort(
+                grpc.StatusCode.INTERNAL, f"a defect of the gateway; its log has request {call.request_id}"
+            )
+        else:
+            self._ended(call, "OK")
+
+    async def _begun(self, method: str, context: Any) -> _Call:
+        given = _metadata(context, REQUEST_ID) or ""
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        return _Call(method, request_id, began_s=time.perf_counter())
+
+    def _ended(self, call: _Call, status: str, error: Exception | None = None) -> None:
+        """One metric and one line of JSON: never what was asked or answered."""
+        self.gateway.metrics.ended(call.method, status)
+        if not log.isEnabledFor(logging.INFO):
+            return
+        record = {
+            "request_id": call.request_id,
+            "method": call.method,
+            "namespace": call.namespace,
+            "status": status,
+            "ms": round((time.perf_counter() - call.began_s) * 1e3, 3),
+        }
+        if error is not None:
+            record["error"] = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
+        log.info("%s", json.dumps(record))
+
+    def _caller(self, context: Any) -> Any:
+        return self.gateway.access.caller(bearer_of(_metadata(context, "authorization")))
+
+    async def _generate(self, data: bytes, context: Any) -> None:
+        """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
+        async with self._guarded("Generate", context) as call:
+            caller = self._caller(context)
+            request = _parsed(pb.GenerateRequest, data)
+            call.namespace = request.namespace
+            headers = {name: value for name in TRACE_HEADERS if (value := _metadata(context, name))}
+            asked = wire.call_of(request, call.request_id, headers)
+            async with aclosing(self.gateway.generate(caller, asked)) as events:
+                async for event in events:
+                    await context.write(wire.event_to_wire(event))
+
+    async def put_chunk(self, request: pb.PutChunkRequest, context: Any) -> pb.PutChunkResponse:
+        (put,) = await self.gateway.put_chunks(
+            self._caller(context),
+            request.namespace,
+            [wire.content_of(request.chunk, "chunk")],
+            tier=request.tier,
+            wait=request.wait,
+        )
+        return pb.PutChunkResponse(result=wire.put_to_wire(put))
+
+    async def put_chunks(self, request: pb.PutChunksRequest, context: Any) -> pb.PutChunksResponse:
+        puts = await self.gateway.put_chunks(
+            self._caller(context),
+            request.namespace,
+            wire.contents_of(request.chunks, "chunks"),
+            tier=request.tier,
+            wait=request.wait,
+        )
+        return pb.PutChunksResponse(results=map(wire.put_to_wire, puts))
+
+    async def get_chunk(self, request: pb.GetChunkRequest, context: Any) -> pb.GetChunkResponse:
+        key = wire.key_of(request.key, "key")
+        chunk = await self.gateway.get_chunk(self._caller(context), request.namespace, key)
+        return pb.GetChunkResponse(chunk=wire.chunk_to_wire(chunk))
+
+    async def delete_chunk(self, request: pb.DeleteChunkRequest, context: Any) -> pb.DeleteChunkResponse:
+        key = wire.key_of(request.key, "key")
+        deleted = await self.gateway.delete_chunk(self._caller(context), request.namespace, key)
+        return pb.DeleteChunkResponse(deleted=deleted)
+
+    async def list_chunks(self, request: pb.ListChunksRequest, context: Any) -> pb.ListChunksResponse:
+        after = wire.key_of(request.page_token, "page_token") if request.page_token else None
+        size = request.page_size or PAGE_DEFAULT
+        chunks = await self.gateway.list_chunks(self._caller(context), request.namespace, size, after)
+        token = chunks[-1].manifest.key.hex if len(chunks) == size else ""
+        return pb.ListChunksResponse(chunks=map(wire.chunk_to_wire, chunks), next_page_token=token)
+
+    async def prefetch(self, request: pb.PrefetchChunksRequest, context: Any) -> pb.PrefetchChunksResponse:
+        segments = wire.segments_of(request.segments)
+        keys, accepted = await self.gateway.prefetch(self._caller(context), request.namespace, segments)
+        return pb.PrefetchChunksResponse(keys=[key.hex if key else "" for key in keys], accepted=accepted)
+
+    async def tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        pieces = await self.gateway.tokenize(self._caller(context), request.namespace, list(request.texts))
+        return pb.TokenizeResponse(
+            texts=[pb.TokenizedText(token_ids=piece.token_ids, key=piece.key.hex) for piece in pieces]
+        )
+
+
+def _serialized(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def _parsed(message: Any, data: bytes) -> Any:
+    try:
+        return message.FromString(data)
+    except DecodeError as error:
+        raise InvalidField(
+            "request", f"is no {message.DESCRIPTOR.full_name} ({error}); use stubs of this proto"
+        ) from None
+
+
+def _metadata(context: Any, name: str) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, str):
+            return value
+    return None
+
+
+def bearer_of(header: str | None) -> str | None:
+    """The token in `Bearer TOKEN`; None for anything else."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+async def _refuse(context: Any, error: KintsugiError) -> None:
+    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
+    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
+
+
+class _PrecomputeGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Jobs read any file that the server may and write into any namespace: they need a token for all."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(f"/{PRECOMPUTE_SERVICE}/"):
+            return handler
+        try:
+            token = bearer_of(dict(details.invocation_metadata).get("authorization"))
+            if not self._gateway.access.caller(token).unrestricted:
+                raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
+        except KintsugiError as error:
+            return _refusing(handler, error)
+        return handler
+
+
+def _refusing(handler: Any, error: KintsugiError) -> Any:
+    """A handler of the same kind that says no."""
+
+    async def refuse(request: Any, context: Any) -> None:
+        await _refuse(context, error)
+
+    make = (
+        grpc.unary_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(refuse, handler.request_deserializer, handler.response_serializer)
+
+
+class GatewayServer:
+    """One gRPC server around a gateway, on the running event loop."""
+
+    def __init__(self, gateway: Gateway, spec: GatewaySpec, precompute: Any = None) -> None:
+        """``precompute``: a `precompute.service.PrecomputeServicer` to serve as well.
+
+        Raises `InvalidField` for what is no address, and for one beyond loopback without tokens and TLS.
+        """
+        self.gateway = gateway
+        self._listen = f"{spec.host}:{spec.grpc_port}"
+        checked_address("gateway", self._listen)
+        self._tls = served_files(spec)
+        has_tokens = not isinstance(gateway.access, OpenAccess)
+        checked_exposure(self._listen, has_tokens, self._tls is not None, spec.insecure)
+        self._precompute = precompute
+        self._health: asyncio.Task[None] | None = None
+        self.address = ""
+        """`host:port` that it listens on, once started."""
+
+    async def start(self) -> None:
+        """Raises `Unavailable` where the address cannot be had, `InvalidField` for unreadable TLS files."""
+        limits = self.gateway.limits
+        self._server = grpc.aio.server(
+            interceptors=(_PrecomputeGuard(self.gateway),) if self._precompute else (),
+            maximum_concurrent_rpcs=limits.concurrent_max,
+            options=(
+                ("grpc.max_receive_message_length", limits.message_bytes_max),
+                ("grpc.so_reuseport", 0),
+            ),
+        )
+        services = [SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE]
+        self._server.add_generic_rpc_handlers((KintsugiService(self.gateway).generic_handler(),))
+        if self._precompute is not None:
+            from kintsugi.rpc.v1.precompute_pb2_grpc import add_PrecomputeServicer_to_server
+
+            add_PrecomputeServicer_to_server(self._precompute, self._server)
+            services.append(PRECOMPUTE_SERVICE)
+        health = health_aio.HealthServicer()
+        add_HealthServicer_to_server(health, self._server)
+        enable_server_reflection(services, self._server)
+        try:
+            if self._tls is None:
+                port = self._server.add_insecure_port(self._listen)
+            else:
+                port = self._server.add_secure_port(self._listen, ServerTls(self._tls).credentials)
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on {self._listen}: {error}") from error
+        self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
+        await self._server.start()
+        self._health = asyncio.create_task(self._report_health(health))
+
+    async def _report_health(self, health: Any) -> None:
+        """Serving while an engine answers."""
+        while True:
+            try:
+                await self.gateway.renewed_info()
+                status = HealthCheckResponse.SERVING
+            except KintsugiError:
+                status = HealthCheckResponse.NOT_SERVING
+            for service in ("", SERVICE):
+                await health.set(service, status)
+            await asyncio.sleep(HEALTH_PERIOD_S)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Let answers end for `grace_s`. Idempotent."""
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.gather(self._health, return_exceptions=True)
+            self._health = None
+            await self._server.stop(grace_s)
+
+
+def served_files(spec: GatewaySpec) -> ServedFiles | None:
+    """The gateway's TLS files; None without. Raises `InvalidField`."""
+    if not (spec.tls_cert or spec.tls_key or spec.tls_client_ca):
+        return None
+    if not (spec.tls_cert and spec.tls_key):
+        raise InvalidField("gateway", "tls_cert and tls_key belong together, and tls_client_ca needs both")
+    client_ca = Path(spec.tls_client_ca) if spec.tls_client_ca else None
+    return ServedFiles(Path(spec.tls_cert), Path(spec.tls_key), client_ca)
+
+
+async def serve(
+    gateway: Gateway,
+    spec: GatewaySpec,
+    until: Callable[[], Awaitable[Any]],
+    *,
+    on_ready: Callable[[str], None] = lambda address: None,
+    precompute: Any = None,
+) -> None:
+    """Serve gRPC until ``until`` returns, then close the gateway. HTTP beside it is `openai_server`'s.
+
+    ``on_ready`` is told the `host:port`. Raises what `GatewayServer` raises.
+    """
+    server = GatewayServer(gateway, spec, precompute)
+    try:
+        await server.start()
+        on_ready(server.address)
+        await until()
+    finally:
+        await server.stop()
+        await gateway.close()

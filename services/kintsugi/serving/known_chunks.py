@@ -1,0 +1,472 @@
+"""Chunks that a gateway has seen: a key's tokens, and known chunk texts inside a longer text.
+
+The store knows chunks by key and holds neither text nor tokens. A request may name a chunk by its key alone,
+and an unmodified RAG framework pastes chunk texts into a message; both need what only who put a chunk had.
+
+This is a cache of what clients said, not a truth: what is missing here costs a hit, never an answer. So it
+is bounded, loses its oldest entries first, and is written to LMDB by a thread of its own, some milliseconds
+late. Without a folder it lives in memory.
+
+How texts are found: the first `WINDOW_CHARS` characters of a chunk hash to a number that can be computed for
+every offset of a text at once (numpy, five passes). Offsets whose number is known are compared by length and
+xxh3-128 of the whole chunk. Cost for 20,000 characters and 100,000 known chunks: below a millisecond. Chunks
+with shorter texts are found by key alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kintsugi.core.errors import Corrupted, Unavailable
+from kintsugi.core.spaces import KEY_BYTES, ChunkKey, token_bytes
+
+log = logging.getLogger(__name__)
+
+WINDOW_CHARS = 32
+"""A power of two: the hash of a window is made of those of its halves."""
+CHUNKS_MAX = 200_000
+"""About 60 MB of memory for the index, and 2 KiB of token ids a chunk: on disk, or in memory too."""
+CANDIDATES_MAX = 16
+"""Chunks that begin alike, the longest first: a bound on what a hostile corpus can make us try."""
+COMPARISONS_MAX = 4096
+"""Per text. A text made to match everywhere loses hits, not our time."""
+COMPARED_CHARS_MAX = 1 << 21
+PENDING_MAX = 10_000
+"""Entries that wait to be written; beyond it they stay in memory only until they are evicted."""
+
+_MULTIPLIERS = (
+    *(0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    *(0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB),
+)
+"""Odd; one for characters and one for each doubling. Hashes on disk depend on them."""
+_FILTER_SLOTS_MIN = 1 << 10
+_SLOTS_PER_WINDOW = 16
+"""One offset in sixteen is looked at in vain."""
+
+Address = tuple[str, ChunkKey]
+
+
+@dataclass(frozen=True)
+class ChunkText:
+    """What is kept of a chunk's text."""
+
+    window: int
+    """Hash of its first `WINDOW_CHARS` characters."""
+    chars: int
+    digest: bytes
+    """xxh3-128 of its UTF-8."""
+
+    @staticmethod
+    def of(text: str) -> ChunkText | None:
+        """None for a text that is too short to be found."""
+        if len(text) < WINDOW_CHARS:
+            return None
+        return ChunkText(int(window_hashes(text[:WINDOW_CHARS])[0]), len(text), _digest(text))
+
+
+def _digest(text: str) -> bytes:
+    return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+
+
+def window_hashes(text: str) -> NDArray[np.uint64]:
+    """The hash of each window of `WINDOW_CHARS` characters: `[len(text) - WINDOW_CHARS + 1]`, or empty."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+    hashes: NDArray[np.uint64] = points * np.uint64(_MULTIPLIERS[0])
+    width = 1
+    for multiplier in _MULTIPLIERS[1:]:
+        if len(hashes) <= width:
+            return np.zeros(0, np.uint64)
+        hashes = hashes[:-width] * np.uint64(multiplier) + hashes[width:]
+        width *= 2
+    assert width == WINDOW_CHARS
+    return hashes
+
+
+class TextIndex:
+    """Known texts of one namespace. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, list[tuple[int, bytes]]] = {}
+        self._slots = np.zeros(_FILTER_SLOTS_MIN, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def add(self, text: ChunkText) -> None:
+        entries = self._windows.setdefault(text.window, [])
+        if (text.chars, text.digest) not in entries:
+            entries.append((text.chars, text.digest))
+            entries.sort(reverse=True)
+        if len(self._windows) * _SLOTS_PER_WINDOW > len(self._slots):
+            self._slots = np.zeros(2 * len(self._slots), np.bool_)
+            self._slots[self._slot(np.fromiter(self._windows, np.uint64, len(self._windows)))] = True
+        else:
+            self._slots[self._slot(np.array([text.window], np.uint64))] = True
+
+    def remove(self, text: ChunkText) -> None:
+        """Its slot stays set until the filter is made anew: one more offset is looked at in vain."""
+        entries = self._windows.get(text.window, [])
+        if (text.chars, text.digest) in entries:
+            entries.remove((text.chars, text.digest))
+        if not entries:
+            self._windows.pop(text.window, None)
+
+    def _slot(self, windows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return windows >> np.uint64(65 - len(self._slots).bit_length())
+
+    def matches(self, text: str) -> list[tuple[int, int]]:
+        """Every known text inside `text` that the bounds allow to be compared, by start."""
+        windows = window_hashes(text)
+        starts = np.flatnonzero(self._slots[self._slot(windows)])
+        found: list[tuple[int, int]] = []
+        comparisons = compared_chars = 0
+        for start, window in zip(starts.tolist(), windows[starts].tolist(), strict=True):
+            for chars, digest in self._windows.get(window, ())[:CANDIDATES_MAX]:
+                if start + chars > len(text):
+                    continue
+                comparisons, compared_chars = comparisons + 1, compared_chars + chars
+                if comparisons > COMPARISONS_MAX or compared_chars > COMPARED_CHARS_MAX:
+                    return found
+                if _digest(text[start : start + chars]) == digest:
+                    found.append((start, start + chars))
+        return found
+
+
+def disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of spans that may overlap, those that together cover most, in order; of equals the fewer."""
+    ordered = sorted(spans, key=lambda span: (span[1], -span[0]))
+    ends = [end for _, end in ordered]
+    best: list[tuple[int, int]] = [(0, 0)]
+    """Characters covered and minus the number of spans, by the first so many spans."""
+    taken: list[int] = []
+    """The span's predecessors count where it is taken, -1 where it is left out."""
+    for index, (start, end) in enumerate(ordered):
+        before = bisect_right(ends, start, 0, index)
+        with_it = (best[before][0] + end - start, best[before][1] - 1)
+        taken.append(before if with_it > best[index] else -1)
+        best.append(max(with_it, best[index]))
+    chosen, index = [], len(ordered)
+    while index:
+        if taken[index - 1] < 0:
+            index -= 1
+        else:
+            chosen.append(ordered[index - 1])
+            index = taken[index - 1]
+    return chosen[::-1]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A chunk as it is kept."""
+
+    address: Address
+    tokens: bytes
+    """Little-endian u32."""
+    text: ChunkText | None
+
+
+class KnownChunks:
+    """Thread-safe. Lookups take microseconds and never wait for the disk's commits."""
+
+    def __init__(self, folder: Path | None = None, chunks_max: int = CHUNKS_MAX) -> None:
+        """Opens or makes the index in `folder`. Raises `Unavailable` and `Corrupted`."""
+        self._lock = threading.Lock()
+        self._chunks_max = chunks_max
+        self._seen: OrderedDict[Address, tuple[ChunkText | None, bytes | None]] = OrderedDict()
+        """With the tokens where they are not on disk yet. The oldest first."""
+        self._texts: dict[str, TextIndex] = {}
+        self._text_users: dict[tuple[str, ChunkText], int] = {}
+        """How many chunks have the text: each model's chunk of it has another key."""
+        self._disk = None if folder is None else _Disk(folder)
+        if self._disk is not None:
+            self._load(self._disk)
+            self._writer = _Writer(self._disk, self._written)
+
+    def _load(self, disk: _Disk) -> None:
+        for address, text in disk.entries():
+            self._insert(address, text, None)
+        disk.apply([], self._evict())
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    @property
+    def room(self) -> int:
+        """Chunks that may come before others have to go."""
+        return self._chunks_max - len(self._seen)
+
+    def remember(
+        self, namespace: str, key: ChunkKey, token_ids: Sequence[int], text: str | None = None
+    ) -> None:
+        """Keep a chunk, and its text where that is what it was tokenised from. The last text counts."""
+        address, known = (namespace, key), None if text is None else ChunkText.of(text)
+        with self._lock:
+            before = self._seen.get(address)
+            if before is not None and known in (None, before[0]):
+                self._seen.move_to_end(address)
+                return
+            tokens = token_bytes(token_ids)
+            self._insert(address, known, tokens)
+            evicted = self._evict()
+        if self._disk is not None:
+            self._writer.take([_Record(address, tokens, known)], evicted)
+
+    def _insert(self, address: Address, text: ChunkText | None, tokens: bytes | None) -> None:
+        self._drop(address)
+        self._seen[address] = (text, tokens)
+        if text is not None:
+            user = (address[0], text)
+            self._text_users[user] = self._text_users.get(user, 0) + 1
+            self._texts.setdefault(address[0], TextIndex()).add(text)
+
+    def _drop(self, address: Address) -> bool:
+        text, _ = entry if (entry := self._seen.pop(address, None)) else (None, None)
+        if text is not None:
+            user = (address[0], text)
+            self._text_users[user] -= 1
+            if not self._text_users[user]:
+                del self._text_users[user]
+                index = self._texts[address[0]]
+                index.remove(text)
+                if not len(index):
+                    del self._texts[address[0]]
+        return entry is not None
+
+    def _evict(self) -> list[Address]:
+        evicted = []
+        while len(self._seen) > self._chunks_max:
+            address = next(iter(self._seen))
+            self._drop(address)
+            evicted.append(address)
+        return evicted
+
+    def _written(self, records: Iterable[_Record]) -> None:
+        """Their tokens need not be in memory any more."""
+        with self._lock:
+            for record in records:
+                entry = self._seen.get(record.address)
+                if entry is not None and entry[1] == record.tokens:
+                    self._seen[record.address] = (entry[0], None)
+
+    def token_ids(self, namespace: str, key: ChunkKey) -> tuple[int, ...] | None:
+        """The chunk's tokens, None where it was never seen in this namespace, or too long ago."""
+        address = (namespace, key)
+        with self._lock:
+            entry = self._seen.get(address)
+            if entry is not None:
+                self._seen.move_to_end(address)
+        tokens = None if entry is None else entry[1]
+        if tokens is None and self._disk is not None:  # also what another gateway wrote there
+            tokens = self._disk.tokens(address)
+        return None if tokens is None else tuple(np.frombuffer(tokens, "<u4").tolist())
+
+    def knows(self, namespace: str, key: ChunkKey) -> bool:
+        """Whether `token_ids` would give its tokens; not a use of it."""
+        with self._lock:
+            return (namespace, key) in self._seen
+
+    def find(self, namespace: str, text: str) -> list[tuple[int, int]]:
+        """`[start, end)` of known chunk texts inside `text`, in characters: disjoint, in order, and of
+        those that overlap the ones that cover most."""
+        with self._lock:
+            index = self._texts.get(namespace)
+            found = [] if index is None or len(text) < WINDOW_CHARS else index.matches(text)
+        return disjoint(found)
+
+    def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:
+        addresses = [(namespace, key) for key in keys]
+        with self._lock:
+            for address in addresses:
+                self._drop(address)
+        if self._disk is not None:
+            self._writer.take([], addresses)
+
+    def flush(self) -> None:
+        """Return once everything is on disk."""
+        if self._disk is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+        if self._disk is not None:
+            self._writer.close()
+            self._disk.close()
+
+
+class _Writer:
+    """One thread that commits what has come since its last commit."""
+
+    def __init__(self, disk: _Disk, written: Any) -> None:
+        self._disk = disk
+        self._written = written
+        self._changed = threading.Condition()
+        self._changes: OrderedDict[Address, _Record | None] = OrderedDict()
+        """None: forget it."""
+        self._busy = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kintsugi-known-chunks", daemon=True)
+        self._thread.start()
+
+    def take(self, records: Iterable[_Record], forgotten: Iterable[Address]) -> None:
+        with self._changed:
+            changes = [
+                *((record.address, record) for record in records),
+                *((gone, None) for gone in forgotten),
+            ]
+            for address, record in changes:
+                if record is None or len(self._changes) < PENDING_MAX:
+                    self._changes[address] = record
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._changes or self._closed)
+                if not self._changes:
+                    return
+                changes, self._changes, self._busy = self._changes, OrderedDict(), True
+            records = [record for record in changes.values() if record is not None]
+            try:
+                self._disk.apply(records, [address for address, record in changes.items() if record is None])
+            except Unavailable as error:
+                log.warning("%d known chunks stay in memory only: %s", len(records), error)
+            else:
+                self._written(records)
+
+    def flush(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._changes or self._busy))
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+
+_HEADER = struct.Struct("<8sQBQI16s")
+"""xxh3-64 of key and the rest; sequence; whether there is a text, and what is kept of it. Then the tokens,
+compressed."""
+_MAP_BYTES_MIN = 64 << 20
+_FILL_MAX = 0.9
+
+
+class _Disk:
+    """The LMDB file. One writer at a time; several processes may hold it."""
+
+    def __init__(self, folder: Path) -> None:
+        import lmdb  # of the extra `store`: a gateway without a folder does without
+
+        self._lmdb = lmdb
+        self._lock = threading.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES_MIN, max_readers=64)
+        except lmdb.Error as error:
+            raise Corrupted(f"{folder} holds no index of chunks ({error}); remove the folder") from error
+        except OSError as error:
+            raise Unavailable(
+                f"{folder} cannot be written ({error.strerror}); name another folder"
+            ) from error
+        self._sequence = 0
+
+    def entries(self) -> Iterator[tuple[Address, ChunkText | None]]:
+        """In the order in which they were written."""
+        found = []
+        with self._transaction(False) as transaction:
+            for name, value in transaction.cursor():
+                sequence, text, _ = _decoded(name, value) or (0, None, b"")
+                if sequence:
+                    namespace = name[: -KEY_BYTES - 1].decode()
+                    found.append((sequence, (namespace, ChunkKey(name[-KEY_BYTES:])), text))
+        found.sort(key=lambda entry: entry[0])
+        self._sequence = found[-1][0] if found else 0
+        for _, address, text in found:
+            yield address, text
+
+    def _transaction(self, write: bool) -> Any:
+        try:
+            return self._env.begin(write=write)
+        except self._lmdb.MapResizedError:  # another process made it larger
+            self._env.set_mapsize(0)
+            return self._env.begin(write=write)
+
+    def tokens(self, address: Address) -> bytes | None:
+        name = _name(address)
+        try:
+            with self._transaction(False) as transaction:
+                value = transaction.get(name)
+        except self._lmdb.Error as error:
+            log.warning("a known chunk cannot be read: %s", error)
+            return None
+        decoded = None if value is None else _decoded(name, value)
+        return None if decoded is None else decoded[2]
+
+    def apply(self, records: Sequence[_Record], forgotten: Sequence[Address]) -> None:
+        """Both or neither. Raises `Unavailable`."""
+        with self._lock:
+            try:
+                self._grow_if_full()
+                try:
+                    self._apply(records, forgotten)
+                except self._lmdb.MapFullError:
+                    self._grow()
+                    self._apply(records, forgotten)
+            except self._lmdb.Error as error:
+                raise Unavailable(f"cannot be written: {error}") from error
+
+    def _apply(self, records: Sequence[_Record], forgotten: Sequence[Address]) -> None:
+        with self._transaction(True) as transaction:
+            for address in forgotten:
+                transaction.delete(_name(address))
+            for record in records:
+                self._sequence += 1
+                transaction.put(_name(record.address), _encoded(record, self._sequence))
+
+    def _grow_if_full(self) -> None:
+        info, stat = self._env.info(), self._env.stat()
+        if (info["last_pgno"] + 1) * stat["psize"] > _FILL_MAX * info["map_size"]:
+            self._grow()
+
+    def _grow(self) -> None:
+        self._env.set_mapsize(2 * self._env.info()["map_size"])
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _name(address: Address) -> bytes:
+    """Namespaces hold no zero byte."""
+    return address[0].encode() + b"\0" + address[1].digest
+
+
+def _encoded(record: _Record, sequence: int) -> bytes:
+    text = record.text or ChunkText(0, 0, b"")
+    fields = (sequence, record.text is not None, text.window, text.chars, text.digest)
+    value = _HEADER.pack(b"", *fields)[8:] + zlib.compress(record.tokens, 1)
+    return xxhash.xxh3_64_digest(_name(record.address) + value) + value
+
+
+def _decoded(name: bytes, value: bytes) -> tuple[int, ChunkText | None, bytes] | None:
+    """Sequence, text and tokens; None for what is damaged, or not ours."""
+    if len(value) < _HEADER.size or len(name) <= KEY_BYTES:
+        return None
+    checksum, sequence, has_text, window, chars, digest = _HEADER.unpack_from(value)
+    if xxhash.xxh3_64_digest(name + value[8:]) != checksum:
+        return None
+    text = ChunkText(window, chars, digest) if has_text else None
+    return sequence, text, zlib.decompress(value[_HEADER.size :])

@@ -1,0 +1,165 @@
+"""From the JSON of an OpenAI request to what an engine is asked. Pure.
+
+What is ours is taken out: `kintsugi` (constraints of the blend), chunks marked as content parts, and chunk
+texts that the gateway knows, wherever a message holds them. All else is vLLM's to read, and to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.exchange import OpenAICall
+from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+SEARCHED_CHARS_MAX = 1 << 21
+"""Of all messages together. Text beyond it is not searched for known chunks: no model reads so much."""
+DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
+
+Finder = Callable[[str], Sequence[tuple[int, int]]]
+"""Where a text holds known chunks: `[start, end)` in characters."""
+
+_RESERVED = {
+    "kv_transfer_params": "is set here; say what you want of blending in `kintsugi`",
+    "cache_salt": "is the namespace here; leave it out",
+}
+
+
+@dataclass
+class _Chunks:
+    """Chunk texts, each once, in the order of the prompt."""
+
+    find: Finder
+    texts: dict[str, None] = field(default_factory=dict)
+    searched_chars: int = 0
+
+    def mark(self, text: str, where: str) -> None:
+        if not text:
+            raise InvalidField(where, "is an empty chunk; leave it out")
+        self.texts[text] = None
+        if len(self.texts) > SPANS_MAX:
+            raise InvalidField(where, f"there are more than {SPANS_MAX} chunks; send fewer or longer ones")
+
+    def search(self, text: str) -> None:
+        self.searched_chars += len(text)
+        if self.searched_chars <= SEARCHED_CHARS_MAX:
+            for start, end in self.find(text):
+                self.mark(text[start:end], "messages")
+
+
+def parsed_call(
+    request_id: str,
+    path: str,
+    body: Mapping[str, Any],
+    namespace: str,
+    find: Finder,
+    trace: Mapping[str, str] | None = None,
+) -> OpenAICall:
+    """``body`` is an OpenAI request's JSON object; it is not changed.
+
+    Raises `InvalidField`, naming the field, for what is ours and wrong. A malformed message is passed on.
+    """
+    for name, problem in _RESERVED.items():
+        if body.get(name) is not None:
+            raise InvalidField(name, problem)
+    params = _params_of(body.get(PARAMS_KEY), namespace)
+    passed = {name: value for name, value in body.items() if name not in (PARAMS_KEY, *_RESERVED)}
+    chunks = _Chunks(find)
+    if path == CHAT_PATH:
+        if passed.get("documents") is not None:
+            passed["documents"] = _documents(passed["documents"], chunks)
+        passed["messages"] = _messages(passed.get("messages"), chunks)
+    else:
+        if passed.get("documents") is not None:
+            raise InvalidField("documents", f"belong to {CHAT_PATH}; put their texts into the prompt")
+        for text in _texts(passed.get("prompt")):
+            chunks.search(text)
+    return OpenAICall(request_id, path, passed, params, tuple(chunks.texts), dict(trace or {}))
+
+
+def wanted_namespace(body: Mapping[str, Any], header: str | None) -> str | None:
+    """The namespace that a caller asks for, in the header or in `kintsugi`. Raises `InvalidField`."""
+    extension = body.get(PARAMS_KEY)
+    named = extension.get("namespace") if isinstance(extension, Mapping) else None
+    if named is not None and not isinstance(named, str):
+        raise InvalidField(f"{PARAMS_KEY}.namespace", "must be a string")
+    if named and header and named != header:
+        raise InvalidField(f"{PARAMS_KEY}.namespace", f"{named!r} is not the header's {header!r}; send one")
+    return named or header
+
+
+def _params_of(extension: Any, namespace: str) -> KintsugiParams:
+    if extension is None:
+        return KintsugiParams(namespace)
+    if not isinstance(extension, Mapping):
+        raise InvalidField(PARAMS_KEY, 'must be an object such as {"ratio": 0.15}')
+    if "spans" in extension:
+        raise InvalidField(f"{PARAMS_KEY}.spans", "are found here; mark chunks in the messages")
+    params = KintsugiParams.from_mapping({**extension, "namespace": namespace})
+    if params.op is Op.SAVE:
+        raise InvalidField(f"{PARAMS_KEY}.op", "save is PutChunk's; use blend or off")
+    return params
+
+
+def _messages(messages: Any, chunks: _Chunks) -> Any:
+    """The messages without our marks; their texts searched, tool results among them."""
+    if not isinstance(messages, list):
+        return messages
+    passed = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            chunks.search(content)
+        elif isinstance(content, list):
+            where = f"messages[{index}].content"
+            parts = [_part(part, f"{where}[{at}]", chunks) for at, part in enumerate(content)]
+            message = {**message, "content": parts}
+        passed.append(message)
+    return passed
+
+
+def _part(part: Any, where: str, chunks: _Chunks) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    text, mark = part.get("text"), part.get(PARAMS_KEY)
+    if mark is None:
+        if isinstance(text, str):
+            chunks.search(text)
+        return part
+    if not isinstance(mark, Mapping) or set(mark) != {"chunk"} or not isinstance(mark["chunk"], bool):
+        raise InvalidField(f"{where}.{PARAMS_KEY}", 'must be {"chunk": true}')
+    if not isinstance(text, str):
+        raise InvalidField(f"{where}.text", "must be the chunk's text")
+    if mark["chunk"]:
+        chunks.mark(text, f"{where}.text")
+    return {name: value for name, value in part.items() if name != PARAMS_KEY}
+
+
+def _documents(documents: Any, chunks: _Chunks) -> list[dict[str, str]]:
+    """As vLLM hands them to a chat template: mappings of strings, each with a `text`."""
+    if not isinstance(documents, list):
+        raise InvalidField("documents", 'must be a list of texts, or of objects such as {"text": "…"}')
+    passed = []
+    for index, document in enumerate(documents):
+        where = f"documents[{index}]"
+        if isinstance(document, str):
+            document = {"text": document}
+        if not isinstance(document, Mapping) or not all(isinstance(v, str) for v in document.values()):
+            raise InvalidField(where, 'must be a text, or an object of strings such as {"text": "…"}')
+        text = next((document[name] for name in DOCUMENT_TEXT_KEYS if name in document), None)
+        if text is None:
+            raise InvalidField(where, f"has none of {', '.join(DOCUMENT_TEXT_KEYS)}")
+        chunks.mark(text, where)
+        passed.append({**document, "text": text})
+    return passed
+
+
+def _texts(prompt: Any) -> Iterator[str]:
+    """Of a completion's prompt; token ids are matched by the engine."""
+    for one in prompt if isinstance(prompt, list) else [prompt]:
+        if isinstance(one, str):
+            yield one

@@ -1,0 +1,182 @@
+"""Which engine answers a request: the one with the least predicted time to first token. Pure.
+
+For each engine that time is what waits there before it, the prompt tokens that its prefix cache does not
+hold, and what it costs to fetch chunks that lie on another host.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kintsugi.client.directory import ShardMap
+from kintsugi.core.spaces import Span
+
+BLOCK_TOKENS = 128
+"""Prefixes are remembered in steps of so many tokens."""
+REMEMBERED_MAX = 65_536
+CHARS_PER_TOKEN = 4
+"""Of English, about."""
+DEPTH_MAX = 4
+BLOCKS_MAX = 64
+"""Of a prompt's beginning that are looked at: bounds the work per request."""
+
+
+@dataclass(frozen=True)
+class RouteCosts:
+    """What weighs against what, in milliseconds."""
+
+    prefill_ms_per_token: float = 0.1
+    """Until an engine has measured its own."""
+    hit_share: float = 0.3
+    """Of a prefill, that a token of a stored chunk costs."""
+    remote_ms_per_token: float = 0.01
+    """To load a token's KV from another host rather than from the same."""
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """One engine, as a router sees it."""
+
+    waiting_tokens: int = 0
+    """Reported, and what was sent there since."""
+    tokens_per_s: float = 0.0
+    """0: not measured yet."""
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request brings along."""
+
+    num_tokens: int
+    prefix: tuple[int, ...] = ()
+    """`prefix_digests` of its prompt."""
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of its chunks that lie on each host, as far as is known."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        return sum(self.chunks.values())
+
+
+def prefix_digests(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """A digest of each beginning of the prompt that is a whole number of blocks, the shortest first."""
+    hasher = xxhash.xxh3_64(namespace.encode())
+    data = np.asarray(token_ids[: BLOCKS_MAX * BLOCK_TOKENS], dtype="<u4").tobytes()
+    size = 4 * BLOCK_TOKENS
+    digests = []
+    for start in range(0, len(data) - size + 1, size):
+        hasher.update(data[start : start + size])
+        digests.append(hasher.intdigest())
+    return tuple(digests)
+
+
+def text_digests(namespace: str, text: str) -> tuple[int, ...]:
+    """The same of a text that is not tokenised yet, in blocks of about as many tokens."""
+    size = BLOCK_TOKENS * CHARS_PER_TOKEN
+    hasher = xxhash.xxh3_64(namespace.encode() + b"\0text")
+    digests = []
+    for start in range(0, min(len(text), BLOCKS_MAX * size) - size + 1, size):
+        hasher.update(text[start : start + size].encode(errors="replace"))
+        digests.append(hasher.intdigest())
+    return tuple(digests)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Of a request whose prompt only an engine knows."""
+
+    num_tokens: int
+    """Estimated."""
+    beginning: str
+
+
+def tokens_in(body: Mapping[str, Any]) -> Text:
+    """An estimate from the texts of an OpenAI body, in their order. Never fails: the engine does."""
+    budget = BLOCKS_MAX * BLOCK_TOKENS * CHARS_PER_TOKEN
+    texts = list(_texts(body.get("messages", body.get("prompt", "")), depth=0))
+    num_chars = sum(map(len, texts))
+    return Text(num_chars // CHARS_PER_TOKEN + 1, "".join(texts)[:budget])
+
+
+def _texts(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif depth < DEPTH_MAX and isinstance(value, Mapping):
+        yield from (text for name in ("content", "text") for text in _texts(value.get(name), depth + 1))
+    elif depth < DEPTH_MAX and isinstance(value, Sequence):
+        yield from (text for each in value for text in _texts(each, depth + 1))
+
+
+def tokens_by_host(spans: Sequence[Span], shards: ShardMap) -> dict[str, int]:
+    """Tokens of known chunks by the host that their first shard is on; nothing where all are on one."""
+    hosts = {shard.shard_id: shard.address.rpartition(":")[0] for shard in shards.shards}
+    if len(set(hosts.values())) < 2:
+        return {}
+    found: dict[str, int] = {}
+    for span in spans:
+        if span.key is not None:
+            host = hosts[shards.owners(span.key)[0].shard_id]
+            found[host] = found.get(host, 0) + span.end - span.start
+    return found
+
+
+class PrefixMemory:
+    """Which engine computed which beginnings lately: what its prefix cache is likely to hold. Bounded."""
+
+    def __init__(self, remembered_max: int = REMEMBERED_MAX) -> None:
+        self._engines: OrderedDict[int, dict[str, None]] = OrderedDict()
+        self._remembered_max = remembered_max
+
+    def routed(self, prefix: Sequence[int], engine: str) -> None:
+        for digest in prefix:
+            self._engines.setdefault(digest, {})[engine] = None
+            self._engines.move_to_end(digest)
+        while len(self._engines) > self._remembered_max:
+            self._engines.popitem(last=False)
+
+    def forget(self, engine: str) -> None:
+        """It is gone, and its cache with it."""
+        for holders in self._engines.values():
+            holders.pop(engine, None)
+
+    def resident_tokens(self, prefix: Sequence[int], engine: str) -> int:
+        """Tokens at the prompt's beginning that the engine is likely to hold."""
+        blocks = 0
+        for digest in prefix:
+            if engine not in self._engines.get(digest, ()):
+                break
+            blocks += 1
+        return blocks * BLOCK_TOKENS
+
+
+def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: RouteCosts) -> float:
+    """Predicted time to first token at one engine. Never falls with its queue or with remote tokens; never
+    rises with what it holds."""
+    per_token_ms = 1e3 / view.tokens_per_s if view.tokens_per_s > 0 else costs.prefill_ms_per_token
+    resident = min(resident_tokens, wanted.num_tokens)
+    left = wanted.num_tokens - resident
+    hit = min(wanted.chunk_tokens, left)
+    remote = min(wanted.chunk_tokens - wanted.chunks.get(view.host, 0), left)
+    own_ms = per_token_ms * (left - hit + costs.hit_share * hit) + costs.remote_ms_per_token * remote
+    return per_token_ms * view.waiting_tokens + own_ms
+
+
+def ranked(
+    views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory, costs: RouteCosts
+) -> list[str]:
+    """Engines, the best first; equals in the order of their names' digests, which differs by prompt, so that
+    idle engines share prompts that nobody holds."""
+    salt = wanted.prefix[0] if wanted.prefix else 0
+
+    def key(name: str) -> tuple[float, int]:
+        cost = cost_ms(views[name], wanted, memory.resident_tokens(wanted.prefix, name), costs)
+        return round(cost, 3), xxhash.xxh3_64_intdigest(name.encode(), seed=salt)
+
+    return sorted(views, key=key)

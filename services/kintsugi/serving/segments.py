@@ -1,0 +1,210 @@
+"""Parts of a prompt, in any of the ways that a client may name them, into token ids, spans and chunk keys.
+
+A text tokenises alone, so its ids are the ones that precompute found. Tokenising 3,000 tokens takes
+milliseconds, the same chunk comes again and again, and so its ids are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
+from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
+from kintsugi.core.layout import TOKENS_MAX
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
+from kintsugi.serving.known_chunks import KnownChunks
+
+INLINE_CHARS_MAX = 4096
+"""Longer texts are tokenised in a thread: the event loop serves everybody."""
+CACHED_TOKENS_MAX = 8 << 20
+"""32 MiB of ids."""
+
+Tokenize = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a prompt: exactly one of the four ways to name it."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    key: ChunkKey | None = None
+    document: tuple[str, DocumentRef] | None = None
+    """Corpus and chunk."""
+    plain: bool = False
+    """Part of the prompt, but no chunk."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment resolved."""
+
+    tokens: bytes
+    """Little-endian u32."""
+    key: ChunkKey
+
+    @staticmethod
+    def of(token_ids: Sequence[int], key: ChunkKey) -> Piece:
+        return Piece(token_bytes(token_ids), key)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(np.frombuffer(self.tokens, "<u4").tolist())
+
+
+@dataclass(frozen=True)
+class ResolvedPrompt:
+    """`[prefix][segment]…[question]` as token ids."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+    """Where each segment lies; plain ones have no key."""
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.key is not None)
+
+
+class SegmentResolver:
+    """For one event loop."""
+
+    def __init__(self, tokenize: Tokenize, known: KnownChunks, documents: DocumentIndex | None) -> None:
+        self._tokenize = tokenize
+        self._known = known
+        self._documents = documents
+        self._pieces: OrderedDict[tuple[bytes, bytes], Piece] = OrderedDict()
+        """By chunk space and digest of the text; the least recently used first."""
+        self._cached_tokens = 0
+
+    async def prompt(
+        self, space: ChunkSpace, segments: Sequence[Segment], question: Segment
+    ) -> ResolvedPrompt:
+        """Raises `InvalidField`, `ForeignChunkKey` and `NotFound`, each naming the segment."""
+        pieces = await self.pieces(space, segments)
+        tokens = [*space.prefix_token_ids]
+        spans = []
+        for segment, piece in zip(segments, pieces, strict=True):
+            start = len(tokens)
+            tokens += piece.token_ids
+            spans.append(Span(start, len(tokens), None if segment.plain else piece.key))
+        (asked,) = await self._resolved(space, [question], "question")
+        return ResolvedPrompt((*tokens, *asked.token_ids), tuple(spans))
+
+    async def pieces(self, space: ChunkSpace, segments: Sequence[Segment]) -> list[Piece]:
+        """In order."""
+        return await self._resolved(space, segments, "segments")
+
+    async def _resolved(self, space: ChunkSpace, segments: Sequence[Segment], where: str) -> list[Piece]:
+        documents = await self._looked_up(space, segments, where)
+        pieces = []
+        for index, segment in enumerate(segments):
+            name = where if where == "question" else f"{where}[{index}]"
+            if segment.text is not None:
+                piece = await self._of_text(space, segment.text, segment.plain or where == "question", name)
+            elif segment.token_ids is not None:
+                piece = self._of_tokens(space, segment, name)
+            elif segment.key is not None:
+                piece = self._of_key(space, segment.key, name)
+            elif index in documents:
+                piece = documents[index]
+            else:
+                raise InvalidField(name, "is empty; give a text, tokens, a chunk key or a document's chunk")
+            if not segment.plain and where != "question" and piece.num_tokens > TOKENS_MAX:
+                raise InvalidField(
+                    name,
+                    f"has {piece.num_tokens} tokens; a chunk has at most {TOKENS_MAX}: cut it",
+                )
+            pieces.append(piece)
+        return pieces
+
+    async def _of_text(self, space: ChunkSpace, text: str, plain: bool, name: str) -> Piece:
+        address = (space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
+        piece = self._pieces.get(address)
+        if piece is not None:
+            self._pieces.move_to_end(address)
+            return piece
+        if len(text) > INLINE_CHARS_MAX:
+            tokens = token_bytes(await asyncio.to_thread(self._tokenize, text))
+        else:
+            tokens = token_bytes(self._tokenize(text))
+        if not tokens:
+            raise InvalidField(name, "has no tokens; leave it out or give it a text")
+        piece = Piece(tokens, ChunkKey.of_bytes(space, tokens))
+        if not plain:
+            self._keep(address, piece)
+            self._known.remember(space.namespace, piece.key, piece.token_ids, text)
+        return piece
+
+    def _keep(self, address: tuple[bytes, bytes], piece: Piece) -> None:
+        before = self._pieces.pop(address, None)
+        self._cached_tokens += piece.num_tokens - (before.num_tokens if before else 0)
+        self._pieces[address] = piece
+        while self._cached_tokens > CACHED_TOKENS_MAX:
+            _, oldest = self._pieces.popitem(last=False)
+            self._cached_tokens -= oldest.num_tokens
+
+    def _of_tokens(self, space: ChunkSpace, segment: Segment, name: str) -> Piece:
+        assert segment.token_ids is not None
+        if not segment.token_ids:
+            raise InvalidField(name, "has no tokens; leave it out")
+        tokens = token_bytes(segment.token_ids)
+        piece = Piece(tokens, ChunkKey.of_bytes(space, tokens))
+        if not segment.plain and name != "question":
+            self._known.remember(space.namespace, piece.key, segment.token_ids)
+        return piece
+
+    def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> Piece:
+        ids = self._known.token_ids(space.namespace, key)
+        if ids is None:
+            raise NotFound(
+                f"{name}: chunk {key} is not known here in namespace {space.namespace!r}; send its text or "
+                "tokens once, or put it again"
+            )
+        tokens = token_bytes(ids)
+        if ChunkKey.of_bytes(space, tokens) != key:
+            raise ForeignChunkKey(
+                name,
+                f"chunk {key} belongs to another chunk space: its model or system prompt is not the one that "
+                "is served now; put it again",
+            )
+        return Piece(tokens, key)
+
+    async def _looked_up(
+        self, space: ChunkSpace, segments: Sequence[Segment], where: str
+    ) -> dict[int, Piece]:
+        """The segments that name a document's chunk, by their index."""
+        by_corpus: dict[str, dict[int, DocumentRef]] = {}
+        for index, segment in enumerate(segments):
+            if segment.document is not None:
+                corpus, ref = segment.document
+                by_corpus.setdefault(corpus, {})[index] = ref
+        pieces = {}
+        for corpus, refs in by_corpus.items():
+            if self._documents is None:
+                raise NotFound(f"{where}: this gateway knows no corpora; start it with a precompute ledger")
+            found = await asyncio.to_thread(self._documents.resolve, corpus, list(refs.values()))
+            for (index, ref), chunk in zip(refs.items(), found, strict=True):
+                pieces[index] = _piece_of(space, chunk, ref, f"{where}[{index}]", corpus)
+        return pieces
+
+
+def _piece_of(space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, name: str, corpus: str) -> Piece:
+    """Raises `NotFound` also for a corpus of another namespace: who may not use it learns nothing of it."""
+    tokens = b"" if chunk is None else token_bytes(chunk.token_ids)
+    if chunk is None or ChunkKey.of_bytes(space, tokens) != chunk.key:
+        version = "" if ref.version is None else f" in version {ref.version!r}"
+        raise NotFound(
+            f"{name}: document {ref.document_id!r} of corpus {corpus!r} has no chunk {ref.index}{version} "
+            f"for namespace {space.namespace!r} and the model that is served; run kintsugi precompute"
+        )
+    return Piece(tokens, chunk.key)

@@ -1,0 +1,187 @@
+"""A whole service on Ray: start one here, deploy a generated configuration, watch, stop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kintsugi.core.deploy import (
+    ENGINE_DEPLOYMENT,
+    GATEWAY_DEPLOYMENT,
+    SERVICE_APP,
+    SHARD_DEPLOYMENT,
+    STORE_APP,
+    ServiceSpec,
+    serve_config,
+)
+from kintsugi.core.errors import DeadlineExceeded, Unavailable
+from kintsugi.core.exchange import EngineInfo
+from kintsugi.serving.directory import remove_directory
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 200 << 20
+"""Requests and answers are small; chunk KV never passes through Ray."""
+SYSTEM_CPUS = 1
+"""For Serve's controller and the tasks that build applications."""
+POLL_S = 0.25
+ASK_TIMEOUT_S = 30.0
+MESSAGE_CHARS_MAX = 2000
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One deployment."""
+
+    deployment: str
+    running: int
+    wanted: int
+    status: str
+    message: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.status == "HEALTHY" and self.running >= self.wanted
+
+
+def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
+    """A Ray of this process on loopback alone, with room for every replica that `spec` may want.
+
+    CPUs are a promise between us and Ray, no partition of the machine: where it has fewer cores, replicas
+    share them.
+    """
+    import ray
+
+    engines, store, gateway = spec.engines, spec.store, spec.gateway
+    cpus = (engines.replicas.max + calibrators) * engines.cpus
+    cpus += (store.shards_max or store.shards) * store.cpus + gateway.replicas * gateway.cpus
+    # A raylet gives its workers niceness 15 otherwise: beside others' work they would hardly run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + SYSTEM_CPUS),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def cause_in(message: str) -> str:
+    """Of what Serve says about a replica that failed, mostly a traceback: our own error if there is one."""
+    ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
+    return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
+
+
+class Service:
+    """The two applications of one specification, on the Ray that this process is connected to."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        self.spec = spec
+        self.config = serve_config(spec)
+
+    def deploy(self) -> None:
+        """Hand the configuration to Serve, as `serve deploy` does; returns before anything runs."""
+        from ray.serve._private.api import serve_start
+        from ray.serve.schema import ServeDeploySchema
+
+        schema = ServeDeploySchema.model_validate(self.config)
+        client = serve_start(
+            proxy_location=schema.proxy_location, http_options=schema.http_options.model_dump()
+        )
+        client.deploy_apps(schema)
+
+    def progress(self) -> list[Progress]:
+        """All deployments that Serve knows by now, shards first."""
+        from ray import serve
+
+        found: list[Progress] = []
+        for name in (STORE_APP, SERVICE_APP):
+            application = serve.status().applications.get(name)
+            if application is None:
+                continue
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY") and not application.deployments:
+                found.append(Progress(name, 0, 1, application.status, application.message))
+            for deployment, state in application.deployments.items():
+                running = state.replica_states.get("RUNNING", 0)
+                message = state.message or application.message
+                found.append(Progress(deployment, running, self._wanted(deployment), state.status, message))
+        return found
+
+    def _wanted(self, deployment: str) -> int:
+        return {
+            SHARD_DEPLOYMENT: self.spec.store.shards,
+            ENGINE_DEPLOYMENT: self.spec.engines.replicas.min,
+            GATEWAY_DEPLOYMENT: self.spec.gateway.replicas,
+        }[deployment]
+
+    def wait(
+        self,
+        timeout_s: float,
+        say: Callable[[list[Progress]], None],
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Until everything runs, or ``gives_up`` says so.
+
+        Raises `Unavailable` for what failed, with what Serve says about it, and `DeadlineExceeded`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not gives_up():
+            progress = self.progress()
+            say(progress)
+            for one in progress:
+                if one.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise Unavailable(f"{one.deployment} does not start: {cause_in(one.message)}")
+            if len(progress) == len(self._deployments) and all(one.is_ready for one in progress):
+                return
+            if time.monotonic() > deadline_s:
+                waiting = ", ".join(one.deployment for one in progress if not one.is_ready)
+                raise DeadlineExceeded(f"after {timeout_s:.0f} s these do not run yet: {waiting or 'all'}")
+            time.sleep(POLL_S)
+
+    @property
+    def _deployments(self) -> list[str]:
+        return [
+            one["name"] for application in self.config["applications"] for one in application["deployments"]
+        ]
+
+    def addresses(self) -> dict[str, str]:
+        """`host:port` of gRPC and HTTP, of any one gateway."""
+        from ray import serve
+
+        handle = serve.get_app_handle(SERVICE_APP)
+        addresses: dict[str, str] = handle.addresses.remote().result(timeout_s=ASK_TIMEOUT_S)
+        return addresses
+
+    def info(self) -> EngineInfo:
+        """Of any one engine. Raises `Unavailable` while none answers."""
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP)
+            info: EngineInfo = handle.info.remote().result(timeout_s=ASK_TIMEOUT_S)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise Unavailable(f"no engine answers ({type(error).__name__}); Serve starts it again") from error
+        return info
+
+    def stop(self) -> None:
+        """Drain and end every replica, engines before shards, then the directory. Idempotent."""
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            serve.delete(SERVICE_APP)
+            serve.delete(STORE_APP)
+            serve.shutdown()
+        except RayServeException as error:
+            log.info("Serve does not run, so there is nothing to end: %s", error)
+        remove_directory()

@@ -1,0 +1,110 @@
+"""The deployment `StoreShard`: one shard of the store behind its own port, announced to the directory.
+
+Serve starts, watches and restarts it; no request passes through Serve. A replica takes the first folder of
+its host that no other shard holds, and with it that shard's UUID and chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.schema import load
+from kintsugi.serving.addresses import free_port, is_wildcard, joined, tls_of
+from kintsugi.serving.directory import SHARDS_MAX, Announcer
+from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.server import ServerOptions, ShardServer
+from kintsugi.store.shard import Shard
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""A tenth of Python's own: a lookup must not wait 5 ms for a thread that reads the disk."""
+
+
+def claimed(spec: StoreSpec) -> Shard:
+    """Open the first shard of this host that nobody holds. Raises what `open_shard` raises."""
+    if not spec.data_dir:
+        return open_shard(ShardSpec(int(spec.ram_gib * (1 << 30))))
+    for index in range(SHARDS_MAX):
+        try:
+            return open_shard(_folders(spec, f"shard-{index}"))
+        except Unavailable:
+            if not (Path(spec.data_dir) / f"shard-{index}").is_dir():
+                raise
+    raise Unavailable(f"{SHARDS_MAX} folders of {spec.data_dir} are all in use")
+
+
+def _folders(spec: StoreSpec, name: str) -> ShardSpec:
+    return ShardSpec(
+        int(spec.ram_gib * (1 << 30)),
+        data_dir=Path(spec.data_dir) / name,
+        ssds=tuple(SsdSpec(Path(tier.path) / name, int(tier.gib * (1 << 30))) for tier in spec.tiers),
+    )
+
+
+def serve_shard(spec: StoreSpec, shard: Shard) -> ShardServer:
+    """A shard's server, listening. Raises `Unavailable`, `InvalidField`."""
+    metrics = ""
+    if spec.metrics_port:
+        metrics = joined(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
+    options = ServerOptions(
+        share_arena=spec.share_arena,
+        tls=tls_of(spec),
+        insecure=spec.insecure,
+        metrics_listen=metrics,
+    )
+    server = ShardServer(shard, joined(spec.host, spec.port), options)
+    server.start()
+    return server
+
+
+class StoreShard:
+    """One replica."""
+
+    def __init__(self, store: Mapping[str, Any]) -> None:
+        import ray
+
+        spec = load(StoreSpec, store, "store")
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._drain_s = spec.drain_s
+        self._shard = claimed(spec)
+        self._server = serve_shard(spec, self._shard)
+        host, _, port = self._server.address.rpartition(":")
+        address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
+        self._announcer = Announcer(dict(store), self._shard.shard_id, address)
+        self._stopped = False
+
+    def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Serve calls it at start and when `user_config` changes."""
+        self._announcer.replicate(int(config["replication"]))
+
+    def check_health(self) -> None:
+        if self._shard.failure is not None:
+            raise Unavailable(f"the shard failed ({self._shard.failure!r})")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `serving.autoscaling.ShardPolicy` reads."""
+        with self._shard.lock:
+            return {
+                "used_bytes": float(sum(tier.allocator.used_bytes for tier in self._shard.tiers)),
+                "capacity_bytes": float(sum(tier.allocator.capacity_bytes for tier in self._shard.tiers)),
+                "returns_per_s": self._shard.reuse.soon_per_s(),
+            }
+
+    def __del__(self) -> None:
+        """Serve calls it before it stops the replica: out of the map first, then write back, then end."""
+        if getattr(self, "_stopped", True):
+            return
+        self._stopped = True
+        self._announcer.close()
+        left = self._shard.drain(self._drain_s)
+        if left:
+            log.warning("%d bytes were not written back in %.0f s", left, self._drain_s)
+        self._server.stop()
+        self._shard.close()

@@ -1,0 +1,224 @@
+"""A stand-in for engines: made-up tokens after stated delays. For what is measured or tested without a model.
+
+It says what it is: its model is called `stub`, and every accounting's reason is `stub`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kintsugi.client.interface import AsyncChunkStore
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
+from kintsugi.core.exchange import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    OpenAICall,
+    OpenAIHead,
+    SaveOutcome,
+    SaveState,
+    Usage,
+)
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
+from kintsugi.core.request import Op
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.serving.backend import EngineBackend
+
+_LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
+"""Of what it stores: two bytes of zeros a token each for K and V."""
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "n"),
+)
+_WORDS = ("made", "up", "by", "a", "stub")
+
+
+@dataclass(frozen=True)
+class StubDelays:
+    """In seconds."""
+
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+    save_s: float = 0.0
+    """Per chunk."""
+
+
+@dataclass
+class StubSeen:
+    """What it was asked, for assertions."""
+
+    requests: list[EngineRequest] = field(default_factory=list)
+    saves: list[tuple[str, str, tuple[tuple[int, ...], ...], int, str]] = field(default_factory=list)
+    """Request id, namespace, chunks, priority, tier."""
+    running: int = 0
+    """Answers under way."""
+    ended_early: int = 0
+    """Answers that were closed before their last token."""
+
+
+REMEMBERED_MAX = 10_000
+"""Requests kept in `StubSeen`."""
+
+
+class StubBackend(EngineBackend):
+    """Answers `made up by a stub made up …`; stores chunks of zeros where it has a store."""
+
+    def __init__(
+        self,
+        delays: StubDelays | None = None,
+        *,
+        store: AsyncChunkStore | None = None,
+        fingerprint: ModelFingerprint | None = None,
+        prefix_token_ids: Sequence[int] = (1,),
+        max_model_len: int = 8192,
+    ) -> None:
+        self.delays = delays or StubDelays()
+        self.seen = StubSeen()
+        self.down = False
+        """While true it is as if no engine answered."""
+        self._store = store
+        self._closed = False
+        self._info = EngineInfo(
+            model="stub",
+            fingerprint=(fingerprint or ModelFingerprint.of({"weights": "stub"})).hex,
+            prefix_token_ids=tuple(prefix_token_ids),
+            portable=True,
+            max_model_len=max_model_len,
+            blending="stub",
+        )
+
+    def _check_up(self) -> None:
+        if self.down or self._closed:
+            raise Unavailable("the stub is down; send the request again")
+
+    def space(self, namespace: str) -> ChunkSpace:
+        fingerprint = ModelFingerprint(bytes.fromhex(self._info.fingerprint))
+        return ChunkSpace(fingerprint, namespace, self._info.prefix_token_ids, self._info.portable)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        self._check_up()
+        max_tokens = self._checked(request)
+        if len(self.seen.requests) < REMEMBERED_MAX:
+            self.seen.requests.append(request)
+        accounting = await self._accounting(request)
+        usage = Usage(len(request.prompt_token_ids), max_tokens, accounting.tokens_hit)
+        self.seen.running += 1
+        complete = False
+        try:
+            await asyncio.sleep(self.delays.first_token_s)
+            for index in range(max_tokens):
+                if index:
+                    await asyncio.sleep(self.delays.token_s)
+                last = index == max_tokens - 1
+                complete = last
+                yield EngineDelta(
+                    (index,),
+                    _WORDS[index % len(_WORDS)] + " ",
+                    "length" if last else None,
+                    accounting.to_mapping() if last else None,
+                    usage if last else None,
+                )
+        finally:
+            self.seen.running -= 1
+            self.seen.ended_early += not complete
+
+    def _checked(self, request: EngineRequest) -> int:
+        """How many tokens to answer. Raises `InvalidField` and `UnknownField`."""
+        for name in request.sampling:
+            if name not in _SAMPLING:
+                raise UnknownField(f"sampling.{name}", _SAMPLING)
+        max_tokens = request.sampling.get("max_tokens", 16)
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise InvalidField("sampling.max_tokens", f"{max_tokens!r} is not a number of tokens above 0")
+        length, longest = len(request.prompt_token_ids), self._info.max_model_len
+        if not 0 < length <= longest - max_tokens:
+            raise InvalidField(
+                "prompt", f"{length} tokens and {max_tokens} to answer; between 1 and {longest} in all fit"
+            )
+        return max_tokens
+
+    async def _accounting(self, request: EngineRequest) -> Accounting:
+        spans = [] if request.params.op is Op.OFF else list(request.params.spans or ())
+        space = self.space(request.params.namespace)
+        keys = [ChunkKey.of(space, request.prompt_token_ids[span.start : span.end]) for span in spans]
+        held: Sequence[ChunkManifest | None] = [None] * len(keys)
+        if self._store is not None:
+            held = await self._store.lookup(request.params.namespace, keys)
+        hit = [span for span, manifest in zip(spans, held, strict=True) if manifest is not None]
+        missed = [span for span, manifest in zip(spans, held, strict=True) if manifest is None]
+        return Accounting(
+            Outcome.BLENDED if hit else Outcome.DECLINED,
+            reason="stub",
+            chunks_hit=len(hit),
+            chunks_missed=len(missed),
+            tokens_hit=sum(span.num_tokens for span in hit),
+            tokens_missed=sum(span.num_tokens for span in missed),
+        )
+
+    async def save(
+        self,
+        request_id: str,
+        namespace: str,
+        chunks: Sequence[tuple[int, ...]],
+        priority: int = 0,
+        tier: str = "auto",
+    ) -> list[SaveOutcome]:
+        self._check_up()
+        if len(self.seen.saves) < REMEMBERED_MAX:
+            self.seen.saves.append((request_id, namespace, tuple(chunks), priority, tier))
+        outcomes = []
+        for token_ids in chunks:
+            await asyncio.sleep(self.delays.save_s)
+            if not token_ids:
+                outcomes.append(SaveOutcome(SaveState.FAILED, "the chunk has no tokens"))
+                continue
+            outcomes.append(await self._put(namespace, token_ids, tier))
+        return outcomes
+
+    async def _put(self, namespace: str, token_ids: Sequence[int], tier: str) -> SaveOutcome:
+        if self._store is not None:
+            manifest, frames = _zeros(self.space(namespace), token_ids)
+            try:
+                await self._store.put(manifest, frames, tier=tier)
+            except InvalidField as error:
+                return SaveOutcome(SaveState.FAILED, str(error))
+        return SaveOutcome(SaveState.SAVED)
+
+    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        self._check_up()
+        await asyncio.sleep(self.delays.first_token_s)
+        yield OpenAIHead(200, "application/json")
+        body: dict[str, Any] = {
+            "id": call.request_id,
+            "object": "chat.completion" if "chat" in call.path else "text_completion",
+            "model": self._info.model,
+            "choices": [{"index": 0, "text": "made up by a stub", "finish_reason": "length"}],
+            "chunk_texts": list(call.chunk_texts),
+        }
+        yield json.dumps(body).encode()
+
+    async def info(self) -> EngineInfo:
+        self._check_up()
+        return self._info
+
+    async def close(self) -> None:
+        self._closed = True
+
+
+def _zeros(space: ChunkSpace, token_ids: Sequence[int]) -> tuple[ChunkManifest, list[bytes]]:
+    frames: list[memoryview | bytes] = [bytes(_LAYOUT.frame_bytes(Codec.RAW, len(token_ids)))]
+    manifest = ChunkManifest.of(
+        space,
+        ChunkKey.of(space, token_ids),
+        anchor_of(token_ids),
+        len(token_ids),
+        _LAYOUT,
+        Codec.RAW,
+        frames,
+    )
+    return manifest, [bytes(frame) for frame in frames]

@@ -1,0 +1,114 @@
+"""A gateway on gRPC with a stub for an engine, for the length of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.client.chunking import Chunker
+from kintsugi.client.in_process import InProcessStore
+from kintsugi.client.interface import AsyncChunkStore
+from kintsugi.client.ram import RamStore
+from kintsugi.core.deploy import GatewaySpec
+from kintsugi.serving.gateway import Gateway
+from kintsugi.serving.grpc_server import GatewayServer
+from kintsugi.serving.stub import StubBackend, StubDelays
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Setup:
+    """What a test wants otherwise."""
+
+    delays: StubDelays = field(default_factory=StubDelays)
+    spec: GatewaySpec = field(default_factory=lambda: GatewaySpec(grpc_port=0))
+    max_model_len: int = 4096
+    gateway: dict[str, Any] = field(default_factory=dict)
+    """More arguments of `Gateway`."""
+    precompute: Any = None
+
+
+@dataclass
+class Running:
+    """A gateway that is served on a loop of its own."""
+
+    loop: asyncio.AbstractEventLoop
+    server: GatewayServer
+    gateway: Gateway
+    backend: StubBackend
+    store: AsyncChunkStore
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """In the gateway's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def eventually(self, condition: Callable[[], bool]) -> bool:
+        """Whether it comes true within five seconds."""
+
+        async def wait() -> bool:
+            for _ in range(1000):
+                if condition():
+                    return True
+                await asyncio.sleep(0.005)
+            return False
+
+        return self.run(wait())
+
+
+def bundled_tokenize() -> Callable[[str], tuple[int, ...]]:
+    return Chunker.of_model(BUNDLED_CHECKPOINT).token_ids
+
+
+@contextmanager
+def running(setup: Setup | None = None) -> Iterator[Running]:
+    setup = setup or Setup()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> Running:
+        store = InProcessStore(RamStore())
+        backend = StubBackend(setup.delays, store=store, max_model_len=setup.max_model_len)
+        gateway = Gateway(backend, store, bundled_tokenize(), **setup.gateway)
+        server = GatewayServer(gateway, setup.spec, setup.precompute)
+        await server.start()
+        return Running(loop, server, gateway, backend, store)
+
+    async def stop(started: Running) -> None:
+        await started.server.stop(0.0)
+        await started.gateway.close()
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    try:
+        started = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        try:
+            yield started
+        finally:
+            started.run(stop(started))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def token_file(folder: Path, *grants: tuple[str, tuple[str, ...]]) -> tuple[Path, dict[str, str]]:
+    """A file with tokens for names and their namespaces, and the tokens."""
+    from kintsugi.serving.access import add_grant, new_token
+
+    path, tokens = folder / "tokens.json", {}
+    for name, namespaces in grants:
+        tokens[name], grant = new_token(name, namespaces)
+        add_grant(path, grant)
+    return path, tokens

@@ -1,0 +1,140 @@
+"""One server for all real clients: a shard, an engine of the bundled model, and the HTTP front end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
+from kintsugi.client.chunking import Chunker, ChunkingConfig
+from kintsugi.core.deploy import GatewaySpec, OpenAISpec
+from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
+from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
+from kintsugi.serving.access import ANYONE
+from kintsugi.serving.gateway import Gateway, PutState
+from kintsugi.serving.grpc_server import GatewayServer
+from kintsugi.serving.http import HttpFront, accounting_in
+from kintsugi.serving.local_backend import LocalBackend
+from kintsugi.serving.openai_server import HttpServer
+from kintsugi.serving.segments import Segment
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
+from tests.integration.engine.conftest import PATIENT, EngineSlot
+
+T = TypeVar("T")
+CHUNKING = ChunkingConfig(tokens_max=120)
+CALL_S = 120.0
+
+
+class NotingBackend(LocalBackend):
+    """Also keeps what each answer said that it cost: frameworks do not show it."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__(engine)
+        self.accountings: list[Mapping[str, Any]] = []
+
+    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        async with aclosing(super().openai(call)) as pieces:
+            async for piece in pieces:
+                found = None if isinstance(piece, OpenAIHead) else accounting_in(piece)
+                if found is not None:
+                    self.accountings.append(found)
+                yield piece
+
+
+@dataclass
+class Served:
+    """What tests talk to."""
+
+    address: str
+    grpc_address: str
+    model: str
+    chunker: Chunker
+    info: EngineInfo
+    engine: AsyncEngine
+    gateway: Gateway
+    backend: NotingBackend
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        """As OpenAI's clients want it."""
+        return f"http://{self.address}/v1"
+
+    def space(self, namespace: str) -> ChunkSpace:
+        fingerprint = ModelFingerprint(bytes.fromhex(self.info.fingerprint))
+        return ChunkSpace(fingerprint, namespace, self.info.prefix_token_ids, self.info.portable)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(CALL_S)
+
+    def store(self, namespace: str, texts: Sequence[str]) -> int:
+        """Put chunks and wait until they are stored. Their tokens."""
+        segments = [Segment(text=text) for text in texts]
+        puts = self.run(self.gateway.put_chunks(ANYONE, namespace, segments, wait=True))
+        assert all(put.state in (PutState.STORED, PutState.PRESENT) for put in puts), puts
+        return sum(put.num_tokens for put in puts)
+
+    def headers(self, namespace: str) -> dict[str, str]:
+        return {"X-Kintsugi-Namespace": namespace}
+
+    def post(self, path: str, body: dict[str, Any], namespace: str = "default") -> httpx.Response:
+        return httpx.post(
+            f"http://{self.address}{path}", json=body, headers=self.headers(namespace), timeout=CALL_S
+        )
+
+
+@pytest.fixture(scope="package")
+def served(engine_slot: EngineSlot) -> Iterator[Served]:
+    engine_slot.close()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def run(work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(CALL_S)
+
+    with ShardServer(Shard(RamTier(128 << 20)), "127.0.0.1:0") as shard:
+        engine = run(_engine(f"grpc://{shard.address}"))
+        backend = NotingBackend(engine)
+        gateway = run(_gateway(backend, f"grpc://{shard.address}"))
+        server = HttpServer(HttpFront.of(gateway).app, "127.0.0.1", 0)
+        run(server.start())
+        chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
+        grpc = GatewayServer(gateway, GatewaySpec(grpc_port=0))
+        run(grpc.start())
+        yield Served(
+            server.address, grpc.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, backend, loop
+        )
+        run(grpc.stop())
+        run(server.stop())
+        run(gateway.close())
+        run(engine.stop())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _gateway(backend: NotingBackend, store: str) -> Gateway:
+    return await Gateway.open(GatewaySpec(), backend, store, BUNDLED_CHECKPOINT)
+
+
+async def _engine(store: str) -> AsyncEngine:
+    spec = AsyncSpec(
+        str(BUNDLED_CHECKPOINT),
+        BUNDLED_NAME,
+        store,
+        extra_config={"report": str(BUNDLED_REPORT), **PATIENT},
+        vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
+        openai=OpenAISpec(tool_call_parser="hermes"),
+    )
+    return await AsyncEngine.start(spec)

@@ -1,0 +1,44 @@
+"""An engine of this process keeps the contract of all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from kintsugi.core.errors import Unavailable
+from kintsugi.serving.local_backend import LocalBackend
+from tests.contracts.backend_contract import BackendContract, Engines
+from tests.integration.serving.openai.conftest import Served
+
+pytestmark = pytest.mark.engine
+
+Result = TypeVar("Result")
+
+
+class LocalEngines(Engines):
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.backend = LocalBackend(served.engine)
+        self.long_answer_tokens = served.info.max_model_len - 100
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return self._served.run(coroutine)
+
+    async def idle(self) -> bool:
+        """vLLM's own word: ours would be zero with the generator that was closed."""
+        return bool(self._served.engine.client.get_num_unfinished_requests() == 0)
+
+
+class TestLocalBackend(BackendContract):
+    @pytest.fixture
+    def engines(self, served: Served) -> LocalEngines:
+        return LocalEngines(served)
+
+    def test_closing_it_leaves_the_engine_to_its_owner(self, served: Served, engines: LocalEngines) -> None:
+        engines.run(engines.backend.close())
+        engines.run(engines.backend.close())
+        with pytest.raises(Unavailable):
+            engines.run(engines.backend.info())
+        served.engine.check_health()

@@ -1,0 +1,222 @@
+"""OpenAI's own client against the front end, the engine and the store, all real."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kintsugi.checkpoints.bundled import showcase
+from tests.integration.serving.openai.conftest import Served
+
+pytestmark = pytest.mark.engine
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Lima"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+FILL_S = 60.0
+
+
+def client(served: Served, namespace: str) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=served.url, api_key="none", default_headers=served.headers(namespace), max_retries=0
+    )
+
+
+def question(namespace: str, served: Served, content: Any, **more: Any) -> Any:
+    return client(served, namespace).chat.completions.create(
+        model=served.model,
+        messages=[{"role": "user", "content": content}],
+        max_tokens=2,
+        temperature=0,
+        **more,
+    )
+
+
+def accounting_of(answer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = answer.kv_transfer_params["kintsugi"]
+    return found
+
+
+def test_known_chunks_in_a_message_are_hit_and_the_answer_is_right(served: Served) -> None:
+    show = showcase()
+    stored = served.store("known", show.chunks)
+    answer = question("known", served, "".join(show.chunks) + show.question)
+    assert answer.choices[0].message.content.split()[0] == show.answer
+    accounting = accounting_of(answer)
+    assert (accounting["outcome"], accounting["tokens_hit"]) == ("blended", stored)
+    assert answer.usage.prompt_tokens_details.cached_tokens >= stored
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_a_stream_ends_with_the_accounting(served: Served, usage: bool) -> None:
+    show = showcase()
+    stored = served.store(f"stream-{usage}", show.chunks)
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    events = list(
+        question(f"stream-{usage}", served, "".join(show.chunks) + show.question, stream=True, **options)
+    )
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text.split()[0] == show.answer
+    assert [hasattr(event, "kintsugi") for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1].kintsugi["tokens_hit"] == stored
+    assert (events[-1].usage is not None) is usage
+
+
+def test_marked_chunks_that_are_missed_twice_are_stored_and_then_hit(served: Served) -> None:
+    show = showcase()
+    parts = [{"type": "text", "text": chunk, "kintsugi": {"chunk": True}} for chunk in show.chunks]
+    content = [*parts, {"type": "text", "text": show.question}]
+    for _ in range(2):
+        missed = accounting_of(question("marked", served, content))
+        assert missed["reason"].startswith("no_chunk_cached")
+    tokens = sum(len(served.chunker.token_ids(chunk)) for chunk in show.chunks)
+    deadline_s = time.monotonic() + FILL_S
+    while (hit := accounting_of(question("marked", served, content))["tokens_hit"]) < tokens:
+        assert time.monotonic() < deadline_s, f"{hit} of {tokens} tokens are stored"
+    unmarked = accounting_of(question("marked", served, "".join(show.chunks) + show.question))
+    assert unmarked["chunks_hit"] == len(show.chunks)
+
+
+def test_documents_are_chunks(served: Served) -> None:
+    show = showcase()
+    stored = served.store("documents", show.chunks)
+    answer = question(
+        "documents", served, show.question, extra_body={"documents": [{"text": c} for c in show.chunks]}
+    )
+    assert accounting_of(answer)["tokens_hit"] == stored
+
+
+def test_chunks_inside_a_tool_message_are_hit(served: Served) -> None:
+    show = showcase()
+    stored = served.store("tool", show.chunks)
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    answer = client(served, "tool").chat.completions.create(
+        model=served.model,
+        messages=[
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "found:\n" + "\n\n".join(show.chunks)},
+            {"role": "user", "content": show.question},
+        ],
+        max_tokens=2,
+    )
+    assert accounting_of(answer)["tokens_hit"] == stored
+
+
+def test_completions_hit_what_their_prompt_holds(served: Served) -> None:
+    show = showcase()
+    stored = served.store("completions", show.chunks)
+    prompt = "".join(show.chunks) + show.question
+    api = client(served, "completions").completions
+    answer = api.create(model=served.model, prompt=prompt, max_tokens=1, temperature=0, logprobs=2)
+    assert answer.choices[0].text.strip() == show.answer
+    assert len(answer.choices[0].logprobs.top_logprobs[0]) >= 2
+    assert accounting_of(answer)["tokens_hit"] == stored
+    both = api.create(model=served.model, prompt=[show.question, prompt], max_tokens=1, temperature=0)
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[1].text.strip() == show.answer
+    ids = [*served.info.prefix_token_ids, *(i for c in show.chunks for i in served.chunker.token_ids(c))]
+    by_ids = api.create(
+        model=served.model, prompt=[*ids, *served.chunker.token_ids(show.question)], max_tokens=1
+    )
+    accounting = accounting_of(by_ids)
+    assert accounting["tokens_hit"] + accounting["tokens_prefix_cached"] >= stored - len(ids) % 16
+
+
+def test_a_tool_that_was_named_is_called(served: Served) -> None:
+    """The model knows nothing of tools: vLLM's grammar makes it call one. JSON allows blanks without end, and
+    this model would write them."""
+    blanks = {token for blank in (" ", "\n", "\t", "\r") for token in served.chunker.token_ids(blank)}
+    answer = client(served, "tools").chat.completions.create(
+        model=served.model,
+        messages=[{"role": "user", "content": "Where?"}],
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "look_up"}},
+        logit_bias={str(token): -100 for token in blanks},
+        max_tokens=200,
+        temperature=0,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("look_up", {"city": "Lima"})
+
+
+def test_one_namespace_does_not_find_anothers_chunks(served: Served) -> None:
+    show = showcase()
+    served.store("mine", show.chunks)
+    answer = question("theirs", served, "".join(show.chunks) + show.question)
+    assert accounting_of(answer)["tokens_hit"] == 0
+
+
+def test_constraints_of_the_blend_are_passed_on(served: Served) -> None:
+    show = showcase()
+    served.store("constraints", show.chunks)
+    content = "".join(show.chunks) + show.question
+    off = question("constraints", served, content, extra_body={"kintsugi": {"op": "off"}})
+    assert off.kv_transfer_params is None
+    whole = question("constraints", served, content, extra_body={"kintsugi": {"ratio": 1.0}})
+    assert whole.choices[0].message.content == off.choices[0].message.content
+    below = question("constraints", served, content, extra_body={"kintsugi": {"ratio": 0.0}})
+    assert accounting_of(below)["reason"].startswith("BelowMinimum")
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "field"),
+    [
+        ({"model": "another"}, 404, "model"),
+        ({"messages": [{"role": "user", "content": "a " * 4200}]}, 400, "input_tokens"),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"temperature": -1, "stream": True}, 400, "temperature"),
+        ({"messages": "none"}, 400, "messages"),
+        ({"kintsugi": {"ratio": 7}}, 400, "ratio"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
+        ({"documents": [{"text": "a"}], "messages": []}, 400, "documents"),
+    ],
+)
+def test_bad_input_is_refused_and_the_next_request_is_served(
+    served: Served, change: dict[str, Any], status: int, field: str
+) -> None:
+    body = {"model": served.model, "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 1}
+    refused = served.post("/v1/chat/completions", {**body, **change})
+    assert refused.status_code == status
+    assert refused.json()["error"]["param"] == field
+    fine = served.post("/v1/chat/completions", {**body, "an_unknown_field": 1})
+    assert fine.status_code == 200
+
+
+def test_a_caller_that_leaves_aborts_in_the_engine(served: Served) -> None:
+    body = {
+        "model": served.model,
+        "prompt": "The old ships",
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with httpx.stream(
+        "POST", f"{served.url}/completions", json=body, headers=served.headers("left"), timeout=60
+    ) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+        assert served.engine.stats().running == 1
+    deadline_s = time.monotonic() + 10
+    while served.engine.stats().running and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert served.engine.stats().running == 0
+    assert not served.engine.client.output_processor.has_unfinished_requests()
+
+
+def test_the_model_is_listed(served: Served) -> None:
+    (model,) = client(served, "default").models.list().data
+    assert (model.id, model.max_model_len) == (served.model, 4096)
+    assert httpx.get(f"http://{served.address}/readyz").json()["blending"] == "on"

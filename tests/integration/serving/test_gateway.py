@@ -1,0 +1,400 @@
+"""What a gateway does beside answering: fills, documents, metrics, logs, health, TLS, other services."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
+from kintsugi.client.sdk import Client, ClientOptions
+from kintsugi.client.sdk_types import DocumentChunk, Sampling
+from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
+from kintsugi.core.exchange import SaveState
+from kintsugi.core.spaces import ChunkKey, token_bytes
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.rpc.v1 import gateway_pb2 as pb
+from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
+from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
+from kintsugi.serving.access import ANYONE, TokenFile
+from kintsugi.serving.fill import FillConfig
+from kintsugi.serving.gateway import Gateway
+from kintsugi.serving.grpc_server import GatewayServer, served_files
+from kintsugi.serving.saves import Saver
+from kintsugi.serving.segments import Segment
+from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
+
+NAMESPACE = "tenant"
+PASSAGES = ["First passage, of a handful of words.", "Second passage, of some other words."]
+QUESTION = "\nQuestion: which?\nAnswer:"
+FILLING = Setup(gateway={"fill": FillConfig(batch=8)})
+
+
+def counted(gateway: Running, name: str, **labels: str) -> float:
+    return gateway.gateway.metrics.registry.get_sample_value(f"kintsugi_gateway_{name}", labels) or 0.0
+
+
+def filled(gateway: Running) -> list[tuple[int, ...]]:
+    return [chunk for save in gateway.backend.seen.saves for chunk in save[2]]
+
+
+def test_what_is_missed_twice_is_filled_when_nobody_waits() -> None:
+    with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
+        assert client.generate(PASSAGES, QUESTION).outcome == "declined"
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="counted") == 2)
+        assert filled(gateway) == []
+        client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="filled") == 2)
+        answer = client.generate(PASSAGES, QUESTION)
+        assert (answer.outcome, answer.accounting["chunks_hit"]) == ("blended", 2)
+        assert {save[3] for save in gateway.backend.seen.saves} == {1000}, "behind everything else"
+
+
+def test_a_fill_waits_until_nobody_does() -> None:
+    with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
+        gateway.backend.delays = StubDelays(token_s=0.02)
+        long_one = client.stream(["another passage"], QUESTION, max_tokens=1000)
+        next(long_one)
+        gateway.backend.delays = StubDelays()
+        for _ in range(2):
+            client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_queue_chunks") == 2)
+        assert filled(gateway) == []
+        long_one.close()
+        assert gateway.eventually(lambda: len(filled(gateway)) == 2)
+
+
+def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
+
+        async def silent(namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+            raise Unavailable("a shard does not answer")
+
+        monkeypatch.setattr(gateway.store, "tiers", silent)
+        for _ in range(3):
+            client.generate(PASSAGES, QUESTION)
+        filler = gateway.gateway._filler
+        assert filler is not None
+        assert gateway.eventually(lambda: not filler._unchecked)
+        assert len(filler.queue) == 0
+
+
+class OneCorpus(DocumentIndex):
+    """A corpus of one document; stands in for a precompute ledger."""
+
+    def __init__(self, chunks: list[KnownChunk]) -> None:
+        self._chunks = chunks
+
+    def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
+        if corpus != "docs":
+            raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
+        known = {(c.ref.document_id, c.ref.index): c for c in self._chunks}
+        found = [known.get((ref.document_id, ref.index)) for ref in refs]
+        return [
+            chunk if chunk and ref.version in (None, chunk.version) else None
+            for ref, chunk in zip(refs, found, strict=True)
+        ]
+
+    def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
+        numbered = [
+            IndexedChunk(number, NAMESPACE, chunk.key, chunk.token_ids)
+            for number, chunk in enumerate(self._chunks, start=1)
+        ]
+        return [chunk for chunk in numbered if chunk.number > after][:limit]
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_documents_chunk_is_what_precompute_made_of_it() -> None:
+    tokenize = bundled_tokenize()
+    space = StubBackend().space(NAMESPACE)
+    chunks = [
+        KnownChunk(DocumentRef("a.md", index), "v1", ChunkKey.of(space, tokenize(text)), tokenize(text))
+        for index, text in enumerate(PASSAGES)
+    ]
+    with running(Setup(gateway={"documents": OneCorpus(chunks)})) as gateway:
+        with Client(gateway.address, NAMESPACE) as client:
+            refs = [DocumentChunk("docs", "a.md", 1), DocumentChunk("docs", "a.md", 0, "v1")]
+            answer = client.generate(refs, QUESTION)
+            assert [segment.key for segment in answer.segments] == [chunks[1].key.hex, chunks[0].key.hex]
+            for ref in (
+                DocumentChunk("docs", "a.md", 2),
+                DocumentChunk("docs", "a.md", 0, "v2"),
+                DocumentChunk("docs", "b.md", 0),
+            ):
+                with pytest.raises(NotFound, match="run kintsugi precompute"):
+                    client.generate([ref], QUESTION)
+            with pytest.raises(NotFound, match="corpus 'others'"):
+                client.generate([DocumentChunk("others", "a.md", 0)], QUESTION)
+        with Client(gateway.address, "another") as client, pytest.raises(NotFound, match="'another'"):
+            client.generate([DocumentChunk("docs", "a.md", 0)], QUESTION)
+
+
+def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> None:
+    tokenize = bundled_tokenize()
+    backend = StubBackend()
+    space = backend.space(NAMESPACE)
+    texts = [
+        "one that is long enough to be found in a longer text",
+        "another of them, which ends in a smile 🙂",
+    ]
+    scanned = [
+        ScannedChunk(ChunkKey.of(space, tokenize(text)).digest, token_bytes(tokenize(text)), 0, len(text))
+        for text in texts
+    ]
+    ledger = Ledger(tmp_path)
+    edition = ledger.open_edition("docs", space, "source", "model", "chunking")
+    run = ledger.begin_run(edition)
+    ledger.record(
+        edition, run, NAMESPACE, [ScannedDocument("u", 0, "a.md", "v1", b"d", "{}", tuple(scanned))]
+    )
+    ledger.end_run(run, 0, 0.0, complete=True)
+    ledger.close()
+
+    async def learn() -> None:
+        spec = GatewaySpec(ledger=str(tmp_path))
+        gateway = await Gateway.open(spec, backend, "ram://learning", BUNDLED_CHECKPOINT)
+        async with asyncio.timeout(20):
+            while len(gateway.known) < 2:
+                await asyncio.sleep(0.01)
+        message = f"Use:\n{texts[1]}\n\n{texts[0]}"
+        assert [message[start:end] for start, end in gateway.known.find(NAMESPACE, message)] == texts[::-1]
+        (piece,) = await gateway._resolver.pieces(space, [Segment(key=ChunkKey(scanned[0].key))])
+        assert piece.token_ids == tokenize(texts[0])
+        await gateway.close()
+
+    asyncio.run(learn())
+
+
+def test_requests_are_counted_and_logged_without_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kintsugi.gateway")
+    with running() as gateway, Client(gateway.address, NAMESPACE) as client:
+        client.generate(["a secret passage"], "a secret question", max_tokens=3)
+        with pytest.raises(InvalidField):
+            client.generate(["a secret passage"], "")
+        assert gateway.eventually(
+            lambda: counted(gateway, "requests_total", method="Generate", status="INVALID_ARGUMENT") == 1
+        )
+        assert counted(gateway, "requests_total", method="Generate", status="OK") == 1
+        assert counted(gateway, "ttft_seconds_count") == 1
+        assert counted(gateway, "chunk_tokens_total", result="missed") > 0
+        assert counted(gateway, "outcomes_total", outcome="declined") == 1
+        assert counted(gateway, "active_requests") == 0
+    records = [
+        json.loads(record.getMessage()) for record in caplog.records if record.name == "kintsugi.gateway"
+    ]
+    assert [record["status"] for record in records] == ["OK", "INVALID_ARGUMENT"]
+    assert all(record["request_id"] and record["namespace"] == NAMESPACE for record in records)
+    assert "secret" not in caplog.text
+
+
+def test_what_comes_with_a_request_reaches_the_engine() -> None:
+    with running() as gateway, Client(gateway.address, NAMESPACE) as client:
+        sampling = Sampling(4, temperature=0.0, stop=["x"], top_k=0, ignore_eos=False, extra={"n": 1})
+        client.generate(PASSAGES, QUESTION, sampling=sampling, ratio=0.25, selector="query", priority=-3)
+        (request,) = gateway.backend.seen.requests
+        assert request.sampling == {
+            "max_tokens": 4,
+            "temperature": 0.0,
+            "stop": ["x"],
+            "top_k": 0,
+            "ignore_eos": False,
+            "n": 1,
+        }
+        assert (request.params.ratio, request.params.selector, request.priority) == (0.25, "query", -3)
+        assert request.params.namespace == NAMESPACE
+        assert request.prompt_token_ids[0] == 1, "the prefix that chunks were prefilled behind"
+
+
+def test_a_trace_and_a_request_id_go_through_to_the_engine() -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    metadata = (
+        ("traceparent", f"00-{trace_id}-b7ad6b7169203331-01"),
+        ("x-request-id", "mine-1"),
+    )
+    request = pb.GenerateRequest(namespace=NAMESPACE, question=pb.Content(text="Why?"))
+    with running() as gateway, grpc.insecure_channel(gateway.address) as channel:
+        call = KintsugiStub(channel).Generate(request, metadata=metadata)
+        first, *_ = list(call)
+        assert first.resolved.request_id == "mine-1"
+        assert dict(tuple(entry) for entry in call.initial_metadata())["x-request-id"] == "mine-1"
+        (seen,) = gateway.backend.seen.requests
+        assert seen.request_id.startswith("mine-1-")
+        assert seen.trace["traceparent"].split("-")[1] == trace_id
+        unusable = (("x-request-id", "no id at all"),)
+        first, *_ = list(KintsugiStub(channel).Generate(request, metadata=unusable))
+        assert len(first.resolved.request_id) == 32, "one is made up"
+
+
+def test_an_engine_that_goes_before_it_answers_is_asked_again() -> None:
+    with running() as gateway, Client(gateway.address, NAMESPACE) as client:
+        client.generate(PASSAGES, QUESTION)
+        gateway.backend.down = True
+        gateway.loop.call_later(0.02, lambda: setattr(gateway.backend, "down", False))
+        assert client.generate(PASSAGES, QUESTION).finish_reason == "length"
+
+
+def test_health_follows_the_engines_and_reflection_names_the_services() -> None:
+    with running() as gateway, grpc.insecure_channel(gateway.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        def status() -> int:
+            return int(health.Check(health_pb2.HealthCheckRequest(service="")).status)
+
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert any(status() == serving for _ in range(200))
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        (answer,) = list(stub.ServerReflectionInfo(asked))
+        assert "kintsugi.rpc.v1.Kintsugi" in {s.name for s in answer.list_services_response.service}
+
+
+class OneJob(precompute_pb2_grpc.PrecomputeServicer):
+    """Knows one job."""
+
+    async def Get(self, request: precompute_pb2.GetJobRequest, context: Any) -> precompute_pb2.Job:  # noqa: N802
+        return precompute_pb2.Job(job_id=request.job_id)
+
+    async def Watch(self, request: precompute_pb2.WatchJobRequest, context: Any) -> Any:  # noqa: N802
+        yield precompute_pb2.Job(job_id=request.job_id)
+
+
+def test_precompute_needs_a_token_for_every_namespace(tmp_path: Path) -> None:
+    path, tokens = token_file(tmp_path, ("operator", ("*",)), ("tenant", ("tenant",)))
+    setup = Setup(gateway={"access": TokenFile(path)}, precompute=OneJob())
+    with running(setup) as gateway, grpc.insecure_channel(gateway.address) as channel:
+        stub = precompute_pb2_grpc.PrecomputeStub(channel)
+        bearer = {name: (("authorization", f"Bearer {token}"),) for name, token in tokens.items()}
+        request, watched = (
+            precompute_pb2.GetJobRequest(job_id="1"),
+            precompute_pb2.WatchJobRequest(job_id="1"),
+        )
+        assert stub.Get(request, metadata=bearer["operator"]).job_id == "1"
+        assert [job.job_id for job in stub.Watch(watched, metadata=bearer["operator"])] == ["1"]
+        for metadata, code in (
+            (bearer["tenant"], grpc.StatusCode.PERMISSION_DENIED),
+            ((), grpc.StatusCode.UNAUTHENTICATED),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Get(request, metadata=metadata)
+            assert caught.value.code() is code
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Watch(watched, metadata=metadata))
+            assert caught.value.code() is code
+
+
+def authority_and_server(folder: Path) -> tuple[Path, Path, Path]:
+    """PEM files: an authority, and a certificate for localhost with its key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (folder / "key.pem").write_bytes(private)
+    return folder / "cert.pem", folder / "cert.pem", folder / "key.pem"
+
+
+def test_tls_with_and_without_a_certificate_of_the_client(tmp_path: Path) -> None:
+    ca, cert, key = authority_and_server(tmp_path)
+    spec = GatewaySpec(host="localhost", grpc_port=0, tls_cert=str(cert), tls_key=str(key))
+    trusting = ClientOptions(tls_ca=ca, attempts=1, timeout_s=5.0)
+    shown = ClientOptions(tls_ca=ca, tls_cert=cert, tls_key=key, attempts=1, timeout_s=5.0)
+    with running(Setup(spec=spec)) as gateway:
+        with Client(gateway.address, NAMESPACE, options=trusting) as client:
+            assert client.tokenize(["a"])
+        plain = ClientOptions(attempts=1, timeout_s=5.0)
+        with Client(gateway.address, NAMESPACE, options=plain) as client, pytest.raises(Unavailable):
+            client.tokenize(["a"])
+    spec = GatewaySpec(
+        host="localhost", grpc_port=0, tls_cert=str(cert), tls_key=str(key), tls_client_ca=str(ca)
+    )
+    with running(Setup(spec=spec)) as gateway:
+        with Client(gateway.address, NAMESPACE, options=shown) as client:
+            assert client.tokenize(["a"])
+        with Client(gateway.address, NAMESPACE, options=trusting) as client, pytest.raises(Unavailable):
+            client.tokenize(["a"])
+
+
+def test_a_port_that_is_taken_and_files_that_are_none() -> None:
+    assert served_files(GatewaySpec()) is None
+    with running() as gateway:
+        port = int(gateway.address.rsplit(":", 1)[1])
+        second = GatewayServer(gateway.gateway, GatewaySpec(grpc_port=port))
+        with pytest.raises(Unavailable, match="cannot listen"):
+            gateway.run(second.start())
+    spec = GatewaySpec(grpc_port=0, tls_cert="/absent.pem", tls_key="/absent.pem")
+    with pytest.raises(InvalidField, match="tls-cert"), running(Setup(spec=spec)):
+        pass
+
+
+def test_a_gateway_opens_as_its_spec_says_before_any_engine_is_there(tmp_path: Path) -> None:
+    async def restarted() -> None:
+        spec = GatewaySpec(data_dir=str(tmp_path), fill_on_miss="off")
+        backend = StubBackend()
+        backend.down = True
+        gateway = await Gateway.open(spec, backend, "ram://gateway-open", BUNDLED_CHECKPOINT)
+        with pytest.raises(Unavailable):
+            await gateway.tokenize(ANYONE, NAMESPACE, ["a"])
+        backend.down = False
+        (put,) = await gateway.put_chunks(ANYONE, NAMESPACE, [Segment(text=PASSAGES[0])])
+        assert gateway.known.knows(NAMESPACE, put.key)
+        await gateway.close()
+        gateway = await Gateway.open(spec, StubBackend(), "ram://gateway-open", BUNDLED_CHECKPOINT)
+        assert gateway.known.knows(NAMESPACE, put.key), "a restart keeps it"
+        assert gateway.known.find(NAMESPACE, f"see {PASSAGES[0]}") == [(4, 4 + len(PASSAGES[0]))]
+        await gateway.close()
+
+    asyncio.run(restarted())
+
+
+def test_a_chunk_is_saved_once_however_many_ask() -> None:
+    async def ask() -> None:
+        backend = StubBackend(StubDelays(save_s=0.02))
+        saver = Saver(backend, waiting_tokens_max=10)
+        key = ChunkKey(b"k" * 32)
+        outcomes = await asyncio.gather(*(saver.save(NAMESPACE, [(key, b"\x01\0\0\0")]) for _ in range(5)))
+        assert {outcome.state for (outcome,) in outcomes} == {SaveState.SAVED}
+        assert len(backend.seen.saves) == 1
+        with pytest.raises(ResourceExhausted, match="at most 10"):
+            saver.submit(NAMESPACE, [(key, bytes(44))])
+        backend.down = True
+        ((failed,),) = [await saver.save(NAMESPACE, [(key, b"\x01\0\0\0")])]
+        assert (failed.state, failed.reason) == (SaveState.FAILED, "the stub is down; send the request again")
+        backend.down, backend.delays = False, StubDelays(save_s=60.0)
+        (waiting,) = saver.submit(NAMESPACE, [(key, b"\x01\0\0\0")])
+        await asyncio.sleep(0)
+        await saver.close()
+        assert (await waiting).state is SaveState.FAILED
+
+    asyncio.run(ask())

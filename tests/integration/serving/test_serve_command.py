@@ -1,0 +1,165 @@
+"""`kintsugi serve` as its users start it: a process of its own that is told to stop by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("starlette", reason="install the extra `serving`")
+
+from kintsugi.checkpoints.bundled import BUNDLED_NAME, showcase
+from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.client.sdk import Client
+from kintsugi.client.sdk_types import Sampling
+from kintsugi.serving.addresses import free_port
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+START_S = 300.0
+STOP_S = 120.0
+CALIBRATED_S = 600.0
+
+
+class Command:
+    """One `kintsugi serve --json`."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self._log = log.open("w")
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "from kintsugi.cli.main import main; main()",
+                "serve",
+                "--json",
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self._events: Queue[dict[str, Any]] = Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._events.put(json.loads(line))
+
+    def event(self, name: str, timeout_s: float, **details: Any) -> dict[str, Any]:
+        """The next event of this name with these details; others are passed over."""
+        while True:
+            try:
+                event = self._events.get(timeout=timeout_s)
+            except Empty:
+                raise AssertionError(f"no event {name}; see {self._log.name}") from None
+            if event["event"] == name and details.items() <= event.items():
+                return event
+
+    def stop(self, number: int) -> int:
+        """The exit status after a signal."""
+        self.process.send_signal(number)
+        return self.process.wait(STOP_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
+
+
+@contextmanager
+def serving(tmp_path: Path, *arguments: str) -> Iterator[Command]:
+    ports = ["--grpc-port", str(free_port("127.0.0.1", 28500, 64))]
+    ports += ["--http-port", str(free_port("127.0.0.1", 28600, 64))]
+    command = Command([*ports, "--ram", "256MiB", *arguments], tmp_path / "serve.log")
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def descendants(process: int) -> set[int]:
+    """Of a process, by the kernel's own list."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                stat = (folder / "stat").read_text()
+            except OSError:
+                continue
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+    found = {process}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {process}
+
+
+def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: Path) -> None:
+    question = showcase()
+    with serving(tmp_path) as command:
+        ready = command.event("ready", START_S)
+        assert (ready["model"], ready["blending"]) == (BUNDLED_NAME, "on")
+        with Client(ready["grpc"], namespace="demo") as client:
+            client.put_chunks(question.chunks)
+            answer = client.generate(
+                question.chunks, question.question, sampling=Sampling(max_tokens=2, temperature=0.0)
+            )
+        assert answer.outcome == "blended", answer.reason
+        assert question.answer in answer.text
+        assert httpx.get(f"{ready['http']}/healthz").status_code == 200
+        left = descendants(command.process.pid)
+        assert command.stop(signal.SIGTERM) == 0
+        command.event("stopped", 1.0)
+        assert not {process for process in left if Path(f"/proc/{process}").exists()}
+
+
+@pytest.mark.full
+def test_a_new_model_is_calibrated_while_it_serves_full_prefill(tmp_path: Path) -> None:
+    model = str(cached_checkpoint("tiny-llama"))
+    with serving(tmp_path, "--model", model) as command:
+        ready = command.event("ready", START_S)
+        assert ready["blending"].startswith("not_calibrated")
+        command.event("calibration", 60.0, state="started")
+        with Client(ready["grpc"], namespace="demo") as client:
+            assert client.generate(["some text"], "and a question").outcome == "declined"
+        done = command.event("calibration", CALIBRATED_S, state="done")
+        assert done["why"]
+        assert command.stop(signal.SIGINT) == 0
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finished = subprocess.run(
+            [
+                *(sys.executable, "-c", "from kintsugi.cli.main import main; main()"),
+                *("serve", "--json", "--http-port", str(port)),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ},
+        )
+    assert finished.returncode == 4
+    assert str(port) in json.loads(finished.stdout)["error"]["message"]

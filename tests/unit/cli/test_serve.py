@@ -1,0 +1,130 @@
+"""`kintsugi serve`: what its options and files come to, and what it says while it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
+from kintsugi.cli.main import app
+from kintsugi.cli.screen import Screen
+from kintsugi.cli.serve import Events, Task, Watch, described, read_yaml, specified
+from kintsugi.core.deploy import EngineSpec, ModelSpec, Scale, ServiceSpec, TierSpec
+from kintsugi.core.errors import InvalidField, NotFound, Unavailable
+from kintsugi.core.exchange import EngineInfo
+from kintsugi.serving.service import Progress
+
+
+def test_without_anything_the_bundled_model_is_served() -> None:
+    spec = specified(Task())
+    assert spec.model == ModelSpec(str(BUNDLED_CHECKPOINT), BUNDLED_NAME)
+    assert spec.gateway.host == spec.store.host == "127.0.0.1"
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("model: {path: other}\nstore: {ram_gib: 1, shards: 3}\ngateway: {grpc_port: 1}\n")
+    spec = specified(Task(model="mine", config=file, ram="2GiB", engines=2, grpc_port=0))
+    assert spec.model.path == "mine"
+    assert (spec.store.ram_gib, spec.store.shards) == (2.0, 3)
+    assert spec.engines.replicas == Scale(2, 2)
+    assert spec.gateway.grpc_port == 0
+
+
+def test_ssd_tiers_keep_the_shards_identities_on_the_first(tmp_path: Path) -> None:
+    store = specified(Task(ssd=[f"{tmp_path}/a:1GiB", f"{tmp_path}/b:512MiB"])).store
+    assert store.tiers == (TierSpec(f"{tmp_path}/a", 1.0), TierSpec(f"{tmp_path}/b", 0.5))
+    assert store.data_dir == f"{tmp_path}/a/shards"
+    assert specified(Task(ssd=[f"{tmp_path}/a:1GiB"], data_dir=tmp_path)).store.data_dir == str(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="not a folder"):
+        specified(Task(model=str(tmp_path / "nothing")))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        (None, NotFound, "cannot be read"),
+        ("model: [", InvalidField, "no YAML"),
+        ("- a\n", InvalidField, "no mapping"),
+        ("\xff", InvalidField, "no YAML"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(
+    tmp_path: Path, text: str | None, error: type[Exception], match: str
+) -> None:
+    file = tmp_path / "service.yaml"
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(error, match=match):
+        read_yaml(file)
+
+
+def test_the_configuration_is_printed_as_serve_deploy_takes_it() -> None:
+    printed = CliRunner().invoke(app, ["serve", "--print-config", "--shards", "2"])
+    assert printed.exit_code == 0
+    as_json = CliRunner().invoke(app, ["serve", "--print-config", "--shards", "2", "--json"])
+    assert yaml.safe_load(printed.stdout) == json.loads(as_json.stdout)
+    assert json.loads(as_json.stdout)["applications"][0]["deployments"][0]["num_replicas"] == 2
+
+
+def test_what_is_missing_is_said_while_it_starts() -> None:
+    found = [Progress("StoreShard", 1, 1, "HEALTHY"), Progress("Engine", 0, 2, "UPDATING")]
+    assert described(found) == "StoreShard 1 of 1, Engine 0 of 2"
+    assert described([]) == "asking Serve"
+
+
+class StubService:
+    """Says what a test makes it say; calibration is refused in its spec."""
+
+    def __init__(self) -> None:
+        self.spec = ServiceSpec(ModelSpec("m"), EngineSpec(calibrate=False))
+        self.blending: str | None = "not_calibrated: no report"
+        self.running = 1
+
+    def info(self) -> EngineInfo:
+        if self.blending is None:
+            raise Unavailable("no engine answers; Serve starts it again")
+        return EngineInfo("m", "00", (), True, 100, self.blending)
+
+    def progress(self) -> list[Progress]:
+        return [Progress("Engine", self.running, 1, "HEALTHY" if self.running else "UPDATING")]
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    service, now_s = StubService(), [0.0]
+    watch = Watch(service, Events(Screen(as_json=True)), clock=lambda: now_s[0])  # type: ignore[arg-type]
+
+    def look() -> list[dict[str, Any]]:
+        now_s[0] += 10.0
+        watch.look()
+        watch.look()
+        return said(capsys)
+
+    assert look() == []
+    service.blending = "on"
+    assert look() == [{"event": "blending", "blending": "on"}]
+    assert look() == []
+    service.running, service.blending = 0, None
+    events = look()
+    assert [event["event"] for event in events] == ["replicas", "engine"]
+    assert events[0] == {
+        "event": "replicas",
+        "deployment": "Engine",
+        "running": 0,
+        "wanted": 1,
+        "status": "UPDATING",
+    }
+    service.running, service.blending = 1, "on"
+    assert [event["event"] for event in look()] == ["replicas"]

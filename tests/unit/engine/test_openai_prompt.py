@@ -1,0 +1,85 @@
+"""Prompts cut at their chunks, every piece tokenised alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kintsugi.checkpoints.vocabulary import BOS_ID, train_tokenizer
+from kintsugi.client.chunking import Chunker
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.request import SPANS_MAX, checked_spans
+from kintsugi.engine.openai_prompt import SegmentTokenizer, cut_at_chunks
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> Any:
+    return train_tokenizer(1024, 4096)
+
+
+def pieces(text: str, *chunks: str) -> list[str]:
+    return [f"[{piece.text}]" if piece.is_chunk else piece.text for piece in cut_at_chunks(text, chunks)]
+
+
+def test_every_occurrence_is_cut_out_the_longest_first() -> None:
+    assert pieces("a bc d bc", "bc") == ["a ", "[bc]", " d ", "[bc]"]
+    assert pieces("abcab", "ab", "abc") == ["[abc]", "[ab]"]
+    assert pieces("aaaa", "aaa", "aa") == ["[aaa]", "a"]
+    assert pieces("abc", "bcd", "") == ["abc"]
+    assert pieces("", "x") == []
+
+
+def test_more_occurrences_than_spans_are_refused() -> None:
+    with pytest.raises(InvalidField, match=str(SPANS_MAX)):
+        cut_at_chunks("a" * (SPANS_MAX + 1), ["a"])
+
+
+@given(st.text("abc ", max_size=60), st.lists(st.text("abc ", min_size=1, max_size=6), max_size=5))
+def test_pieces_make_up_the_text_and_chunks_are_chunks(text: str, chunks: list[str]) -> None:
+    cut = cut_at_chunks(text, chunks)
+    assert "".join(piece.text for piece in cut) == text
+    assert all(piece.text in chunks for piece in cut if piece.is_chunk)
+    assert all(piece.text for piece in cut)
+    assert any(piece.is_chunk for piece in cut) == any(chunk in text for chunk in chunks)
+
+
+@settings(max_examples=50)
+@given(
+    st.text("salt and Sea.\n", max_size=40),
+    st.lists(st.text("salt Sea.\n", min_size=3, max_size=20), max_size=4),
+)
+def test_a_chunk_has_the_ids_that_it_is_stored_under(gap: str, chunks: list[str]) -> None:
+    text = gap.join(["System. ", *chunks, "What?"])
+    segmented = SegmentTokenizer(tokenizer(), (BOS_ID,)).segmented(text, chunks, add_special_tokens=True)
+    checked_spans(segmented.spans, len(segmented.token_ids))
+    assert segmented.token_ids[0] == BOS_ID
+    assert tokenizer().decode(segmented.token_ids[1:]) == text
+    chunker = Chunker(tokenizer().backend_tokenizer)
+    stored = {chunker.token_ids(chunk) for chunk in chunks}
+    found = [tuple(segmented.token_ids[span.start : span.end]) for span in segmented.spans]
+    assert all(ids in stored for ids in found)
+    assert bool(found) == bool(chunks)
+
+
+def test_without_chunks_the_ids_are_the_tokenizers_own() -> None:
+    for special in (True, False):
+        text = "Honey bees dance."
+        segmented = SegmentTokenizer(tokenizer()).segmented(text, [], special)
+        assert segmented.token_ids == tokenizer()(text, add_special_tokens=special)["input_ids"]
+        assert segmented.spans == ()
+
+
+def test_a_prompt_begins_with_the_prefix_of_the_chunk_space() -> None:
+    """Also where the tokenizer would join its end with what follows."""
+    system = tuple(tokenizer()("You answer from the passages")["input_ids"])
+    text = "You answer from the passages: salt."
+    for special, rendered in ((True, text), (False, "<s>" + text)):
+        segmented = SegmentTokenizer(tokenizer(), system).segmented(rendered, ["salt."], special)
+        assert tuple(segmented.token_ids[: len(system)]) == system
+        assert tokenizer().decode(segmented.token_ids) == "<s>" + text
+    other = SegmentTokenizer(tokenizer(), system).segmented("Another system. salt.", ["salt."], True)
+    assert tokenizer().decode(other.token_ids) == "<s>Another system. salt."

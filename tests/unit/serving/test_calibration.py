@@ -1,0 +1,62 @@
+"""Where a calibration report comes from before anything is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_REPORT
+from kintsugi.client.registry import open_store
+from kintsugi.core.deploy import EngineSpec, ModelSpec
+from kintsugi.core.errors import Corrupted
+from kintsugi.quality import reports
+from kintsugi.serving.calibration import publish_shipped, questions_file
+
+
+@pytest.fixture
+def store_url() -> str:
+    return f"ram://calibration-{uuid.uuid4().hex}"
+
+
+BINDING = reports.read(BUNDLED_REPORT).binding
+
+
+def test_the_report_beside_the_checkpoint_is_published_once(store_url: str) -> None:
+    model = ModelSpec(str(BUNDLED_CHECKPOINT))
+    assert publish_shipped(model, store_url, BINDING)
+    published = reports.published(open_store(store_url), BINDING)
+    assert published == reports.read(BUNDLED_REPORT)
+    assert not publish_shipped(model, store_url, BINDING)
+
+
+def test_what_the_store_says_stays(store_url: str) -> None:
+    """A calibration that drift has tripped must not be undone by a restart."""
+    tripped = reports.read(BUNDLED_REPORT).as_tripped("drift", "2026-01-01T00:00:00Z")
+    reports.publish(open_store(store_url), tripped)
+    assert not publish_shipped(ModelSpec(str(BUNDLED_CHECKPOINT)), store_url, BINDING)
+    assert reports.published(open_store(store_url), BINDING) == tripped
+
+
+def test_a_report_about_other_engines_is_left_alone(store_url: str, tmp_path: Path) -> None:
+    other = dataclasses.replace(BINDING, vllm="0.0.1")
+    assert not publish_shipped(ModelSpec(str(BUNDLED_CHECKPOINT)), store_url, other)
+    assert not publish_shipped(ModelSpec(str(tmp_path)), store_url, BINDING)
+    assert reports.published(open_store(store_url), BINDING) is None
+
+
+def test_a_broken_report_is_said_so(store_url: str, tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text("[")
+    with pytest.raises(Corrupted):
+        publish_shipped(ModelSpec(str(tmp_path)), store_url, BINDING)
+
+
+def test_questions_are_the_configured_ones_else_those_beside_the_checkpoint(tmp_path: Path) -> None:
+    model = ModelSpec(str(tmp_path))
+    assert questions_file(model, EngineSpec(questions="/q.jsonl")) == Path("/q.jsonl")
+    assert questions_file(model, EngineSpec()) is None
+    shutil.copy(BUNDLED_CHECKPOINT / "questions.jsonl", tmp_path)
+    assert questions_file(model, EngineSpec()) == tmp_path / "questions.jsonl"

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kintsugi.core.errors import Corrupted, Unavailable
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.serving import known_chunks
+from kintsugi.serving.known_chunks import COMPARISONS_MAX, WINDOW_CHARS, KnownChunks, disjoint, window_hashes
+
+SPACE = ChunkSpace(ModelFingerprint.of({"weights": "test"}), "tenant")
+
+
+def key_of(*token_ids: int) -> ChunkKey:
+    return ChunkKey.of(SPACE, token_ids)
+
+
+def words(seed: int, chars: int) -> str:
+    generator = random.Random(seed)
+    return "".join(generator.choice("abcdefghij klmnop öü漢🙂") for _ in range(chars))
+
+
+@pytest.fixture(params=["memory", "disk"])
+def known(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KnownChunks]:
+    chunks = KnownChunks(tmp_path / "known" if request.param == "disk" else None)
+    yield chunks
+    chunks.close()
+
+
+def test_a_key_gives_its_tokens_in_its_namespace_alone(known: KnownChunks) -> None:
+    known.remember("tenant", key_of(1, 2), (1, 2))
+    assert known.token_ids("tenant", key_of(1, 2)) == (1, 2)
+    known.flush()
+    assert known.token_ids("tenant", key_of(1, 2)) == (1, 2)
+    assert known.token_ids("other", key_of(1, 2)) is None
+    assert known.token_ids("tenant", key_of(2, 1)) is None
+
+
+def test_known_texts_are_found_inside_a_longer_one_of_their_namespace(known: KnownChunks) -> None:
+    first, second = words(1, 700), words(2, 300)
+    known.remember("tenant", key_of(1), (1,), first)
+    known.remember("tenant", key_of(2), (2,), second)
+    known.remember("tenant", key_of(3), (3,), "short")
+    message = f"Use this:\n\n{second}\n\n{first}\n\n{second}short\nQuestion: why?"
+    spans = known.find("tenant", message)
+    assert [message[start:end] for start, end in spans] == [second, first, second]
+    assert known.find("other", message) == []
+    assert known.find("tenant", "") == known.find("tenant", first[:-1]) == []
+
+
+def test_of_overlapping_texts_those_that_cover_most_are_taken(known: KnownChunks) -> None:
+    text = words(3, 1000)
+    for number, (start, end) in enumerate([(0, 400), (300, 900), (0, 100), (900, 1000), (0, 300)]):
+        known.remember("tenant", key_of(number), (number,), text[start:end])
+    assert known.find("tenant", text) == [(0, 300), (300, 900), (900, 1000)]
+
+
+def test_what_is_forgotten_is_not_found(known: KnownChunks) -> None:
+    text = words(4, 100)
+    known.remember("tenant", key_of(1), (1,), text)
+    known.remember("tenant", key_of(2), (2,), text)
+    known.forget("tenant", [key_of(1)])
+    known.flush()
+    assert known.token_ids("tenant", key_of(1)) is None
+    assert known.find("tenant", text) == [(0, 100)], "another chunk has the same text"
+    known.forget("tenant", [key_of(2)])
+    assert known.find("tenant", text) == []
+
+
+def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
+    texts = [words(seed, 64) for seed in range(4)]
+    known = KnownChunks(tmp_path, chunks_max=3)
+    for number in range(3):
+        known.remember("tenant", key_of(number), (number,), texts[number])
+    assert known.token_ids("tenant", key_of(0)) == (0,)
+    known.remember("tenant", key_of(3), (3,), texts[3])
+    known.flush()
+    assert [known.token_ids("tenant", key_of(n)) for n in range(4)] == [(0,), None, (2,), (3,)]
+    assert known.find("tenant", texts[1]) == []
+    assert len(known) == 3
+    known.close()
+
+
+def test_a_restart_keeps_what_was_known(tmp_path: Path) -> None:
+    text = words(5, 2000)
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), range(512), text)
+    known.remember("tenant", key_of(2), (2,))
+    known.close()
+    known = KnownChunks(tmp_path, chunks_max=1)
+    assert known.find("tenant", "x" + text) == []
+    assert len(known) == 1, "the newest stays"
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert known.token_ids("tenant", key_of(2)) == (2,)
+    assert known.token_ids("tenant", key_of(1)) is None
+    known.close()
+
+
+def test_a_restart_finds_texts_again(tmp_path: Path) -> None:
+    text = words(6, 2000)
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), range(512), text)
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert known.find("tenant", "x" + text) == [(1, 2001)]
+    assert known.token_ids("tenant", key_of(1)) == tuple(range(512))
+    known.close()
+
+
+def test_a_damaged_record_is_a_miss(tmp_path: Path) -> None:
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), range(512), words(7, 100))
+    known.close()
+    environment = lmdb.open(str(tmp_path))
+    with environment.begin(write=True) as transaction:
+        ((name, value),) = list(transaction.cursor())
+        transaction.put(name, value[:-1] + bytes([value[-1] ^ 1]))
+        transaction.put(b"not ours", b"")
+    environment.close()
+    known = KnownChunks(tmp_path)
+    assert len(known) == 0
+    assert known.token_ids("tenant", key_of(1)) is None
+    known.close()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match="name another folder"):
+        KnownChunks(tmp_path / "file" / "below")
+    (tmp_path / "data.mdb").write_bytes(b"no database" * 1000)
+    with pytest.raises(Corrupted, match="remove the folder"):
+        KnownChunks(tmp_path)
+
+
+def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_chunks, "_MAP_BYTES_MIN", 1 << 17)
+    known = KnownChunks(tmp_path)
+    generator = random.Random(0)
+    chunks = [tuple(generator.randrange(1 << 32) for _ in range(512)) for _ in range(400)]
+    for start in range(0, 400, 40):
+        for chunk in chunks[start : start + 40]:
+            known.remember("tenant", key_of(*chunk), chunk)
+        known.flush()
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert all(known.token_ids("tenant", key_of(*chunk)) == chunk for chunk in chunks)
+    known.close()
+
+
+def test_a_text_made_to_match_everywhere_costs_a_bounded_number_of_comparisons() -> None:
+    known = KnownChunks()
+    for number in range(40):
+        known.remember("tenant", key_of(number), (number,), "a" * (1000 + number))
+    hostile = "a" * 200_000
+    began_s = time.process_time()
+    spans = known.find("tenant", hostile)
+    elapsed_s = time.process_time() - began_s
+    assert 0 < len(spans) <= COMPARISONS_MAX
+    assert elapsed_s < 1.0, "milliseconds, on a machine with nothing else to do"
+
+
+def test_a_long_text_is_searched_in_milliseconds() -> None:
+    known = KnownChunks()
+    texts = [words(seed, 2000) for seed in range(200)]
+    for number, text in enumerate(texts):
+        known.remember("tenant", key_of(number), (number,), text)
+    message = "\n\n".join(texts[:10])
+    known.find("tenant", message)
+    began_s = time.process_time()
+    for _ in range(20):
+        assert len(known.find("tenant", message)) == 10
+    assert (time.process_time() - began_s) / 20 < 0.003
+
+
+@given(st.text(max_size=200), st.integers(0, 150))
+@settings(deadline=None)
+def test_a_windows_hash_does_not_depend_on_what_is_around_it(text: str, offset: int) -> None:
+    hashes = window_hashes(text)
+    assert len(hashes) == max(0, len(text) - WINDOW_CHARS + 1)
+    if offset < len(hashes):
+        assert hashes[offset] == window_hashes(text[offset : offset + WINDOW_CHARS])[0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=9))
+@settings(max_examples=200, deadline=None)
+def test_disjoint_covers_as_much_as_any_choice(pairs: list[tuple[int, int]]) -> None:
+    spans = [(start, start + length) for start, length in pairs]
+    chosen = disjoint(spans)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(chosen))
+    assert set(chosen) <= set(spans)
+    best = 0
+    for mask in range(1 << len(spans)):
+        some = sorted(span for index, span in enumerate(spans) if mask >> index & 1)
+        if all(a[1] <= b[0] for a, b in itertools.pairwise(some)):
+            best = max(best, sum(end - start for start, end in some))
+    assert sum(end - start for start, end in chosen) == best

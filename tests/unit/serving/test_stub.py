@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from kintsugi.client.in_process import InProcessStore
+from kintsugi.client.ram import RamStore
+from kintsugi.core.errors import Unavailable
+from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.contracts.backend_contract import BackendContract, Engines
+
+Result = TypeVar("Result")
+
+
+class StubEngines(Engines):
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self.backend: StubBackend = StubBackend(
+            StubDelays(token_s=0.05), store=InProcessStore(RamStore()), max_model_len=512
+        )
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(coroutine)
+
+    async def idle(self) -> bool:
+        return self.backend.seen.running == 0
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class TestStub(BackendContract):
+    @pytest.fixture
+    def engines(self) -> Iterator[StubEngines]:
+        engines = StubEngines()
+        yield engines
+        engines.close()
+
+    def test_it_can_be_down(self, engines: StubEngines) -> None:
+        engines.backend.down = True
+        with pytest.raises(Unavailable):
+            engines.run(engines.backend.info())
+        with pytest.raises(Unavailable):
+            engines.run(engines.answer(engines.request(engines.tokens(5))))
+        engines.run(engines.backend.close())
+        engines.run(engines.backend.close())
