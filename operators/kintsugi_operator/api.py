@@ -183,6 +183,20 @@ class Replicas:
 
 
 @dataclass(frozen=True)
+class OpenAI:
+    """vLLM's server flags that concern prompts and tools."""
+
+    __pydantic_config__ = STRICT
+
+    chat_template: str | None = bounded(None, maxLength=65536)
+    """The template itself, or a file in the image; unset: the model's own."""
+    tool_call_parser: str | None = bounded(None, maxLength=64)
+    """vLLM's name of one: the model may then be given tools to choose from."""
+    reasoning_parser: str = bounded("", maxLength=64)
+    """vLLM's name of one."""
+
+
+@dataclass(frozen=True)
 class Engines:
     """vLLM with our plugin, one pod each."""
 
@@ -210,6 +224,7 @@ class Engines:
     """More of the plugin's configuration."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's engine arguments."""
+    openai: OpenAI = field(default_factory=OpenAI)
     nodes: Nodes = field(default_factory=Nodes)
 
 

@@ -181,11 +181,19 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Group
         ports={"grpc": gateway.grpc_port, "http": gateway.http_port},
         env=engine_env(spec),
         volumes=volumes,
-        # Open only while a gateway runs here; a probe cannot show a client's certificate.
-        readiness={"tcpSocket": {"port": "http"}},
+        readiness=_readiness(spec),
         nodes=gateway.nodes,
     )
     return Group("gateway", template(pod), gateway.replicas, {GATEWAY_RESOURCE: 1}, gateway.cpus)
+
+
+def _readiness(spec: BlendServiceSpec) -> Manifest:
+    """Whether a gateway runs here and has engines. A probe cannot show a client's certificate: where one is
+    wanted, an open port has to do."""
+    if spec.tls.require_client:
+        return {"tcpSocket": {"port": "http"}}
+    scheme = "HTTPS" if spec.tls.secret else "HTTP"
+    return {"httpGet": {"path": "/readyz", "port": "http", "scheme": scheme}}
 
 
 def _common(
