@@ -290,6 +290,8 @@ class Store:
     """The one in the store's image; unset: as the service's was when the store was made."""
     tls_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret with ca.crt, tls.crt and tls.key: shards and their clients show each other certificates."""
+    tls_name: str = bounded("kintsugi-store", pattern=NAME, maxLength=253)
+    """The DNS name that tls.crt is for: pods are called by addresses that nobody knows beforehand."""
     insecure: bool = False
     """Plaintext, and no NetworkPolicies around it either."""
     placement: ShardPlacement = ShardPlacement.APART

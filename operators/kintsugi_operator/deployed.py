@@ -152,6 +152,7 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         tls_ca=file("ca.crt"),
         tls_cert=file("tls.crt"),
         tls_key=file("tls.key"),
+        tls_name=store.tls_name if store.tls_secret else "",
     )
 
 
