@@ -51,8 +51,8 @@ from kintsugi.precompute.worker import StubPrefiller
 ROOT = Path(__file__).resolve().parent.parent
 MUSIQUE = ROOT.parent / "shared/data/musique_s.json"
 NAMESPACE = "bench"
-PLAIN_EVERY = 3
-"""Plain vLLM prefills beside every third turn of the job: as many tokens as the job does in one."""
+PLAIN_EVERY = 4
+"""Plain vLLM prefills beside every fourth turn of the job: as many tokens as the job does in one."""
 
 
 def say(text: str) -> None:
@@ -281,7 +281,7 @@ def cpu_per_token(quick: bool) -> list[Figure]:
     costs = {}
     for workers in (1, 2):
         with setting(quick) as at:
-            at.passages(300)
+            at.passages(100)
             ensure_ray(2, 1.0)
             seen: list[tuple[int, float]] = []
 
@@ -363,7 +363,7 @@ def write_synthetic(folder: Path, count: int) -> None:
 def crashes(quick: bool) -> list[Figure]:
     from tests.simulation.test_precompute_crashes import run_crashes
 
-    seeds = range(1) if quick else range(10)
+    seeds = range(1) if quick else range(6)
     twice = absent = damaged = 0
     for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as name:

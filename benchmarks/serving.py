@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -35,7 +36,14 @@ OF_SCRIPTS = ("loading", "gateway")
 SCRIPT_S = 3600
 
 FULL = Setting("llama-210m", max_model_len=8192, kv_cache_bytes=1 << 30)
-QUICK = Setting("tiny-llama", max_model_len=4096, kv_cache_bytes=64 << 20, ram_gib=0.5, ssd_gib=0.5)
+QUICK = Setting(
+    "tiny-llama",
+    max_model_len=4096,
+    kv_cache_bytes=64 << 20,
+    loading_controller=False,
+    ram_gib=0.5,
+    ssd_gib=0.5,
+)
 FULL_WORKLOAD = Workload(documents=200, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16)
 QUICK_WORKLOAD = Workload(documents=16, zipf=0.9, chunks=4, chunk_tokens=128, answer_tokens=8)
 
@@ -44,10 +52,14 @@ GOODPUT_BAR, TTFT_BAR, STUFFING_BAR, RECOVERY_BAR_S = 2.5, 2.8, 0.95, 60.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, no kills, no bars; 2 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and no bars; without kills 2 minutes"
+    )
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--only", help=f"comma-separated parts of {', '.join((*OF_SERVERS, *OF_SCRIPTS))}")
     arguments = parser.parse_args()
+    # Told to stop, the servers are stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = arguments.only.split(",") if arguments.only else _default_parts(arguments.quick)
     figures: list[Figure] = []
     if set(chosen) & set(OF_SERVERS):
@@ -93,7 +105,7 @@ def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
             figures += phases.goodput_figures(found, idle, None if quick else GOODPUT_BAR)
         if "stuffing" in chosen:
             figures += phases.measure_stuffing(ours, model, STUFFING_BAR)
-        if "recovery" in chosen and budget.recovery_load_s:
+        if "recovery" in chosen:
             figures += phases.measure_recovery(ours, texts, workload, idle, budget, RECOVERY_BAR_S)
     return figures
 

@@ -132,12 +132,12 @@ def fill_context(image: Image) -> None:
     wheels, ours = image.context / "wheels", image.context / "ours"
     wheels.mkdir(parents=True, exist_ok=True)
     pins = [line for line in image.lock.read_text().splitlines() if line and not line.startswith("#")]
-    wanted = {_wheel_prefix(pin) for pin in pins}
+    wanted = {wheel_prefix(pin) for pin in pins}
     for wheel in wheels.iterdir():
-        if _wheel_prefix("==".join(wheel.name.split("-")[:2])) not in wanted:
+        if wheel_prefix("==".join(wheel.name.split("-")[:2])) not in wanted:
             wheel.unlink()
-    there = {_wheel_prefix("==".join(wheel.name.split("-")[:2])) for wheel in wheels.iterdir()}
-    missing = [pin for pin in pins if _wheel_prefix(pin) not in there]
+    there = {wheel_prefix("==".join(wheel.name.split("-")[:2])) for wheel in wheels.iterdir()}
+    missing = [pin for pin in pins if wheel_prefix(pin) not in there]
     if missing:
         print(f"{image.name}: downloading {len(missing)} of {len(pins)} wheels", file=sys.stderr, flush=True)
         download(missing, wheels)
@@ -194,7 +194,7 @@ def download(pins: list[str], wheels: Path) -> None:
             pip(*common, "--index-url", TORCH_INDEX, *torch)
 
 
-def _wheel_prefix(pin: str) -> str:
+def wheel_prefix(pin: str) -> str:
     """`ruamel_yaml-0.18` of `ruamel.yaml==0.18`: as wheels' names begin, without a local version."""
     name, _, version = pin.partition("==")
     return f"{name.lower().replace('-', '_').replace('.', '_')}-{version.split('+')[0]}"

@@ -44,8 +44,9 @@ def cpu() -> Iterator[Clock]:
 
 def figures(folder: Path, store_url: str, model: str, texts: Sequence[str], count: int) -> list[Figure]:
     """All rates, over `count` chunks."""
+    chunker = Chunker.of_model(model, ChunkingConfig())
     with cpu() as cutting:
-        cut = [chunk for text in texts for chunk in Chunker.of_model(model, ChunkingConfig()).chunks(text)]
+        cut = [chunk for text in texts for chunk in chunker.chunks(text)]
     size, tokens = sum(map(len, texts)), sum(len(chunk.token_ids) for chunk in cut)
     documents = synthetic(count)
     with cpu() as recording:

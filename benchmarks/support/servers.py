@@ -44,6 +44,8 @@ class Setting:
     max_model_len: int
     kv_cache_bytes: int
     ratio: float = 0.15
+    loading_controller: bool = True
+    """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
     ram_gib: float = 6.0
     ssd_gib: float = 8.0
 
@@ -140,6 +142,8 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
     patience_ms = 30_000  # A busy machine must not turn into declined blends.
     connector = {
         "ratio": setting.ratio,
+        "ratio_max": setting.ratio,
+        "loading_controller": setting.loading_controller,
         "lookup_deadline_ms": patience_ms,
         "layer_deadline_ms": patience_ms,
     }

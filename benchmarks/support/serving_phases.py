@@ -49,7 +49,7 @@ class Budget:
 
 
 FULL = Budget(9, (0.5, 0.7, 0.85, 1.0), 75.0, 12, 110.0, 0.25)
-QUICK = Budget(3, (0.7,), 8.0, 6, 0.0, 0.25)
+QUICK = Budget(3, (0.7,), 8.0, 6, 45.0, 0.1)
 
 
 @dataclass

@@ -338,6 +338,7 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
         rows += [
             ("prefilled", f"{progress.chunks_filled} ({progress.tokens_per_s:.0f} tokens/s)"),
             ("chunks failed · invalidated", f"{progress.chunks_failed} · {progress.chunks_invalidated}"),
+            ("evicted again", str(progress.chunks_evicted)),
             ("resident now", f"{progress.coverage:.1%}"),
         ]
     for row in [*rows, ("time", f"{progress.elapsed_s:.1f} s")]:

@@ -323,7 +323,7 @@ class SchedulerSide:
             loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
-            exact = exact_end(match.spans, state.space, request.prompt_token_ids)
+            exact = exact_end(match.spans, state.space, request.all_token_ids)
             plan = self._planned(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()

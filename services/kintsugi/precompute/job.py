@@ -10,6 +10,7 @@ interrupted is asked for again.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -137,6 +138,7 @@ class Job:
             self._walk(edition, run)
             if not self._dry:
                 self._invalidate()
+                self._look_again(edition)
             self._judge(final=True)
             complete = self.progress.chunks_failed == 0
         finally:
@@ -208,7 +210,9 @@ class Job:
         """A column that is not there is a mistake in the job, not in a document."""
         first = next(read(piece, self.spec.columns), None)
         if isinstance(first, Failure) and first.reason.startswith("no column"):
-            raise InvalidField("columns.text", f"{piece.url}: {first.reason}")
+            raise InvalidField(
+                "columns.text", f"{piece.url}: {first.reason}; say which one is the text (--text-column)"
+            )
 
     def _take(self, edition: int, run: int, block: Sequence[Scanned]) -> None:
         """One block of the scan into the ledger; its new chunks on to the store."""
@@ -405,6 +409,17 @@ class Job:
     def _invalidate(self) -> None:
         """Delete chunks that no document of any corpus has any more, and only those."""
         self.progress.chunks_invalidated = delete_orphans(self._ledger, self._store, self.spec.namespace)
+
+    def _look_again(self, edition: int) -> None:
+        """A store that is too small evicts the first chunks for the last ones: count what is gone."""
+        if not self.progress.chunks_filled:
+            return
+        missing = 0
+        for keys in self._ledger.keys(edition):
+            asked = functools.partial(self._store.tiers, self.spec.namespace, keys)
+            missing += self._patiently(asked).count(None)
+            self._obey()
+        self.progress.chunks_evicted = max(0, missing - self.progress.chunks_failed)
 
     def _tell(self) -> None:
         now_s = time.monotonic()

@@ -49,6 +49,8 @@ class Progress:
     chunks_missing: int = 0
     chunks_filled: int = 0
     chunks_failed: int = 0
+    chunks_evicted: int = 0
+    """Of those resident or filled, gone at the end: the store, or the namespace's quota, is too small."""
     chunks_invalidated: int = 0
     tokens: int = 0
     tokens_missing: int = 0
@@ -88,7 +90,8 @@ class Progress:
     @property
     def coverage(self) -> float:
         """Share of the distinct chunks that are in the store."""
-        return (self.chunks_resident + self.chunks_filled) / self.chunks if self.chunks else 1.0
+        there = self.chunks_resident + self.chunks_filled - self.chunks_evicted
+        return there / self.chunks if self.chunks else 1.0
 
     @property
     def fits(self) -> bool:

@@ -55,8 +55,9 @@ def workload_of(cases: Sequence[Case], num_layers: int) -> Workload:
     """The mean prompt. A projection's share of a layer is taken as 0.05: this only ranks candidates."""
     hit = sum(len(chunk.token_ids) for case in cases for chunk in case.prompt.chunks)
     other = sum(len(case.prompt.token_ids) for case in cases) - hit
+    exact = sum(len(case.prompt.chunks[0].token_ids) for case in cases)
     count = len(cases)
-    return Workload(max(1, hit // count), max(1, other // count), num_layers, projection_share=0.05)
+    return Workload(max(1, hit // count), max(1, other // count), num_layers, 0.05, exact // count)
 
 
 def affordable(

@@ -92,6 +92,10 @@ class StubBackend(EngineBackend):
             blending="stub",
         )
 
+    def come_up(self) -> None:
+        """Be there again."""
+        self.down = False
+
     def _check_up(self) -> None:
         if self.down or self._closed:
             raise Unavailable("the stub is down; send the request again")

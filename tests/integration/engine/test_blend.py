@@ -116,6 +116,7 @@ def test_every_selector_recomputes_what_it_says(
     outside = {*range(len(PREFIX)), *range(len(PREFIX) + sum(SIZES), len(prompt.token_ids) - 1)}
     assert outside <= positions[3]
     assert len(positions[3] - outside) == accounting["tokens_recomputed"]
+    assert len(PREFIX) not in positions[0], "the first chunk, of one token, is exact as loaded"
     assert len(accounting["timeline"]) == 4
 
 
@@ -146,6 +147,28 @@ def test_chunks_are_found_by_content(engine: LocalEngine, chunks: list[list[int]
     assert matched.accounting is not None
     assert matched.accounting["tokens_hit"] == explicit.accounting["tokens_hit"] == 357
     assert max_dlogprob(explicit, matched) == 0.0
+
+
+@pytest.mark.parametrize("selector", [SelectorName.CHUNK_HEAD, SelectorName.RANDOM])
+def test_a_chunk_behind_its_prefix_is_never_recomputed(
+    engine: LocalEngine, chunks: list[list[int]], selector: SelectorName
+) -> None:
+    """Whether the prefix cache holds it or the store: the same tokens of the other chunks are chosen."""
+    prompt = rag(chunks[3], chunks[2], chunks[4])
+    first = {*range(len(PREFIX), len(PREFIX) + len(chunks[3]))}
+    cold = ask_cold(engine, prompt.token_ids, prompt.params(0.3, selector, explain=True)).accounting
+    assert cold is not None
+    assert cold["tokens_hit"] == sum(map(len, (chunks[3], chunks[2], chunks[4])))
+    assert cold["tokens_recomputed"] == round(0.3 * (len(chunks[2]) + len(chunks[4])))
+    for positions in cold["recomputed_positions"].values():
+        assert not first & set(positions)
+    engine.reset_prefix_cache()
+    ask(engine, [*PREFIX, *chunks[3], 11, 12], KintsugiParams(NAMESPACE, spans=()))
+    warm = ask(engine, prompt.token_ids, prompt.params(0.3, selector, explain=True)).accounting
+    assert warm is not None
+    assert warm["tokens_prefix_cached"] == 256
+    behind = {p for p in cold["recomputed_positions"][3] if p >= 256}
+    assert set(warm["recomputed_positions"][3]) == behind
 
 
 def test_an_exact_prefix_hit_comes_first(engine: LocalEngine, chunks: list[list[int]]) -> None:
@@ -186,9 +209,10 @@ def test_measuring_the_deviation_is_counted(engine: LocalEngine, chunks: list[li
     accounting = ask_cold(engine, prompt.token_ids, prompt.params(0.2)).accounting
     assert accounting is not None
     hit, region = sum(SIZES), len(prompt.token_ids) - 1
-    chosen = round(0.2 * hit)
+    exact = SIZES[0]  # The first chunk stands where it was prefilled: never computed.
+    chosen = round(0.2 * (hit - exact))
     fused, output, mlp = 128 * (128 + 2 * 64), 128 * 128, 3 * 128 * 256
-    layers = region + 3 * (region - hit + chosen)
-    measured = region * fused / (fused + output + mlp)
+    layers = region - exact + 3 * (region - hit + chosen)
+    measured = (region - exact) * fused / (fused + output + mlp)
     assert accounting["token_layers_computed"] == pytest.approx(layers + measured, abs=0.1)
     assert accounting["token_layers_total"] == 4 * region

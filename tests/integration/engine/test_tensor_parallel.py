@@ -80,9 +80,9 @@ def test_each_rank_loads_its_own_heads(seen: dict[str, Any], shape: str) -> None
 
 
 def test_less_than_everything_is_recomputed(seen: dict[str, Any]) -> None:
-    """Else the exact checks would compare full prefill with itself."""
+    """Else the exact checks would compare full prefill with itself. The first chunk is exact as loaded."""
     assert seen["ratio 0"]["accounting"]["tokens_recomputed"] == 0
-    assert seen["ratio .15"]["accounting"]["tokens_recomputed"] == round(0.15 * sum(SIZES))
+    assert seen["ratio .15"]["accounting"]["tokens_recomputed"] == round(0.15 * sum(SIZES[1:]))
     assert seen["ratio 0"]["max_abs_dlogprob"] > 0.1
 
 
@@ -90,7 +90,7 @@ def test_less_than_everything_is_recomputed(seen: dict[str, Any]) -> None:
 def test_ranks_put_their_attention_together(seen: dict[str, Any], shape: str, selector: SelectorName) -> None:
     accounting = seen[selector.value]["accounting"]
     assert accounting["outcome"] == "blended", accounting
-    assert accounting["tokens_recomputed"] == round(0.15 * sum(SIZES))
+    assert accounting["tokens_recomputed"] == round(0.15 * sum(SIZES[1:]))
     if selector is not SelectorName.QUERY:
         return
     prompt = rag(*chunks_of(*SIZES, seed=3))
@@ -98,6 +98,7 @@ def test_ranks_put_their_attention_together(seen: dict[str, Any], shape: str, se
     attended = oracle.attended(
         prompt.token_ids, PREFIX, [(s.start, s.end) for s in prompt.spans], QUERY_LAYERS
     )
+    attended[: prompt.spans[0].end] = 0  # exact as loaded: no candidates
     best = set(attended.topk(accounting["tokens_recomputed"]).indices.tolist())
     chosen = {*accounting["recomputed_positions"]["0"]}
     # The oracle computes in float32; one rank's heads alone agree on about half.

@@ -314,24 +314,30 @@ def _unable_factory(log: str, spec: object) -> object:
     raise Unavailable("vLLM did not start: no such argument")
 
 
-def test_a_store_without_room_ends_the_job_and_keeps_what_it_has(bench: Bench) -> None:
+def test_a_store_that_evicts_what_was_just_filled_is_found_out(bench: Bench) -> None:
     write_corpus(bench.source, TEXTS)
-    with ShardServer(Shard(RamTier(2 << 20)), "127.0.0.1:0") as small:
+    with ShardServer(Shard(RamTier(256 << 10)), "127.0.0.1:0") as small:
         url = f"grpc://{small.address}"
-        # Every chunk that is stored is pinned, so that none gives way to the next.
-        store = GrpcStore(small.address)
+        progress = bench.run(store=url, bytes_max=1 << 40)
+        kept = survey(bench.spec(store=url))
+    assert progress.state is State.DONE
+    assert progress.chunks_filled == progress.chunks
+    assert 0 < progress.chunks_evicted < progress.chunks
+    assert progress.coverage == kept.coverage < 1.0
 
-        def pin_all(progress: Progress) -> None:
-            keys = [manifest.key for manifest in store.list("acme", 10_000)]
-            store.pin("acme", keys, 600.0)
 
+def test_a_store_without_room_ends_the_job_and_keeps_what_it_has(bench: Bench) -> None:
+    write_corpus(bench.source, {"short": "Tea.", "long": "A long tale of tea. " * 60})
+    with ShardServer(Shard(RamTier(256 << 10)), "127.0.0.1:0") as small:
+        what = {"store": f"grpc://{small.address}", "bytes_max": 1 << 40, "chunking": ChunkingConfig(512)}
         with pytest.raises(ResourceExhausted, match="the store takes no more"):
-            bench.job(pin_all, store=url, bytes_max=1 << 40, batch_tokens=64).run()
-        kept = [manifest.key for manifest in store.list("acme", 10_000)]
-        assert 0 < len(kept) < len(bench.ledger_keys())
+            bench.run(**what)
+        store = GrpcStore(small.address)
+        kept = [manifest.key for manifest in store.list("acme", 100)]
         verified = ShardAdmin(store).verify("acme", kept)
-        assert (verified.absent, list(verified.quarantined)) == (0, [])
         store.close()
+    assert 0 < len(kept) < len(bench.ledger_keys())
+    assert (verified.absent, list(verified.quarantined)) == (0, [])
 
 
 def test_the_state_of_a_job_lies_in_its_folder(bench: Bench) -> None:

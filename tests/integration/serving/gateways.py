@@ -30,6 +30,8 @@ class Setup:
     delays: StubDelays = field(default_factory=StubDelays)
     spec: GatewaySpec = field(default_factory=lambda: GatewaySpec(grpc_port=0))
     max_model_len: int = 4096
+    down: bool = False
+    """As if no engine answered yet."""
     gateway: dict[str, Any] = field(default_factory=dict)
     """More arguments of `Gateway`."""
     precompute: Any = None
@@ -80,6 +82,7 @@ def running(setup: Setup | None = None) -> Iterator[Running]:
     async def start() -> Running:
         store = InProcessStore(RamStore())
         backend = StubBackend(setup.delays, store=store, max_model_len=setup.max_model_len)
+        backend.down = setup.down
         gateway = Gateway(backend, store, bundled_tokenize(), **setup.gateway)
         server = GatewayServer(gateway, setup.spec, setup.precompute)
         await server.start()

@@ -277,8 +277,8 @@ def test_a_read_only_gateway_changes_nothing() -> None:
     ("spec", "message"),
     [
         (GatewaySpec(host="0.0.0.0", grpc_port=0), "or say --insecure"),
-        (GatewaySpec(grpc_port=70_000), "is not host:port"),
-        (GatewaySpec(tls_cert="cert.pem"), "belong together"),
+        (GatewaySpec(host="", grpc_port=0), "is not host:port"),
+        (GatewaySpec(tls_client_ca="ca.pem", grpc_port=0), "tls_client_ca needs both"),
     ],
 )
 def test_an_address_that_must_not_be_is_refused(gateway: Running, spec: GatewaySpec, message: str) -> None:

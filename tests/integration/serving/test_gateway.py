@@ -23,7 +23,7 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
@@ -152,8 +152,9 @@ def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> 
         "another of them, which ends in a smile 🙂",
     ]
     scanned = [
-        ScannedChunk(ChunkKey.of(space, tokenize(text)).digest, token_bytes(tokenize(text)), 0, len(text))
+        ScannedChunk(ChunkKey.of(space, ids).digest, packed(token_bytes(ids)), len(ids), 0, len(text))
         for text in texts
+        for ids in [tokenize(text)]
     ]
     ledger = Ledger(tmp_path)
     edition = ledger.open_edition("docs", space, "source", "model", "chunking")
@@ -243,7 +244,7 @@ def test_an_engine_that_goes_before_it_answers_is_asked_again() -> None:
     with running() as gateway, Client(gateway.address, NAMESPACE) as client:
         client.generate(PASSAGES, QUESTION)
         gateway.backend.down = True
-        gateway.loop.call_later(0.02, lambda: setattr(gateway.backend, "down", False))
+        gateway.loop.call_later(0.02, gateway.backend.come_up)
         assert client.generate(PASSAGES, QUESTION).finish_reason == "length"
 
 

@@ -14,7 +14,7 @@ import kintsugi
 from kintsugi.client.sdk import AsyncClient, Client, ClientOptions
 from kintsugi.client.sdk_types import Answer, Delta, Key, Plain, Tokens
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownField
-from tests.integration.serving.gateways import Running, running
+from tests.integration.serving.gateways import Running, Setup, running
 
 PASSAGES = ["First passage, of a handful of words.", "Second passage, of some other words."]
 QUESTION = "\nQuestion: which?\nAnswer:"
@@ -132,12 +132,10 @@ def test_an_event_loop_gets_the_same(gateway: Running) -> None:
     assert len(keys) == 2
 
 
-def test_what_is_unavailable_is_asked_again(client: Client, gateway: Running) -> None:
-    gateway.backend.down = True
-    gateway.gateway._info = None
-    gateway.gateway._info_s = float("-inf")
-    gateway.loop.call_later(0.3, lambda: setattr(gateway.backend, "down", False))
-    assert client.generate(PASSAGES, QUESTION).finish_reason == "length"
+def test_what_is_unavailable_is_asked_again() -> None:
+    with running(Setup(down=True)) as gateway, Client(gateway.address, "early") as client:
+        gateway.loop.call_later(0.3, gateway.backend.come_up)
+        assert client.generate(PASSAGES, QUESTION).finish_reason == "length"
 
 
 def test_what_stays_unavailable_is_an_error() -> None:

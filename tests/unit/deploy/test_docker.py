@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
-from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, builder, sbom, version
+from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, builder, sbom, version, wheel_prefix
 
 from kintsugi import __version__
 
+REPOSITORY = Path(__file__).parents[3]
 every_image = pytest.mark.parametrize("image", IMAGES.values(), ids=lambda image: image.name)
 
 
@@ -68,7 +73,52 @@ def test_a_list_of_contents_names_each_package_once() -> None:
     assert '"pkg:deb/debian/libc6@2"' in text
 
 
+@pytest.mark.parametrize(
+    ("pin", "wheel"),
+    [
+        ("pyyaml==6.0.3", "PyYAML-6.0.3-cp311-cp311-manylinux_2_17_x86_64.whl"),
+        ("ruamel.yaml==0.18", "ruamel_yaml-0.18-py3-none-any.whl"),
+        ("boolean.py==5.0", "boolean_py-5.0-py3-none-any.whl"),
+        ("torch==2.13.0+cpu", "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"),
+        ("typing-extensions==4.16.0", "typing_extensions-4.16.0-py3-none-any.whl"),
+    ],
+)
+def test_a_pins_wheel_is_known_by_its_name(pin: str, wheel: str) -> None:
+    assert wheel_prefix(pin) == wheel_prefix("==".join(wheel.split("-")[:2]))
+
+
 def test_without_a_builder_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ImagesError, match="apt-get install buildah"):
         builder()
+
+
+OPTIONAL = {"langchain_text_splitters", "langchain_core", "llama_index", "matplotlib", "fsspec"}
+"""Extras that services do without: adapters for other frameworks, plots, remote corpora's file systems."""
+
+
+def imported_by(folder: Path) -> set[str]:
+    """Top-level modules that a folder's modules import, wherever in them."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"kintsugi", "kintsugi_operator"}
+
+
+@pytest.mark.parametrize(
+    ("name", "folders"),
+    [
+        ("operator", ["operators/kintsugi_operator", "services/kintsugi/core"]),
+        ("serving-cpu", ["services/kintsugi"]),
+    ],
+)
+def test_whatever_is_imported_is_in_the_image(name: str, folders: list[str]) -> None:
+    pins = {line.split("==")[0] for line in IMAGES[name].lock.read_text().splitlines() if line[:1] != "#"}
+    distributions = packages_distributions()
+    for module in set().union(*(imported_by(REPOSITORY / folder) for folder in folders)) - OPTIONAL:
+        names = {one.lower().replace("_", "-").replace(".", "-") for one in distributions.get(module, [])}
+        assert names & {pin.replace(".", "-") for pin in pins}, f"{module} ({names or 'not installed here'})"

@@ -133,7 +133,8 @@ async def _engine(store: str) -> AsyncEngine:
         str(BUNDLED_CHECKPOINT),
         BUNDLED_NAME,
         store,
-        extra_config={"report": str(BUNDLED_REPORT), **PATIENT},
+        # The controller would rather prefill in full: this model takes no time for what these tests hit.
+        extra_config={"report": str(BUNDLED_REPORT), "loading_controller": False, **PATIENT},
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
         openai=OpenAISpec(tool_call_parser="hermes"),
     )
