@@ -183,6 +183,20 @@ class Replicas:
 
 
 @dataclass(frozen=True)
+class OpenAI:
+    """vLLM's server flags that concern prompts and tools."""
+
+    __pydantic_config__ = STRICT
+
+    chat_template: str | None = bounded(None, maxLength=65536)
+    """The template itself, or a file in the image; unset: the model's own."""
+    tool_call_parser: str | None = bounded(None, maxLength=64)
+    """vLLM's name of one: the model may then be given tools to choose from."""
+    reasoning_parser: str = bounded("", maxLength=64)
+    """vLLM's name of one."""
+
+
+@dataclass(frozen=True)
 class Engines:
     """vLLM with our plugin, one pod each."""
 
@@ -210,6 +224,7 @@ class Engines:
     """More of the plugin's configuration."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's engine arguments."""
+    openai: OpenAI = field(default_factory=OpenAI)
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -275,6 +290,8 @@ class Store:
     """The one in the store's image; unset: as the service's was when the store was made."""
     tls_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret with ca.crt, tls.crt and tls.key: shards and their clients show each other certificates."""
+    tls_name: str = bounded("kintsugi-store", pattern=NAME, maxLength=253)
+    """The DNS name that tls.crt is for: pods are called by addresses that nobody knows beforehand."""
     insecure: bool = False
     """Plaintext, and no NetworkPolicies around it either."""
     placement: ShardPlacement = ShardPlacement.APART

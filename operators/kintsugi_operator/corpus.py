@@ -148,7 +148,8 @@ def _status(
         status = replace(status, progress=1.0)
     if ended:
         status = replace(status, last_success_time=timestamp(now))
-    return replace(status, conditions=(c.true(c.VALID, "Accepted"), _complete(phase, job)))
+    conditions = (c.true(c.VALID, "Accepted"), c.true(c.READY, "ServiceFound"), _complete(phase, job))
+    return replace(status, conditions=conditions)
 
 
 def _phase(spec: CorpusPrecomputeSpec, observed: CorpusObserved, job: JobView) -> str:

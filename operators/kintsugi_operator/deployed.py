@@ -11,6 +11,7 @@ from kintsugi.core.deploy import (
     EngineSpec,
     GatewaySpec,
     ModelSpec,
+    OpenAISpec,
     Placement,
     Scale,
     ServiceSpec,
@@ -20,7 +21,7 @@ from kintsugi.core.deploy import (
     serve_config,
 )
 from kintsugi.core.schema import STRICT
-from kintsugi_operator.api import BlendServiceSpec, Engines, Image, Model, said
+from kintsugi_operator.api import BlendServiceSpec, Engines, Image, Model, OpenAI, said
 from kintsugi_operator.names import digest, named
 from kintsugi_operator.pods import STORE_TLS, TLS, TOKENS, Manifest
 
@@ -47,12 +48,20 @@ class Revision:
     ray_version: str
     connector: dict[str, Any] = field(default_factory=dict)
     vllm: dict[str, Any] = field(default_factory=dict)
+    openai: OpenAI = field(default_factory=OpenAI)
 
     @staticmethod
     def of(spec: BlendServiceSpec) -> Revision:
         """The one that a spec asks for."""
         engines = spec.engines
-        return Revision(spec.model, spec.image, spec.ray_version, dict(engines.connector), dict(engines.vllm))
+        return Revision(
+            spec.model,
+            spec.image,
+            spec.ray_version,
+            dict(engines.connector),
+            dict(engines.vllm),
+            engines.openai,
+        )
 
     @property
     def name(self) -> str:
@@ -61,7 +70,7 @@ class Revision:
 
     def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
         """The spec as it would be had this revision been asked for; everything else is as it is now."""
-        engines: Engines = replace(spec.engines, connector=self.connector, vllm=self.vllm)
+        engines: Engines = replace(spec.engines, connector=self.connector, vllm=self.vllm, openai=self.openai)
         return replace(
             spec, model=self.model, image=self.image, ray_version=self.ray_version, engines=engines
         )
@@ -93,6 +102,11 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             metrics_port=ENGINE_METRICS_PORT,
             connector=dict(engines.connector),
             vllm=vllm,
+            openai=OpenAISpec(
+                engines.openai.chat_template,
+                engines.openai.tool_call_parser,
+                engines.openai.reasoning_parser,
+            ),
         ),
         store=store_spec(spec),
         gateway=GatewaySpec(
@@ -133,9 +147,12 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         metrics_port=SHARD_METRICS_PORT,
         # Without TLS, network policies keep others away; where there are none, the spec has to say so.
         insecure=not store.tls_secret,
+        # Engines are in other pods, which share no memory.
+        share_arena=False,
         tls_ca=file("ca.crt"),
         tls_cert=file("tls.crt"),
         tls_key=file("tls.key"),
+        tls_name=store.tls_name if store.tls_secret else "",
     )
 
 

@@ -133,7 +133,8 @@ def corpus_job(
         )
     )
     group = Group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
-    cluster = ray_cluster(head, [group], service.ray_version, head_cpus=1)
+    # No engine on the head, which has no room for one.
+    cluster = ray_cluster(head, [group], service.ray_version)
     body = _job(corpus_command(corpus, owner, service), cluster, corpus.ttl_s, RETRIES)
     body["spec"]["suspend"] = corpus.suspend
     return made(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)

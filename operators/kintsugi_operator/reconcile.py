@@ -81,6 +81,7 @@ SOON_S = 10.0
 """Until another look while something is under way."""
 LATER_S = 60.0
 """While nothing is: drift of what is not watched is corrected within this."""
+UNENFORCEABLE_MAX = 10_000
 
 
 class Reconciler:
@@ -301,6 +302,8 @@ class Reconciler:
             applied = await self._cluster.apply(one)
             logger.info("applied %s %s/%s", *key)
             if (path := drift(one, applied)) is not None:
+                if len(self._unenforceable) >= UNENFORCEABLE_MAX:
+                    self._unenforceable.clear()
                 self._unenforceable[key] = digest_of(one)
                 logger.warning("%s %s/%s: something else decides about %s; it is left as it is", *key, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -180,11 +181,19 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Group
         ports={"grpc": gateway.grpc_port, "http": gateway.http_port},
         env=engine_env(spec),
         volumes=volumes,
-        # Open only while a gateway runs here; a probe cannot show a client's certificate.
-        readiness={"tcpSocket": {"port": "http"}},
+        readiness=_readiness(spec),
         nodes=gateway.nodes,
     )
     return Group("gateway", template(pod), gateway.replicas, {GATEWAY_RESOURCE: 1}, gateway.cpus)
+
+
+def _readiness(spec: BlendServiceSpec) -> Manifest:
+    """Whether a gateway runs here and has engines. A probe cannot show a client's certificate: where one is
+    wanted, an open port has to do."""
+    if spec.tls.require_client:
+        return {"tcpSocket": {"port": "http"}}
+    scheme = "HTTPS" if spec.tls.secret else "HTTP"
+    return {"httpGet": {"path": "/readyz", "port": "http", "scheme": scheme}}
 
 
 def _common(
@@ -208,7 +217,7 @@ def engine_env(spec: BlendServiceSpec) -> dict[str, str | Mapping[str, Any]]:
         "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
     }
     if spec.engines.gpus == 0:
-        env["VLLM_CPU_KVCACHE_SPACE"] = f"{spec.engines.kv_cache_gib or 2:g}"
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(spec.engines.kv_cache_gib or 2))
     if spec.model.token_secret:
         env["HF_TOKEN"] = {"secretKeyRef": {"name": spec.model.token_secret, "key": "token"}}
     return env

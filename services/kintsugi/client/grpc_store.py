@@ -360,6 +360,7 @@ class _Query:
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_name: str = ""
 
 
 def options_of(query: str) -> GrpcOptions:
@@ -372,7 +373,7 @@ def options_of(query: str) -> GrpcOptions:
     if values.tls_ca or values.tls_cert or values.tls_key:
         if not (values.tls_ca and values.tls_cert and values.tls_key):
             raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
-        tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key)
+        tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
     return GrpcOptions(
         ack=values.ack,
         tier=values.tier,

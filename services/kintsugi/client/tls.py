@@ -27,6 +27,14 @@ class TlsFiles:
     ca: Path
     cert: Path
     key: Path
+    name: str = ""
+    """What the other side's certificate is for, if not its address: pods' addresses come and go."""
+
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """Of a client's channel."""
+        return (
+            (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", self.name)) if self.name else CLIENT_OPTIONS
+        )
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """The contents of ca, cert and key. Raises `InvalidField` naming the file that cannot be read."""
@@ -83,14 +91,14 @@ def open_channel(address: str, tls: TlsFiles | None) -> Any:
     """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
     if tls is None:
         return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=CLIENT_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=tls.options())
 
 
 def open_async_channel(address: str, tls: TlsFiles | None) -> Any:
     """The same for the running event loop."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=tls.options())
 
 
 class Line:

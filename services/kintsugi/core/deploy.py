@@ -184,6 +184,8 @@ class StoreSpec:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    tls_name: str = ""
+    """What all shards' certificates are for; empty: the address that each is called by."""
     insecure: bool = False
     """Listen beyond loopback without TLS."""
     share_arena: bool = True
@@ -380,6 +382,7 @@ def directory_url(store: StoreSpec, host: str = "") -> str:
     query = ""
     if store.tls_ca:
         query = f"?tls_ca={store.tls_ca}&tls_cert={store.tls_cert}&tls_key={store.tls_key}"
+        query += f"&tls_name={store.tls_name}" if store.tls_name else ""
     host = host or store.host
     return f"shards://{f'[{host}]' if ':' in host else host}:{store.directory_port}{query}"
 

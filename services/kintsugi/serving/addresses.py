@@ -25,7 +25,7 @@ def joined(host: str, port: int) -> str:
 def tls_of(store: StoreSpec) -> TlsFiles | None:
     if not store.tls_ca:
         return None
-    return TlsFiles(Path(store.tls_ca), Path(store.tls_cert), Path(store.tls_key))
+    return TlsFiles(Path(store.tls_ca), Path(store.tls_cert), Path(store.tls_key), store.tls_name)
 
 
 def free_port(host: str, first: int, count: int) -> int:

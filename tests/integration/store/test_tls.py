@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import ipaddress
 import os
@@ -24,7 +25,12 @@ from kintsugi.store.shard import Shard
 Key = ec.EllipticCurvePrivateKey
 
 
-def certificate(subject: str, key: Key, issuer: str, signer: Key, authority: bool) -> bytes:
+HERE = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+
+
+def certificate(
+    subject: str, key: Key, issuer: str, signer: Key, authority: bool, name: x509.GeneralName = HERE
+) -> bytes:
     now = datetime.datetime.now(datetime.UTC)
     names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (subject, issuer)]
     built = (
@@ -36,22 +42,20 @@ def certificate(subject: str, key: Key, issuer: str, signer: Key, authority: boo
         .not_valid_before(now - datetime.timedelta(minutes=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
-        )
+        .add_extension(x509.SubjectAlternativeName([name]), critical=False)
         .sign(signer, hashes.SHA256())
     )
     return built.public_bytes(serialization.Encoding.PEM)
 
 
-def issue(folder: Path) -> TlsFiles:
+def issue(folder: Path, name: x509.GeneralName = HERE) -> TlsFiles:
     """A new authority and one certificate that it signed, in place of what the folder held."""
     folder.mkdir(exist_ok=True)
     authority, own = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     files = TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
     contents = {
         files.ca: certificate("ca", authority, "ca", authority, True),
-        files.cert: certificate("shard", own, "ca", authority, False),
+        files.cert: certificate("shard", own, "ca", authority, False, name),
         files.key: own.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
@@ -82,6 +86,15 @@ def test_only_peers_with_a_signed_certificate_are_answered(tmp_path: Path) -> No
         assert not answers(server.address, None)
         assert not answers(server.address, TlsFiles(ours.ca, theirs.cert, theirs.key))
         assert not answers(server.address, theirs)
+
+
+def test_a_certificate_may_be_for_a_name_that_is_not_the_address(tmp_path: Path) -> None:
+    """As with pods: their addresses come and go, the name stays."""
+    named = issue(tmp_path / "named", x509.DNSName("acme-store"))
+    with ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=named)) as server:
+        assert not answers(server.address, named)
+        assert answers(server.address, dataclasses.replace(named, name="acme-store"))
+        assert not answers(server.address, dataclasses.replace(named, name="other-store"))
 
 
 def test_replaced_certificates_are_used_without_a_restart(tmp_path: Path) -> None:

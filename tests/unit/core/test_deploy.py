@@ -154,6 +154,8 @@ def test_engines_know_the_directory_alone() -> None:
     assert service_application(SMALL, elsewhere)["args"]["store_url"] == "shards://store-head:7410"
     tls = StoreSpec(host="::1", tls_ca="/a", tls_cert="/c", tls_key="/k")
     assert directory_url(tls) == "shards://[::1]:7410?tls_ca=/a&tls_cert=/c&tls_key=/k"
+    named = dataclasses.replace(tls, tls_name="store")
+    assert directory_url(named).endswith("&tls_key=/k&tls_name=store")
     assert directory_url(StoreSpec(), "head") == "shards://head:7410"
 
 

@@ -346,3 +346,21 @@ def test_another_ray_version_of_the_store_is_said_and_not_done() -> None:
     (condition,) = [one for one in result.status.conditions if one.type == "ShardsUpToDate"]
     assert condition.reason == "RestartNeeded"
     assert "acme-store" in condition.message
+
+
+def test_the_store_speaks_tls_where_a_secret_is_named() -> None:
+    spec = spec_of(store={"tlsSecret": "certificates", "tlsName": "acme-store"})
+    objects = objects_of(spec)
+    service = named(objects, "RayService", f"acme-{Revision.of(spec).name}")
+    args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert args["store_url"].startswith(
+        "shards://acme-directory.team.svc:7410?tls_ca=/etc/kintsugi/store-tls/"
+    )
+    assert args["store_url"].endswith("&tls_name=acme-store")
+    store = named(objects, "RayService", "acme-store")
+    told = json.loads(store["spec"]["serveConfigV2"])["applications"][0]["args"]["store"]
+    assert told["tls_name"] == "acme-store"
+    assert "insecure" not in told
+    for template in pod_templates(objects):
+        mounts = template["spec"]["containers"][0]["volumeMounts"]
+        assert any(mount["mountPath"] == "/etc/kintsugi/store-tls" for mount in mounts)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,7 +24,7 @@ from kintsugi_operator.operator import Settings, operate
 from kintsugi_operator.pulse import Pulse
 from kintsugi_operator.queue import KEYS_MAX, Key, WorkQueue
 from tests.fakes.cluster import FakeCluster
-from tests.unit.operator.conversation import Conversation, held
+from tests.unit.operator.conversation import Asked, Conversation, held
 
 ACME = Key("BlendService", "team", "acme")
 QUICK = Terms(lease_s=0.6, renew_deadline_s=0.4, retry_s=0.05)
@@ -328,6 +332,68 @@ def unused_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def test_the_process_leads_and_gives_the_lease_back(tmp_path: Path, unused_port: int) -> None:
+    """As a pod runs it, up to its clean end."""
+    lease = "/apis/coordination.k8s.io/v1/namespaces/team/leases"
+    kept: dict[str, Any] = {}
+
+    def get(asked: Asked) -> tuple[int, Any]:
+        return (200, kept) if kept else (404, {"message": "none"})
+
+    def put(asked: Asked) -> tuple[int, Any]:
+        kept.update(asked.body)
+        return 200, kept
+
+    found: dict[tuple[str, str], Any] = {
+        ("GET", "/api"): (200, {"versions": ["v1"]}),
+        ("GET", "/api/v1"): (200, {"resources": [kind_page("namespaces", "Namespace")]}),
+        ("GET", "/apis"): (200, {"groups": []}),
+    }
+    found |= {("GET", f"{lease}/l"): get, ("PUT", f"{lease}/l"): put, ("POST", lease): put}
+
+    async def main() -> int:
+        conversation = Conversation(found)
+        async with held(conversation), aiohttp.ClientSession() as session:
+            config = {
+                "current-context": "x",
+                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                "clusters": [{"name": "c", "cluster": {"server": conversation.url}}],
+                "users": [{"name": "u", "user": {"token": "t"}}],
+            }
+            (tmp_path / "config").write_text(json.dumps(config))
+            environ = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "POD_NAMESPACE": "team"}
+            environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "POD_NAME": "operator-0"}
+            arguments = ["--namespace=team", "--lease=l", "--metrics-port=0", f"--health-port={unused_port}"]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kintsugi_operator", *arguments, env=environ
+            )
+            try:
+                async with asyncio.timeout(60):
+                    while not await _is_leader(session, unused_port):
+                        assert process.returncode is None
+                        await asyncio.sleep(0.05)
+                    assert kept["spec"]["holderIdentity"] == "operator-0"
+                    # kopf takes the signal once it runs.
+                    await until(lambda: any(one.path == "/apis" for one in conversation.asked))
+                    process.terminate()
+                    return await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    assert asyncio.run(main()) == 0
+    assert kept["spec"]["holderIdentity"] == ""
+
+
+async def _is_leader(session: aiohttp.ClientSession, port: int) -> bool:
+    try:
+        async with session.get(f"http://127.0.0.1:{port}/leader") as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False
 
 
 def test_the_command_line() -> None:
