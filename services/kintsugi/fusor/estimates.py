@@ -16,8 +16,9 @@ from kintsugi.core.plan import Source
 RECENT_SHARE = 0.25
 """Weight of the newest transfer; the first ones count alike."""
 OUTLIER_FACTOR = 4.0
-"""A measurement counts as at most so many times the estimate: one pause of the machine is not a slow store,
-and a store that really became slow is believed after a few transfers."""
+"""A measurement counts as at most so many times the estimate: one pause of the machine is not a slow store.
+The second in a row is believed."""
+BELIEVED_SHARE = 0.5
 FORGETTING = 0.98
 """What a fit keeps of its past with each observation."""
 PRIOR_WEIGHT = 0.02
@@ -146,15 +147,21 @@ class _Mean:
     def __init__(self) -> None:
         self.value = 0.0
         self._count = 0
+        self._was_outlier = False
 
     def add(self, value: float) -> None:
         self._count += 1
         share = max(RECENT_SHARE, 1 / self._count)
         if self._count > 2 and 0 < value < self.value:
+            self._was_outlier = False
             self.value *= (value / self.value) ** share
             return
-        if self._count > 2 and self.value > 0:
-            value = min(value, OUTLIER_FACTOR * self.value)
+        is_outlier = self._count > 2 and 0 < OUTLIER_FACTOR * self.value < value
+        if is_outlier and self._was_outlier:
+            share = BELIEVED_SHARE
+        elif is_outlier:
+            value = OUTLIER_FACTOR * self.value
+        self._was_outlier = is_outlier
         self.value += share * (value - self.value)
 
 

@@ -50,7 +50,7 @@ def test_one_pause_is_no_slow_store_but_a_slow_store_is_noticed() -> None:
         estimates.observe_transfer(transfer(1e9))
     estimates.observe_transfer(transfer(1e6))
     assert estimates.snapshot().links[RAM].bytes_per_s > 0.5e9
-    for _ in range(12):
+    for _ in range(4):
         estimates.observe_transfer(transfer(1e6))
     assert estimates.snapshot().links[RAM].bytes_per_s < 2e6
 
