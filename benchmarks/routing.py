@@ -107,9 +107,9 @@ def on_two_engines(quick: bool) -> list[Figure]:
     from benchmarks.support.two_engines import ROUTERS, cached_share
 
     shares = {}
-    for name, router in ROUTERS.items():
+    for name in ROUTERS:
         say(f"two engines, {name}")
-        shares[name] = cached_share(router, conversations=4 if quick else 16, turns=4)
+        shares[name] = cached_share(name, conversations=4 if quick else 16, turns=4)
     ours, theirs = shares["ours"], shares["two_choices"]
     detail = f"of prompt tokens cached: {ours:.3f} with ours, {theirs:.3f} with two choices"
     return [Figure("real_cached_ratio", ours / theirs if theirs else math.inf, "×", detail=detail)]
