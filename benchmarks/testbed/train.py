@@ -57,7 +57,7 @@ CURRICULUM = (
     Stage(1500, 336, 7, Shape((4, 6), (2, 4), (1, 4), (1, 2), 0.1, (1, 2), (1, 3), 0.2), stretch=3600),
     Stage(500, 768, 3, Shape((6, 12), (1, 4), (2, 5), (1, 2), 0.1, (1, 2), (2, 3), 0.2), stretch=2400),
 )
-"""The last two teach long distances to a model that knows the rest."""
+"""The last two teach long distances to a model that knows the rest; the bundled model did without."""
 REFERENCE_WEIGHT = 0.5
 NO_REFERENCE = -100
 
