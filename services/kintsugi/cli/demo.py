@@ -41,8 +41,8 @@ RANDOM_WEIGHTS_NOTE = (
     "about quality. The times are real."
 )
 SMALL_MODEL_NOTE = (
-    "This model has 2.8 million parameters: a short prompt takes it no time, and blending saves work but no "
-    "time. Times of a larger model: kintsugi demo --random-weights."
+    "This model has 2.8 million parameters, and the question was picked: at this length it is rarely right. "
+    "Times of a larger model: kintsugi demo --random-weights."
 )
 
 
