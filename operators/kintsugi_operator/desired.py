@@ -77,7 +77,7 @@ def desired(
         *(one for name in rollout.wanted for one in revision_objects(spec, owner, known[name])),
         *_calibration(spec, owner, rollout, known, observed),
         *service_objects(spec, owner, rollout.active),
-        *budgets(spec, owner, rollout.active),
+        *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner),
     ]
     signed_objects = tuple(signed(one) for one in objects)

@@ -136,7 +136,9 @@ def corpus_job(
     # No engine on the head, which has no room for one.
     cluster = ray_cluster(head, [group], service.ray_version)
     body = _job(corpus_command(corpus, owner, service), cluster, corpus.ttl_s, RETRIES)
-    body["spec"]["suspend"] = corpus.suspend
+    if corpus.suspend:
+        # Else unsaid: KubeRay drops what is false when it writes, and a queue of jobs may decide about it.
+        body["spec"]["suspend"] = True
     return made(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)
 
 
@@ -179,7 +181,6 @@ def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) ->
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": ttl_s,
             "backoffLimit": retries,
-            "suspend": False,
             "rayClusterSpec": cluster,
         }
     }

@@ -22,12 +22,32 @@ PARTS = ("store", "service", "calibration", "corpus")
 POLICY = "networking.k8s.io/v1"
 
 
-def budgets(spec: BlendServiceSpec, owner: Owner, active: str) -> list[Manifest]:
-    """At most one shard at a time, and one engine or gateway, is taken away for a node's maintenance."""
+def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> list[Manifest]:
+    """At most one shard at a time, and one engine or gateway, is taken away for a node's maintenance.
+    `engines`: pods that the autoscaler has made of them.
+
+    As `minAvailable`: Kubernetes counts what may be missing by the scale of the pods' controller, RayClusters
+    have none, and a budget that cannot be counted lets nothing go. What is not ready may go at any time, or a
+    pod that cannot start could never be replaced.
+    """
     chosen = {
-        "shards": selector(owner.name, part="store", role="shard"),
-        "engines": selector(owner.name, part="service", role="engine", revision=active),
-        "gateways": selector(owner.name, part="service", role="gateway", revision=active),
+        "shards": (spec.store.shards, selector(owner.name, part="store", role="shard")),
+        "engines": (
+            max(spec.engines.replicas.min, engines),
+            selector(owner.name, part="service", role="engine", revision=active),
+        ),
+        "gateways": (
+            spec.gateway.replicas,
+            selector(owner.name, part="service", role="gateway", revision=active),
+        ),
+    }
+    bodies = {
+        what: {
+            "minAvailable": max(pods - 1, 0),
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": match},
+        }
+        for what, (pods, match) in chosen.items()
     }
     return [
         made(
@@ -35,10 +55,10 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str) -> list[Manifest]
             "PodDisruptionBudget",
             named(owner.name, what),
             labels(owner.name),
-            {"spec": {"maxUnavailable": 1, "selector": {"matchLabels": match}}},
+            {"spec": body},
             "policy/v1",
         )
-        for what, match in chosen.items()
+        for what, body in bodies.items()
     ]
 
 

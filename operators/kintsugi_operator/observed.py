@@ -109,6 +109,8 @@ class Observed:
     pods: tuple[ShardPod, ...] = ()
     services: Mapping[str, RayServiceView] = field(default_factory=dict)
     """By revision."""
+    engines: Mapping[str, int] = field(default_factory=dict)
+    """Pods of engines that are to stay, by revision."""
     revisions: Mapping[str, Revision] = field(default_factory=dict)
     """That are remembered."""
     selected: str = ""

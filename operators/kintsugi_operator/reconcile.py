@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -210,6 +211,11 @@ class Reconciler:
     async def _observed(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
         pods = await self._cluster.list(POD, owner.namespace, selector(owner.name))
         shards = tuple(shard_pod(one) for one in pods if _label(one, LABEL_ROLE) == "shard")
+        engines = Counter(
+            _label(one, LABEL_REVISION)
+            for one in pods
+            if _label(one, LABEL_ROLE) == "engine" and "deletionTimestamp" not in one["metadata"]
+        )
         services = {_label(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
         store = services.pop("", None)
         view = ray_service_view(store) if store is not None else None
@@ -230,6 +236,7 @@ class Reconciler:
             cluster_digest=cluster_digest,
             pods=shards,
             services={revision: ray_service_view(one) for revision, one in services.items()},
+            engines=engines,
             revisions=dict(one for one in remembered if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
             calibrations={_label(one, LABEL_REVISION): job_view(one) for one in jobs},

@@ -98,6 +98,23 @@ def test_every_selector_matches_a_pod(spec: BlendServiceSpec) -> None:
                 assert port["targetPort"] in {each["name"] for each in ports}
 
 
+def test_a_budget_can_be_counted_without_the_scale_of_a_ray_cluster() -> None:
+    """RayClusters have no scale: Kubernetes lets no pod of theirs go under `maxUnavailable`."""
+    spec = spec_of(store={"shards": 3}, gateway={"replicas": 2}, engines={"replicas": {"min": 0, "max": 4}})
+
+    def least(engines: int) -> dict[str, int]:
+        observed = Observed(
+            store=RayServiceView(is_ready=True), engines={Revision.of(spec).name: engines, "retiring": 9}
+        )
+        budgets = [one for one in objects_of(spec, observed=observed) if one["kind"] == "PodDisruptionBudget"]
+        assert all("maxUnavailable" not in one["spec"] for one in budgets)
+        assert all(one["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for one in budgets)
+        return {one["metadata"]["name"]: one["spec"]["minAvailable"] for one in budgets}
+
+    assert least(0) == {"acme-shards": 2, "acme-engines": 0, "acme-gateways": 1}
+    assert least(4)["acme-engines"] == 3
+
+
 @PROPERTY
 @given(specs)
 def test_every_container_has_requests_limits_and_probes(spec: BlendServiceSpec) -> None:
