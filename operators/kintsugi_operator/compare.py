@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kintsugi_operator.api import QUANTITY
 from kintsugi_operator.observed import digest_of
 from kintsugi_operator.pods import Manifest, quantity
 
-_QUANTITY = re.compile(QUANTITY)
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
+"""More than a spec may say: Kubernetes writes 1024Ti as 1Pi."""
 
 
 def needs_write(wanted: Manifest, live: Manifest | None) -> bool:
@@ -39,10 +39,20 @@ def drift(wanted: Any, live: Any, path: str = "") -> str | None:
     return None if _equal(wanted, live) else path
 
 
+def replacing(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
+    """A merge patch that makes `wanted` of `live`: what is there beside it is taken away."""
+    gone: Manifest = {key: None for key in live if key not in wanted}
+    for key, value in wanted.items():
+        former = live.get(key)
+        is_inner = isinstance(value, Mapping) and isinstance(former, Mapping)
+        gone[key] = replacing(value, former) if is_inner else value  # type: ignore[arg-type]
+    return gone
+
+
 def _equal(wanted: Any, live: Any) -> bool:
     if wanted == live:
         return True
     if isinstance(wanted, str) and isinstance(live, str):
-        both = _QUANTITY.match(wanted) and _QUANTITY.match(live)
+        both = _QUANTITY.fullmatch(wanted) and _QUANTITY.fullmatch(live)
         return bool(both) and quantity(wanted) == quantity(live)
     return False

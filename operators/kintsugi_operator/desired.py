@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from kintsugi_operator import conditions as c
 from kintsugi_operator.api import BlendServiceSpec
+from kintsugi_operator.compare import replacing
 from kintsugi_operator.deployed import Revision
 from kintsugi_operator.jobs import calibration_job
 from kintsugi_operator.names import ANNOTATION_CLUSTER, ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
@@ -34,6 +35,12 @@ class ClusterPatch:
 
     cluster: str
     patch: Manifest
+
+    def over(self, live: Manifest) -> Manifest:
+        """As a merge patch that leaves nothing of the former head, whose keys a merge would keep."""
+        spec = self.patch["spec"]
+        former = live.get("spec", {}).get("headGroupSpec") or {}
+        return {**self.patch, "spec": {**spec, "headGroupSpec": replacing(spec["headGroupSpec"], former)}}
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def desired(
         *_calibration(spec, owner, rollout, known, observed),
         *service_objects(spec, owner, rollout.active),
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
-        *policies(spec, owner),
+        *policies(spec, owner, observed.home),
     ]
     signed_objects = tuple(signed(one) for one in objects)
     status = replace(

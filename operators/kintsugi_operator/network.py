@@ -62,8 +62,8 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> 
     ]
 
 
-def policies(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
-    """None where the spec wants none."""
+def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
+    """None where the spec wants none. `home`: the operator's namespace; empty: any."""
     if not spec.network.policies:
         return []
     return [
@@ -71,8 +71,8 @@ def policies(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
         *_within_clusters(owner),
         _store_policy(spec, owner),
         _gateway_policy(spec, owner),
-        _heads_policy(spec, owner),
-        _metrics_policy(spec, owner),
+        _heads_policy(spec, owner, home),
+        _metrics_policy(spec, owner, home),
         *_clients_of_the_store(owner),
         *_outside(spec, owner),
     ]
@@ -117,27 +117,31 @@ def _gateway_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
     return _policy(owner, "clients", {"part": "service", "role": "gateway"}, ingress=[rule])
 
 
-def _heads_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
+def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     """KubeRay deploys through the dashboards of heads; whoever reaches those may run code there. The operator
     reads what jobs have written."""
     kuberay = {
         "namespaceSelector": _namespace(spec.network.kuberay_namespace),
         "podSelector": {"matchLabels": KUBERAY},
     }
-    operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}}
-    ingress = [{"from": [kuberay, operator], "ports": _ports(DASHBOARD_PORT)}]
+    ingress = [{"from": [kuberay, _operator(home)], "ports": _ports(DASHBOARD_PORT)}]
     # Ray's autoscaler, beside the head, asks Kubernetes.
     egress = [{"ports": _ports(443, 6443)}]
     return _policy(owner, "heads", {"role": "head"}, ingress=ingress, egress=egress)
 
 
-def _metrics_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
+def _metrics_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     """The operator reads bytes and hit rates, Prometheus everything."""
-    peers: list[Manifest] = [{"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}}]
+    peers = [_operator(home)]
     if spec.network.monitoring_namespace:
         peers.append({"namespaceSelector": _namespace(spec.network.monitoring_namespace)})
     ports = _ports(SHARD_METRICS_PORT, ENGINE_METRICS_PORT, METRICS_PORT, spec.gateway.http_port)
     return _policy(owner, "metrics", {}, ingress=[{"from": peers, "ports": ports}])
+
+
+def _operator(home: str) -> Manifest:
+    """Its pods. A label alone would let in whoever may make a pod somewhere."""
+    return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
 
 
 def _outside(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:

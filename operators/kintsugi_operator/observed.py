@@ -119,6 +119,8 @@ class Observed:
     """By revision."""
     corpora: tuple[CorpusView, ...] = ()
     figures: Figures = field(default_factory=Figures)
+    home: str = ""
+    """Namespace of the operator's own pods; empty: not known."""
 
 
 def ray_service_view(manifest: Manifest) -> RayServiceView:

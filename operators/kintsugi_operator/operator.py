@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -23,13 +24,13 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from kintsugi_operator.api import GROUP, VERSION
+from kintsugi_operator.api import API_VERSION, GROUP, VERSION
 from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
 from kintsugi_operator.election import LeaseLost, lead
 from kintsugi_operator.names import FIELD_MANAGER, FINALIZER, LABEL_CORPUS, LABEL_SERVICE
 from kintsugi_operator.pulse import Counted, Pulse
 from kintsugi_operator.queue import Key, WorkQueue
-from kintsugi_operator.reconcile import Reconciler, utc_now
+from kintsugi_operator.reconcile import SOON_S, Reconciler, utc_now
 from kintsugi_operator.scrape import HttpWeb
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ async def operate(
     login: Callable[..., Any] = kopf.login_via_client,
 ) -> None:
     """Watch and reconcile until cancelled. `login`: how kopf finds the API server."""
-    reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now)
+    reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now, home=settings.lease_namespace)
 
     async def look(key: Key) -> float | None:
         pulse.looks += 1
@@ -132,6 +133,7 @@ async def operate(
             pulse.failures += 1
             raise
 
+    await _until_served(cluster)
     queue = WorkQueue(look, time.monotonic)
     pulse.waiting = lambda: len(queue)
     workers = [asyncio.create_task(queue.run()) for _ in range(WORKERS)]
@@ -156,6 +158,7 @@ async def operate(
 
 async def main(settings: Settings) -> None:
     """Answer probes, wait for the lease, operate. Raises `LeaseLost`."""
+    _end_by_signal()
     configuration = await _configuration()
     pulse = Pulse()
     runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
@@ -173,6 +176,22 @@ async def main(settings: Settings) -> None:
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+def _end_by_signal() -> None:
+    """A container's first process gets no SIGTERM that it has not asked for, and a standby would be killed
+    only after its grace period. kopf takes the signal over once it runs."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+async def _until_served(cluster: Cluster) -> None:
+    """kopf looks once for what it is to watch: wait until our CRDs are there."""
+    needed = {BLEND_SERVICE.plural, CORPUS_PRECOMPUTE.plural}
+    while missing := needed - await cluster.served(API_VERSION):
+        logger.warning("the API server does not serve %s: apply the chart's CRDs", ", ".join(sorted(missing)))
+        await asyncio.sleep(SOON_S)
 
 
 async def _configuration() -> Configuration:
@@ -193,6 +212,8 @@ def run() -> int:
     except LeaseLost as error:
         logger.error("%s", error)
         return 1
+    except asyncio.CancelledError:
+        logger.info("ended by a signal")
     except KeyboardInterrupt:
         return 130
     return 0

@@ -88,10 +88,12 @@ UNENFORCEABLE_MAX = 10_000
 class Reconciler:
     """Brings one object after the other to where it should be. Holds nothing that a restart would lose."""
 
-    def __init__(self, cluster: Cluster, web: Web, clock: Callable[[], datetime]) -> None:
+    def __init__(self, cluster: Cluster, web: Web, clock: Callable[[], datetime], home: str = "") -> None:
+        """`home`: the namespace of the operator's own pods."""
         self._cluster = cluster
         self._web = web
         self._clock = clock
+        self._home = home
         self._unenforceable: dict[tuple[str, str, str], str] = {}
         """Digest of what was applied and came back different: applying it again would not help."""
 
@@ -242,6 +244,7 @@ class Reconciler:
             calibrations={_label(one, LABEL_REVISION): job_view(one) for one in jobs},
             corpora=await self._corpora(owner),
             figures=await self._figures(pods),
+            home=self._home,
         )
 
     async def _corpora(self, owner: Owner) -> tuple[CorpusView, ...]:
@@ -341,7 +344,8 @@ class Reconciler:
         """First the RayCluster, so that what is restarted then is made anew."""
         if result.cluster_patch is not None:
             patch = result.cluster_patch
-            await self._cluster.merge(RAY_CLUSTER, namespace, patch.cluster, patch.patch)
+            live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}
+            await self._cluster.merge(RAY_CLUSTER, namespace, patch.cluster, patch.over(live))
             logger.info("updated RayCluster %s/%s", namespace, patch.cluster)
         elif result.shard_step.action is Action.RESTART:
             gone = await self._cluster.evict(namespace, result.shard_step.pod)

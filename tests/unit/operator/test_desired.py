@@ -20,6 +20,7 @@ from kintsugi_operator.api import BlendServiceSpec
 from kintsugi_operator.deployed import Revision
 from kintsugi_operator.desired import desired
 from kintsugi_operator.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX, matches
+from kintsugi_operator.network import OPERATOR
 from kintsugi_operator.objects import Owner
 from kintsugi_operator.observed import Observed, RayServiceView, ray_service_view, store_image_of
 from kintsugi_operator.pods import Manifest
@@ -96,6 +97,15 @@ def test_every_selector_matches_a_pod(spec: BlendServiceSpec) -> None:
             if matches(one["spec"]["selector"], template["metadata"]["labels"]):
                 ports = template["spec"]["containers"][0]["ports"]
                 assert port["targetPort"] in {each["name"] for each in ports}
+
+
+def test_only_the_operator_of_this_release_reaches_dashboards() -> None:
+    """Whoever reaches a dashboard runs code there, and anybody may label a pod of his own namespace."""
+    observed = Observed(store=RayServiceView(is_ready=True), home="kintsugi")
+    for policy in ("acme-heads", "acme-metrics"):
+        rule = named(objects_of(spec_of(), observed=observed), "NetworkPolicy", policy)["spec"]["ingress"][0]
+        (peer,) = [one for one in rule["from"] if one["podSelector"]["matchLabels"] == OPERATOR]
+        assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "kintsugi"}}
 
 
 def test_a_budget_can_be_counted_without_the_scale_of_a_ray_cluster() -> None:

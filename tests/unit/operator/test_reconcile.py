@@ -13,6 +13,7 @@ import pytest
 
 from kintsugi_operator.api import API_VERSION
 from kintsugi_operator.cluster import Refused
+from kintsugi_operator.compare import drift
 from kintsugi_operator.deployed import Revision
 from kintsugi_operator.names import FINALIZER, LABEL_REVISION
 from kintsugi_operator.pods import Manifest
@@ -128,6 +129,12 @@ def test_defaults_of_the_api_server_are_not_drift(world: World) -> None:
     before = world.cluster.writes.copy()
     world.look()
     assert world.cluster.writes == before
+
+
+def test_quantities_are_compared_as_kubernetes_writes_them() -> None:
+    for ours, theirs in (("1073741824Mi", "1Pi"), ("2000m", "2"), ("1.5Gi", "1536Mi")):
+        assert drift({"storage": ours}, {"storage": theirs}) is None
+    assert drift({"storage": "2Gi"}, {"storage": "2Gi of it"}) == ".storage"
 
 
 def test_drift_is_corrected(world: World) -> None:
@@ -261,6 +268,35 @@ def test_a_shard_upgrade_restarts_one_at_a_time(world: World) -> None:
     assert len(world.cluster.evicted) == 2
     assert world.cluster.find("RayService", "acme-store")["spec"]["serveConfigV2"] != config
     assert world.condition("ShardsUpToDate")["status"] == "True"
+
+
+def test_a_head_keeps_nothing_that_is_not_wanted_any_more(world: World) -> None:
+    world.up(store={"nodes": {"selector": {"old": "a", "both": "b"}}})
+    world.kuberay.serve("acme-store")
+    world.make(store={"nodes": {"selector": {"new": "c", "both": "b"}}})
+    world.look()
+    world.look()
+    (cluster,) = [name for name in world.cluster.named("RayCluster") if name.startswith("acme-store")]
+    head = world.cluster.find("RayCluster", cluster)["spec"]["headGroupSpec"]["template"]["spec"]
+    assert head["nodeSelector"] == {"new": "c", "both": "b"}
+
+
+def test_a_budget_counts_the_engines_that_are_there(world: World) -> None:
+    world.up()
+    labels = {"kintsugi.dev/service": "acme", "kintsugi.dev/role": "engine", "kintsugi.dev/revision": OLD}
+    for index in range(3):
+        metadata = {"name": f"more-{index}", "labels": labels}
+        world.cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": metadata})
+    world.cluster.find("Pod", "more-2")["metadata"]["deletionTimestamp"] = NOW.isoformat()
+    pods = [
+        one
+        for (kind, *_), one in world.cluster.objects.items()
+        if kind == "Pod" and labels.items() <= one["metadata"]["labels"].items()
+    ]
+    world.look()
+    budget = world.cluster.find("PodDisruptionBudget", "acme-engines")
+    assert budget["spec"]["minAvailable"] == len(pods) - 2 > 0
+    world.settle()
 
 
 def test_a_budget_that_forbids_an_eviction_is_respected(world: World) -> None:

@@ -20,7 +20,7 @@ from kintsugi.core.errors import Unavailable
 from kintsugi_operator.api import API_VERSION
 from kintsugi_operator.cluster import ApiServer, Refused
 from kintsugi_operator.election import Candidate, LeaseLost, Move, Sight, Terms, decided, lead
-from kintsugi_operator.operator import Settings, operate
+from kintsugi_operator.operator import Settings, _until_served, operate
 from kintsugi_operator.pulse import Pulse
 from kintsugi_operator.queue import KEYS_MAX, Key, WorkQueue
 from tests.fakes.cluster import FakeCluster
@@ -250,11 +250,31 @@ def kind_page(plural: str, kind: str) -> dict[str, Any]:
     }
 
 
+KINDS = [("blendservices", "BlendService"), ("corpusprecomputes", "CorpusPrecompute")]
+OURS = [kind_page(plural, kind) for plural, kind in KINDS]
+
+
+def test_crds_that_come_later_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kopf looks once: what is not there by then would never be watched."""
+    pages = iter([(404, {"message": "none"}), (200, {"resources": OURS[:1]}), (200, {"resources": OURS})])
+    conversation = Conversation({("GET", "/apis/kintsugi.dev/v1alpha1"): lambda asked: next(pages)})
+    monkeypatch.setattr("kintsugi_operator.operator.SOON_S", 0.01)
+
+    async def main() -> None:
+        async with held(conversation) as client:
+            await _until_served(ApiServer(client))
+
+    asyncio.run(main())
+    assert next(pages, None) is None
+    assert "does not serve blendservices, corpusprecomputes: apply the chart's CRDs" in caplog.text
+    assert "does not serve corpusprecomputes: apply" in caplog.text
+
+
 def test_an_event_leads_to_a_look_and_kopf_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """kopf's watches against prepared pages: discovery, a list, an event."""
     group = "/apis/kintsugi.dev/v1alpha1"
-    kinds = [("blendservices", "BlendService"), ("corpusprecomputes", "CorpusPrecompute")]
-    resources = [kind_page(plural, kind) for plural, kind in kinds]
     found = {
         ("GET", "/api"): (200, {"versions": ["v1"]}),
         ("GET", "/api/v1"): (200, {"resources": [kind_page("namespaces", "Namespace")]}),
@@ -270,9 +290,9 @@ def test_an_event_leads_to_a_look_and_kopf_writes_nothing(monkeypatch: pytest.Mo
                 ]
             },
         ),
-        ("GET", group): (200, {"resources": resources}),
+        ("GET", group): (200, {"resources": OURS}),
     }
-    for plural, kind in kinds:
+    for plural, kind in KINDS:
         listed = {"kind": f"{kind}List", "metadata": {"resourceVersion": "5"}, "items": []}
         found["GET", f"{group}/namespaces/team/{plural}"] = (200, listed)
     event = {
@@ -350,25 +370,14 @@ def test_the_process_leads_and_gives_the_lease_back(tmp_path: Path, unused_port:
         ("GET", "/api"): (200, {"versions": ["v1"]}),
         ("GET", "/api/v1"): (200, {"resources": [kind_page("namespaces", "Namespace")]}),
         ("GET", "/apis"): (200, {"groups": []}),
+        ("GET", "/apis/kintsugi.dev/v1alpha1"): (200, {"resources": OURS}),
     }
     found |= {("GET", f"{lease}/l"): get, ("PUT", f"{lease}/l"): put, ("POST", lease): put}
 
     async def main() -> int:
         conversation = Conversation(found)
         async with held(conversation), aiohttp.ClientSession() as session:
-            config = {
-                "current-context": "x",
-                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-                "clusters": [{"name": "c", "cluster": {"server": conversation.url}}],
-                "users": [{"name": "u", "user": {"token": "t"}}],
-            }
-            (tmp_path / "config").write_text(json.dumps(config))
-            environ = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "POD_NAMESPACE": "team"}
-            environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "POD_NAME": "operator-0"}
-            arguments = ["--namespace=team", "--lease=l", "--metrics-port=0", f"--health-port={unused_port}"]
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kintsugi_operator", *arguments, env=environ
-            )
+            process = await started(conversation.url, tmp_path, unused_port)
             try:
                 async with asyncio.timeout(60):
                     while not await _is_leader(session, unused_port):
@@ -386,6 +395,45 @@ def test_the_process_leads_and_gives_the_lease_back(tmp_path: Path, unused_port:
 
     assert asyncio.run(main()) == 0
     assert kept["spec"]["holderIdentity"] == ""
+
+
+def test_a_standby_ends_when_it_is_told_to(tmp_path: Path, unused_port: int) -> None:
+    """A container's first process would not hear a SIGTERM that it has not asked for."""
+    lease = "/apis/coordination.k8s.io/v1/namespaces/team/leases/l"
+    held_by_another = {"metadata": {}, "spec": {"holderIdentity": "operator-1", "renewTime": "t"}}
+
+    async def main() -> int:
+        conversation = Conversation({("GET", lease): (200, held_by_another)})
+        async with held(conversation):
+            process = await started(conversation.url, tmp_path, unused_port)
+            try:
+                await until(lambda: any(one.path == lease for one in conversation.asked), 60)
+                process.terminate()
+                async with asyncio.timeout(20):
+                    return await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    assert asyncio.run(main()) == 0
+
+
+async def started(url: str, folder: Path, health_port: int) -> asyncio.subprocess.Process:
+    """The operator's process, for an API server."""
+    config = {
+        "current-context": "x",
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+    }
+    (folder / "config").write_text(json.dumps(config))
+    environ = {**os.environ, "KUBECONFIG": str(folder / "config"), "POD_NAMESPACE": "team"}
+    environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "POD_NAME": "operator-0"}
+    arguments = ["--namespace=team", "--lease=l", "--metrics-port=0", f"--health-port={health_port}"]
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kintsugi_operator", *arguments, env=environ
+    )
 
 
 async def _is_leader(session: aiohttp.ClientSession, port: int) -> bool:
