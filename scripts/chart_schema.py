@@ -98,9 +98,9 @@ class Operator:
     """One leads; the others wait for its lease. From two on there is a PodDisruptionBudget."""
     scope: Scope = Scope.NAMESPACE
     """Namespace: it looks after this namespace and has rights in no other. Cluster: after all."""
-    cpu: str = bounded("50m", pattern=QUANTITY)
+    cpu: str = bounded("50m", pattern=QUANTITY, maxLength=32)
     """Requested; it may use more."""
-    memory: str = bounded("128Mi", pattern=QUANTITY)
+    memory: str = bounded("128Mi", pattern=QUANTITY, maxLength=32)
     """Request and limit."""
     network_policy: bool = True
     """Nothing but probes comes in; out go name lookups and calls of the API server and the service's pods."""
@@ -159,7 +159,7 @@ class Values:
     """Everything that `helm install --set` knows."""
 
     image: Images = field(default_factory=Images)
-    image_pull_secrets: tuple[str, ...] = bounded((), maxItems=16, itemPattern=NAME)
+    image_pull_secrets: tuple[str, ...] = bounded((), maxItems=16, itemPattern=NAME, itemLength=253)
     """Secrets of this namespace."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(

@@ -42,7 +42,8 @@ class Rule:
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
-    """A field with keywords of JSON schema: minimum, maximum, pattern, maxLength, maxItems."""
+    """A field with keywords of JSON schema: minimum, maximum, pattern, maxLength, maxItems, maxProperties.
+    `itemPattern`, `itemLength` and `valueLength` are those of what is in it."""
     if isinstance(default, type):
         return field(default_factory=default, metadata=bounds)
     return field(default=default, metadata=bounds)
@@ -124,7 +125,7 @@ class Nodes:
 
     __pydantic_config__ = STRICT
 
-    selector: Mapping[str, str] = field(default_factory=dict)
+    selector: Mapping[str, str] = bounded(dict, maxProperties=64, valueLength=63)
     """Labels that a node must have."""
     tolerations: tuple[Toleration, ...] = bounded((), maxItems=32)
 
@@ -205,16 +206,16 @@ class Engines:
     replicas: Replicas = field(default_factory=Replicas)
     cpus: float = bounded(4.0, minimum=0.1, maximum=1024)
     """Cores of each pod."""
-    memory: str = bounded("16Gi", pattern=QUANTITY)
+    memory: str = bounded("16Gi", pattern=QUANTITY, maxLength=32)
     """Of each pod."""
     gpus: int = bounded(0, minimum=0, maximum=16)
     """Of each pod; 0 runs vLLM on the CPU."""
     gpu_resource: str = bounded("nvidia.com/gpu", minLength=1, maxLength=253)
     kv_cache_gib: float | None = bounded(None, minimum=0.1)
     """vLLM's own KV cache; unset leaves it to vLLM on a GPU, 2 on a CPU."""
-    shared_memory: str = bounded("2Gi", pattern=QUANTITY)
+    shared_memory: str = bounded("2Gi", pattern=QUANTITY, maxLength=32)
     """/dev/shm: Ray's objects. Counts towards `memory`."""
-    scratch: str = bounded("20Gi", pattern=QUANTITY)
+    scratch: str = bounded("20Gi", pattern=QUANTITY, maxLength=32)
     """Disk for downloads and compilation caches."""
     allow_uncalibrated: bool = False
     """Blend without a calibration report."""
@@ -308,7 +309,7 @@ class Gateway:
 
     replicas: int = bounded(1, minimum=1, maximum=64)
     cpus: float = bounded(1.0, minimum=0.1, maximum=64)
-    memory: str = bounded("2Gi", pattern=QUANTITY)
+    memory: str = bounded("2Gi", pattern=QUANTITY, maxLength=32)
     grpc_port: int = bounded(7500, minimum=1024, maximum=65535)
     http_port: int = bounded(8000, minimum=1024, maximum=65535)
     service_type: ServiceType = ServiceType.CLUSTER_IP
@@ -341,7 +342,7 @@ class Network:
 
     policies: bool = True
     """Whether there are any."""
-    client_namespaces: tuple[str, ...] = bounded((), maxItems=64, itemPattern=LABEL)
+    client_namespaces: tuple[str, ...] = bounded((), maxItems=64, itemPattern=LABEL, itemLength=63)
     """Namespaces that may call the gateway; empty: anybody who reaches it."""
     monitoring_namespace: str = bounded("", pattern=OPTIONAL_NAME, maxLength=63)
     """Whose pods may read metrics."""
@@ -379,9 +380,9 @@ class BlendServiceSpec:
     gateway: Gateway = field(default_factory=Gateway)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
-    ray_version: str = bounded(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$")
+    ray_version: str = bounded(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
     """The one in the images."""
-    image_pull_secrets: tuple[str, ...] = bounded((), maxItems=16, itemPattern=NAME)
+    image_pull_secrets: tuple[str, ...] = bounded((), maxItems=16, itemPattern=NAME, itemLength=253)
 
 
 @dataclass(frozen=True)
@@ -403,10 +404,10 @@ class CorpusWorkers:
 
     replicas: int = bounded(1, minimum=1, maximum=1024)
     cpus: float = bounded(4.0, minimum=0.1, maximum=1024)
-    memory: str = bounded("16Gi", pattern=QUANTITY)
+    memory: str = bounded("16Gi", pattern=QUANTITY, maxLength=32)
     gpus: int = bounded(0, minimum=0, maximum=16)
     gpu_resource: str = bounded("nvidia.com/gpu", minLength=1, maxLength=253)
-    scratch: str = bounded("20Gi", pattern=QUANTITY)
+    scratch: str = bounded("20Gi", pattern=QUANTITY, maxLength=32)
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of `vllm.LLM`."""
     nodes: Nodes = field(default_factory=Nodes)

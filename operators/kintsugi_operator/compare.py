@@ -9,6 +9,7 @@ from typing import Any
 from kintsugi_operator.observed import digest_of
 from kintsugi_operator.pods import Manifest, quantity
 
+CLAIM = "PersistentVolumeClaim"
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
 """More than a spec may say: Kubernetes writes 1024Ti as 1Pi."""
 
@@ -37,6 +38,18 @@ def drift(wanted: Any, live: Any, path: str = "") -> str | None:
         inner = (drift(one, other, f"{path}[{index}]") for index, (one, other) in pairs)
         return next((one for one in inner if one is not None), None)
     return None if _equal(wanted, live) else path
+
+
+def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
+    """A claim as large as it is by now: Kubernetes shrinks none, and who has enlarged it by hand meant to.
+    Other objects as they are wanted."""
+    if live is None or wanted["kind"] != CLAIM:
+        return wanted
+    ours = wanted["spec"]["resources"]["requests"]["storage"]
+    theirs = str(live.get("spec", {}).get("resources", {}).get("requests", {}).get("storage", ""))
+    if not _QUANTITY.fullmatch(theirs) or quantity(theirs) <= quantity(ours):
+        return wanted
+    return {**wanted, "spec": {**wanted["spec"], "resources": {"requests": {"storage": theirs}}}}
 
 
 def replacing(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:

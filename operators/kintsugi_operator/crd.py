@@ -128,12 +128,15 @@ def _crd(kind: str, plural: str, singular: str, short: str, spec: type[Any], sta
 
 
 def _typed(annotation: Any, metadata: dict[str, Any]) -> Schema:
-    item_pattern, map_key = metadata.pop("itemPattern", None), metadata.pop("mapKey", None)
+    map_key = metadata.pop("mapKey", None)
+    inner = {"pattern": metadata.pop("itemPattern", None), "maxLength": metadata.pop("itemLength", None)}
+    inner["maxLength"] = metadata.pop("valueLength", inner["maxLength"])
+    inner = {key: bound for key, bound in inner.items() if bound is not None}
     if get_origin(annotation) in (types.UnionType, Union):
         (annotation,) = [one for one in get_args(annotation) if one is not type(None)]
     origin = get_origin(annotation)
     if origin is tuple:
-        items = _typed(get_args(annotation)[0], {"pattern": item_pattern} if item_pattern else {})
+        items = _typed(get_args(annotation)[0], inner)
         listed: Schema = {"type": "array", "items": items, **metadata}
         if map_key:
             listed |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [map_key]}
@@ -142,7 +145,7 @@ def _typed(annotation: Any, metadata: dict[str, Any]) -> Schema:
         value = get_args(annotation)[1]
         if value is Any:
             return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **metadata}
-        return {"type": "object", "additionalProperties": _typed(value, {}), **metadata}
+        return {"type": "object", "additionalProperties": _typed(value, inner), **metadata}
     if dataclasses.is_dataclass(annotation):
         assert isinstance(annotation, type)
         return schema_of(annotation)

@@ -32,7 +32,7 @@ from kintsugi_operator.cluster import (
     Cluster,
     Refused,
 )
-from kintsugi_operator.compare import drift, needs_write
+from kintsugi_operator.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.corpus import (
     CorpusObserved,
     Target,
@@ -299,10 +299,11 @@ class Reconciler:
     async def _apply(self, wanted: Iterable[Manifest], live: Sequence[Manifest]) -> None:
         """What differs, in order: claims before what mounts them."""
         by_name = {(one["kind"], one["metadata"]["name"]): one for one in live}
-        for one in wanted:
-            metadata = one["metadata"]
-            key = (one["kind"], metadata["namespace"], metadata["name"])
-            found = by_name.get((one["kind"], metadata["name"]))
+        for asked in wanted:
+            metadata = asked["metadata"]
+            key = (asked["kind"], metadata["namespace"], metadata["name"])
+            found = by_name.get((asked["kind"], metadata["name"]))
+            one = not_shrunk(asked, found)
             if not needs_write(one, found):
                 continue
             if found is not None and self._unenforceable.get(key) == digest_of(one) == digest_of(found):

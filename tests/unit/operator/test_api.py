@@ -146,3 +146,23 @@ def test_a_field_that_is_as_it_would_be_anyhow_changes_no_revision() -> None:
     told = spec_of(model={"dtype": "auto", "codec": "raw", "name": ""}, engines={"connector": {}, "vllm": {}})
     assert Revision.of(told).name == Revision.of(spec_of()).name
     assert Revision.of(spec_of(model={"codec": "int8"})).name != Revision.of(spec_of()).name
+
+
+def test_everything_that_a_rule_may_look_at_is_bounded() -> None:
+    """Kubernetes refuses a CRD whose rules could cost too much, and takes what has no bound for endless."""
+
+    def check(schema: dict[str, Any], where: str) -> None:
+        if schema["type"] == "string" and "enum" not in schema:
+            assert schema["maxLength"] <= 65536, where
+        if schema["type"] == "array":
+            assert schema["maxItems"] <= 64, where
+            check(schema["items"], f"{where}[]")
+        if "additionalProperties" in schema:
+            assert schema["maxProperties"] <= 64, where
+            check(schema["additionalProperties"], f"{where}{{}}")
+        for name, inner in schema.get("properties", {}).items():
+            check(inner, f"{where}.{name}")
+
+    for crd in crds().values():
+        root = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        check(root["properties"]["spec"], "spec")

@@ -159,6 +159,24 @@ def test_a_field_that_another_decides_about_is_not_fought_over(world: World) -> 
     assert world.cluster.writes == before
 
 
+def test_a_claim_that_somebody_has_enlarged_stays_so(world: World) -> None:
+    """To ask for less is refused, and would keep everything else from being applied."""
+    world.up()
+    claim = world.cluster.find("PersistentVolumeClaim", "acme-data-0")
+    claim["spec"]["resources"]["requests"]["storage"] = "5Gi"
+    before = world.cluster.writes.copy()
+    world.look()
+    assert world.cluster.writes == before
+    world.make(store={"volumes": {"dataGib": 2}})
+    world.settle()
+    claim = world.cluster.find("PersistentVolumeClaim", "acme-data-0")
+    assert claim["spec"]["resources"]["requests"]["storage"] == "5Gi"
+    world.make(store={"volumes": {"dataGib": 8}})
+    world.settle()
+    claim = world.cluster.find("PersistentVolumeClaim", "acme-data-0")
+    assert claim["spec"]["resources"]["requests"]["storage"] == "8192Mi"
+
+
 def test_policies_that_are_switched_off_go(world: World) -> None:
     world.up()
     world.make(network={"policies": False}, store={"insecure": True})
