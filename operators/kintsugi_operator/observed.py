@@ -160,7 +160,9 @@ def job_view(manifest: Manifest) -> JobView:
     status = manifest.get("status") or {}
     deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     state = JobState.RUNNING
-    if deployment == "Failed" or job in ("FAILED", "STOPPED"):
+    # Between two attempts, and before a stop, the job's own status is that of the attempt that has ended.
+    is_between = deployment in ("Retrying", "Suspending")
+    if deployment == "Failed" or (job in ("FAILED", "STOPPED") and not is_between):
         state = JobState.FAILED
     elif deployment == "Complete" or job == "SUCCEEDED":
         state = JobState.SUCCEEDED

@@ -22,7 +22,14 @@ from kintsugi_operator.desired import desired
 from kintsugi_operator.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX, matches
 from kintsugi_operator.network import OPERATOR
 from kintsugi_operator.objects import Owner
-from kintsugi_operator.observed import Observed, RayServiceView, ray_service_view, store_image_of
+from kintsugi_operator.observed import (
+    JobState,
+    Observed,
+    RayServiceView,
+    job_view,
+    ray_service_view,
+    store_image_of,
+)
 from kintsugi_operator.pods import Manifest
 from kintsugi_operator.status import BlendServiceStatus
 from kintsugi_operator.store import ray_service_name
@@ -97,6 +104,25 @@ def test_every_selector_matches_a_pod(spec: BlendServiceSpec) -> None:
             if matches(one["spec"]["selector"], template["metadata"]["labels"]):
                 ports = template["spec"]["containers"][0]["ports"]
                 assert port["targetPort"] in {each["name"] for each in ports}
+
+
+@pytest.mark.parametrize(
+    ("deployment", "job", "state"),
+    [
+        ("", "", JobState.RUNNING),
+        ("Running", "RUNNING", JobState.RUNNING),
+        ("Complete", "SUCCEEDED", JobState.SUCCEEDED),
+        ("Failed", "FAILED", JobState.FAILED),
+        ("Failed", "", JobState.FAILED),
+        # The status of the attempt that has ended.
+        ("Retrying", "FAILED", JobState.RUNNING),
+        ("Suspending", "STOPPED", JobState.RUNNING),
+        ("Suspended", "", JobState.SUSPENDED),
+    ],
+)
+def test_a_job_has_failed_only_when_it_is_not_tried_again(deployment: str, job: str, state: JobState) -> None:
+    status = {"jobDeploymentStatus": deployment, "jobStatus": job}
+    assert job_view({"metadata": {"name": "j"}, "status": status}).state is state
 
 
 def test_only_the_operator_of_this_release_reaches_dashboards() -> None:
