@@ -294,7 +294,7 @@ def test_notes_say_how_to_send_a_first_request(value_set: str) -> None:
     notes = done.stdout.split("NOTES:")[1]
     assert ("curl" in notes) == (value_set != "minimal")
     assert ("--cacert" in notes) == (value_set == "tls")
-    assert "kubectl apply --server-side -f crds/" in notes
+    assert "kubectl apply --server-side --force-conflicts -f crds/" in notes
 
 
 def test_a_release_whose_name_cannot_name_a_service_says_what_to_set() -> None:

@@ -20,7 +20,9 @@ from kintsugi_operator.cluster import (
     CONFIG_MAP,
     CORPUS_PRECOMPUTE,
     OWNED,
+    POD,
     POLICY,
+    RAY_CLUSTER,
     RAY_JOB,
     RAY_SERVICE,
     SERVICE,
@@ -215,6 +217,30 @@ def test_every_pod_is_admitted_where_pods_are_restricted(team: Team, operator: O
             }
             path = Resource("Pod", "pods").path(team.namespace)
             assert team.kube.request("POST", path, pod, dryRun="All")["kind"] == "Pod"
+
+
+def test_a_shard_may_be_evicted_and_not_two(team: Team, operator: Operator) -> None:
+    """Pods as KubeRay makes them: their controller has no scale that Kubernetes could count from."""
+    serving(team, store={"shards": 2})
+    config = team.wait_for(RAY_SERVICE, "acme-store")["spec"]["rayClusterConfig"]
+    kind = {"apiVersion": RAY_CLUSTER.api_version, "kind": RAY_CLUSTER.kind}
+    cluster = {**kind, "metadata": {"name": "store"}, "spec": config}
+    made = team.kube.request("POST", RAY_CLUSTER.path(team.namespace), cluster)
+    owner = {**kind, "name": "store", "uid": made["metadata"]["uid"], "controller": True}
+    for index, group in enumerate(config["workerGroupSpecs"]):
+        labels = group["template"]["metadata"]["labels"]
+        metadata = {"name": f"shard-{index}", "labels": labels, "ownerReferences": [owner]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group["template"]["spec"]}
+        team.kube.request("POST", POD.path(team.namespace), pod)
+        ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+        path = POD.path(team.namespace, f"shard-{index}", "status")
+        team.kube.request("PATCH", path, ready, "application/strategic-merge-patch+json")
+
+    def allowed() -> bool:
+        status = team.wait_for(BUDGET, "acme-shards").get("status") or {}
+        return status.get("expectedPods") == 2 and status.get("disruptionsAllowed") == 1
+
+    until(allowed, "one shard may go", lambda: str(team.find(BUDGET, "acme-shards")))
 
 
 def test_drift_is_corrected(team: Team, operator: Operator) -> None:
