@@ -174,17 +174,17 @@ class SchedulerSide:
             _check_save(state.params, space, prompt)
         elif not space.admits(prompt):
             raise NotBlendable("foreign_prefix", "the prompt does not start with the prefix of its chunks")
-        hashing.set_salt(request, params.namespace)
         state.ordinary_hasher = request._block_hasher
         self._states[request.request_id] = state
         if params.op is Op.SAVE:
             # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
             # computing it; `_settle` gives the blocks their exact names.
-            hashing.fork(request, self._fork_at(len(self.prefix_token_ids)), os.urandom(16))
+            self._fork_behind(len(self.prefix_token_ids), request, state, os.urandom(16))
         elif state.params.spans is not None:
             self._fork(request, state, state.params.spans)
             state.match = self._threads.submit(self._find, match_spans, space, state.params.spans)
         else:
+            hashing.set_salt(request, params.namespace)
             state.match = self._threads.submit(self._find, match_content, space, prompt)
         state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
 
@@ -219,11 +219,12 @@ class SchedulerSide:
         params = state.params
         selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
         digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
-        hashing.fork(request, self._fork_at(exact_end(spans, state.space, prompt)), digest)
+        self._fork_behind(exact_end(spans, state.space, prompt), request, state, digest)
 
-    def _fork_at(self, num_exact: int) -> int:
-        """The first block with a name of its own, behind a prefix of exact tokens."""
-        return 0 if self.has_windows else num_exact // self.hash_block_size
+    def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
+        """Let blocks have names of their own from the first one on that is not all exact tokens."""
+        first_block = 0 if self.has_windows else num_exact // self.hash_block_size
+        hashing.fork(request, first_block, tag, self.hash_block_size, state.space.namespace)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
