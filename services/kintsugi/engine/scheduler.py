@@ -161,10 +161,12 @@ class SchedulerSide:
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
         if sum(s.match is not None and not s.match.done() for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
-        if params.op is Op.BLEND and not self._breaker.allows():
-            raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
+        if params.op is Op.BLEND and not self._breaker.is_closed:
+            if self._breaker.allows():
+                self._threads.submit(self._ask_again, space, prompt[:1])
+            raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
         planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
         state = _State(request, params, space, planner)
         if params.spans is not None:
@@ -187,6 +189,22 @@ class SchedulerSide:
             hashing.set_salt(request, params.namespace)
             state.match = self._threads.submit(self._find, match_content, space, prompt)
         state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+
+    def _ask_again(self, space: ChunkSpace, token_ids: list[int]) -> None:
+        """Find out whether the store answers in time again, on a thread of its own: no prompt waits."""
+        answered_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+        try:
+            self.store.find(space.namespace, [ChunkKey.of(space, token_ids)])
+        except KintsugiError:
+            self._breaker.failed()
+        except Exception:
+            self._breaker.failed()
+            logger.exception("Asking the store whether it answers again broke")
+        else:
+            if time.monotonic() > answered_by:
+                self._breaker.failed()
+            else:
+                self._breaker.succeeded()
 
     def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
         """Look up, on a thread of its own. Where a calibration counts, what another codec lost is a miss."""
@@ -234,7 +252,16 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None or state.is_final:
             return 0, False
-        claim = request.num_tokens - 1 - num_computed
+        try:
+            return self._claim(request, state, num_computed)
+        except Exception as defect:
+            logger.exception("Request %s was not planned; it is prefilled in full", request.request_id)
+            state.accounting = state.accounting or Accounting(
+                Outcome.DECLINED, reason=f"defect: {type(defect).__name__}: {defect}"
+            )
+            return 0, False
+
+    def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
         if state.params.op is Op.SAVE:
             return self._claim_save(state, num_computed)
         self._timing.admitted(request)
@@ -258,7 +285,7 @@ class SchedulerSide:
             self._predict_full(request, num_computed)
             return 0, False
         self._timing.planned(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
-        return claim, True
+        return request.num_tokens - 1 - num_computed, True
 
     def _predict_full(self, request: Request, num_computed: int) -> None:
         full_s = predicted_full_s(self._plan_request(request, num_computed, ()))
@@ -421,6 +448,16 @@ class SchedulerSide:
         """Hear what the worker finished. Comes before the scheduler releases those requests."""
         if report.unable is not None:
             self.declined_because = report.unable
+        try:
+            self._learn_from(report)
+        except Exception:
+            logger.exception("Nothing was learnt from what passes took")
+        for request_id, accounting in report.finished.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                self._settle(state, accounting)
+
+    def _learn_from(self, report: WorkerReport) -> None:
         for load in report.loads:
             for transfer in load.transfers:
                 self._timing.estimates.observe_transfer(transfer)
@@ -429,7 +466,6 @@ class SchedulerSide:
             state = self._states.get(request_id)
             if state is not None:
                 self._learn(state, accounting, report.passes.get(request_id))
-                self._settle(state, accounting)
 
     def _learn(self, state: _State, accounting: Accounting, sample: PassSample | None) -> None:
         self._timing.pass_ended(state.request.request_id, sample)
