@@ -237,7 +237,11 @@ class SchedulerSide:
         params = state.params
         selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
         digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
-        self._fork_behind(exact_end(spans, state.space, prompt), request, state, digest)
+        exact = exact_end(spans, state.space, prompt)
+        if codec_named(self.config.codec) is not Codec.RAW:
+            # What 8 bits keep of an exact chunk is good enough for a blend, not for those who ask for none.
+            exact = min(exact, len(self.prefix_token_ids))
+        self._fork_behind(exact, request, state, digest)
 
     def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
         """Let blocks have names of their own from the first one on that is not all exact tokens."""

@@ -23,6 +23,7 @@ from kintsugi.core.errors import Unavailable
 from kintsugi.core.plan import BlendPlan, Selection
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span
+from kintsugi.engine import hashing
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.gate import Gate
 from kintsugi.engine.protocol import LoadSample, WorkerReport
@@ -125,6 +126,20 @@ def test_a_pass_is_over_even_if_nothing_can_be_learnt_from_it(side: SchedulerSid
     broken: Any = LoadSample(transfers=(None,), decode_s=0.0, decode_bytes=0)  # type: ignore[arg-type]
     side.update(WorkerReport({"one": Accounting(Outcome.BLENDED)}, loads=[broken]))
     assert said(side, request)["outcome"] == "blended"
+
+
+@pytest.mark.parametrize(("codec", "shared"), [("raw", 2), ("int8", 0), ("fp8_sinks", 0)])
+def test_only_what_is_stored_exactly_has_a_plain_prompts_names(
+    side: SchedulerSide, codec: str, shared: int
+) -> None:
+    """The first chunk stands where it was prefilled."""
+    side.config = EngineConfig(codec=codec)
+    plain, blended = request_of("plain"), request_of("blended")
+    hashing.set_salt(plain, "acme")
+    side.on_new_request(blended)
+    assert len(plain.block_hashes) == len(blended.block_hashes)
+    assert plain.block_hashes[:shared] == blended.block_hashes[:shared]
+    assert not set(plain.block_hashes[shared:]) & set(blended.block_hashes[shared:])
 
 
 def heard_back(side: SchedulerSide, store: StubStore) -> None:
