@@ -92,7 +92,6 @@ class Estimates:
     def __init__(self) -> None:
         self._links: dict[Source, tuple[_Mean, _Mean]] = {}
         self._decode = _Mean()
-        self._decodes_seen = 0
         self._step = Fit(3)
         self._step_tokens_seen = 0.0
         self._blend = Fit(5)
@@ -108,9 +107,7 @@ class Estimates:
             rate.add(transfer.opening_s / transfer.opening_bytes)
 
     def observe_decode(self, seconds: float, num_bytes: int) -> None:
-        """Of one stream."""
-        self._decodes_seen += num_bytes > 0
-        if num_bytes and self._decodes_seen > 1:  # the first one prepared kernels and memory
+        if num_bytes:
             self._decode.add(seconds / num_bytes)
 
     def observe_step(self, tokens: int, pairs: float, seconds: float) -> None:
@@ -152,8 +149,8 @@ def blend_prior(step: Terms, num_layers: int) -> Terms:
 
 class _Mean:
     """Exponentially weighted; plain while there are few, and of the first two the smaller, as the first pays
-    for connections. Downwards in ratios: a store that became a hundred times faster is read rarely, and is
-    to be noticed after a few times."""
+    for connections and kernels. Downwards in ratios: a store that became a hundred times faster is read
+    rarely, and is to be noticed after a few times."""
 
     def __init__(self, floor: float = 0.0) -> None:
         """Below `floor` nothing is an outlier."""
