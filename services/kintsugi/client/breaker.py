@@ -28,6 +28,12 @@ class CircuitBreaker:
         self._opened_s = 0.0
         self._probe_s: float | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls pass as ever; else `allows` tells who may probe."""
+        with self._lock:
+            return self._failures < self._failures_max
+
     def allows(self) -> bool:
         """Whether a call may be made now. Report how it went."""
         with self._lock:

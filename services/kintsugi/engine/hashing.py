@@ -10,7 +10,7 @@ arrives at the same names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import blake3
 
@@ -21,18 +21,33 @@ if TYPE_CHECKING:
     BlockHasher = Callable[[Request], list[BlockHash]]
 
 
+class _Beginning:
+    """A request as it was when it had `num_tokens`: what a block hasher is shown to name no more blocks."""
+
+    def __init__(self, request: Request, num_tokens: int) -> None:
+        self._request = request
+        self.num_tokens = num_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
 def set_salt(request: Request, salt: str) -> None:
-    """Make `salt` the request's `cache_salt` and name its blocks anew."""
+    """Make `salt` the request's `cache_salt` and name its blocks anew, where they have other names."""
+    if request.cache_salt != salt:
+        request.cache_salt = salt
+        _rename(request, 0)
+
+
+def fork(request: Request, first_block: int, tag: bytes, block_size: int, salt: str) -> None:
+    """As `set_salt`, and rename blocks of `block_size` tokens from `first_block` on, those that are yet to
+    fill included. Cost: every block is named once; those before the fork keep the name that they have."""
+    kept = first_block if request.cache_salt == salt else 0
     request.cache_salt = salt
-    _rename(request, 0)
-
-
-def fork(request: Request, first_block: int, tag: bytes) -> None:
-    """Rename blocks from `first_block` on, those that are yet to fill included."""
     ordinary = request._block_hasher
     if ordinary is not None:
-        request._block_hasher = _forked(ordinary, first_block, tag)
-        _rename(request, first_block)
+        request._block_hasher = _forked(ordinary, first_block, tag, block_size)
+        _rename(request, kept)
 
 
 def unfork(request: Request, ordinary: BlockHasher | None) -> None:
@@ -46,15 +61,16 @@ def _rename(request: Request, first_block: int) -> None:
     request.update_block_hashes()
 
 
-def _forked(ordinary: BlockHasher, first_block: int, tag: bytes) -> BlockHasher:
+def _forked(ordinary: BlockHasher, first_block: int, tag: bytes, block_size: int) -> BlockHasher:
     def hasher(request: Request) -> list[BlockHash]:
         known = request.block_hashes
-        fresh = ordinary(request)
-        index = first_block - len(known)
-        if not 0 <= index < len(fresh):
-            return fresh
-        renamed = type(fresh[index])(blake3.blake3(tag + fresh[index]).digest())
-        head = [*fresh[:index], renamed]
+        if len(known) > first_block:
+            return ordinary(request)
+        until_fork = min(request.num_tokens, (first_block + 1) * block_size)
+        head = ordinary(cast("Request", _Beginning(request, until_fork)))
+        if len(known) + len(head) <= first_block:
+            return head
+        head[-1] = type(head[-1])(blake3.blake3(tag + head[-1]).digest())
         # The ordinary hasher chains on from the last known name: show it the renamed block.
         known.extend(head)
         tail = ordinary(request)

@@ -161,10 +161,12 @@ class SchedulerSide:
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
         if sum(s.match is not None and not s.match.done() for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
-        if params.op is Op.BLEND and not self._breaker.allows():
-            raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
+        if params.op is Op.BLEND and not self._breaker.is_closed:
+            if self._breaker.allows():
+                self._threads.submit(self._ask_again, space, prompt[:1])
+            raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
         planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
         state = _State(request, params, space, planner)
         if params.spans is not None:
@@ -174,19 +176,35 @@ class SchedulerSide:
             _check_save(state.params, space, prompt)
         elif not space.admits(prompt):
             raise NotBlendable("foreign_prefix", "the prompt does not start with the prefix of its chunks")
-        hashing.set_salt(request, params.namespace)
         state.ordinary_hasher = request._block_hasher
         self._states[request.request_id] = state
         if params.op is Op.SAVE:
             # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
             # computing it; `_settle` gives the blocks their exact names.
-            hashing.fork(request, self._fork_at(len(self.prefix_token_ids)), os.urandom(16))
+            self._fork_behind(len(self.prefix_token_ids), request, state, os.urandom(16))
         elif state.params.spans is not None:
             self._fork(request, state, state.params.spans)
             state.match = self._threads.submit(self._find, match_spans, space, state.params.spans)
         else:
+            hashing.set_salt(request, params.namespace)
             state.match = self._threads.submit(self._find, match_content, space, prompt)
         state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+
+    def _ask_again(self, space: ChunkSpace, token_ids: list[int]) -> None:
+        """Find out whether the store answers in time again, on a thread of its own: no prompt waits."""
+        answered_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+        try:
+            self.store.find(space.namespace, [ChunkKey.of(space, token_ids)])
+        except KintsugiError:
+            self._breaker.failed()
+        except Exception:
+            self._breaker.failed()
+            logger.exception("Asking the store whether it answers again broke")
+        else:
+            if time.monotonic() > answered_by:
+                self._breaker.failed()
+            else:
+                self._breaker.succeeded()
 
     def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
         """Look up, on a thread of its own. Where a calibration counts, what another codec lost is a miss."""
@@ -219,11 +237,16 @@ class SchedulerSide:
         params = state.params
         selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
         digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
-        hashing.fork(request, self._fork_at(exact_end(spans, state.space, prompt)), digest)
+        exact = exact_end(spans, state.space, prompt)
+        if codec_named(self.config.codec) is not Codec.RAW:
+            # What 8 bits keep of an exact chunk is good enough for a blend, not for those who ask for none.
+            exact = min(exact, len(self.prefix_token_ids))
+        self._fork_behind(exact, request, state, digest)
 
-    def _fork_at(self, num_exact: int) -> int:
-        """The first block with a name of its own, behind a prefix of exact tokens."""
-        return 0 if self.has_windows else num_exact // self.hash_block_size
+    def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
+        """Let blocks have names of their own from the first one on that is not all exact tokens."""
+        first_block = 0 if self.has_windows else num_exact // self.hash_block_size
+        hashing.fork(request, first_block, tag, self.hash_block_size, state.space.namespace)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
@@ -233,7 +256,16 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None or state.is_final:
             return 0, False
-        claim = request.num_tokens - 1 - num_computed
+        try:
+            return self._claim(request, state, num_computed)
+        except Exception as defect:
+            logger.exception("Request %s was not planned; it is prefilled in full", request.request_id)
+            state.accounting = state.accounting or Accounting(
+                Outcome.DECLINED, reason=f"defect: {type(defect).__name__}: {defect}"
+            )
+            return 0, False
+
+    def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
         if state.params.op is Op.SAVE:
             return self._claim_save(state, num_computed)
         self._timing.admitted(request)
@@ -257,7 +289,7 @@ class SchedulerSide:
             self._predict_full(request, num_computed)
             return 0, False
         self._timing.planned(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
-        return claim, True
+        return request.num_tokens - 1 - num_computed, True
 
     def _predict_full(self, request: Request, num_computed: int) -> None:
         full_s = predicted_full_s(self._plan_request(request, num_computed, ()))
@@ -420,6 +452,16 @@ class SchedulerSide:
         """Hear what the worker finished. Comes before the scheduler releases those requests."""
         if report.unable is not None:
             self.declined_because = report.unable
+        try:
+            self._learn_from(report)
+        except Exception:
+            logger.exception("Nothing was learnt from what passes took")
+        for request_id, accounting in report.finished.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                self._settle(state, accounting)
+
+    def _learn_from(self, report: WorkerReport) -> None:
         for load in report.loads:
             for transfer in load.transfers:
                 self._timing.estimates.observe_transfer(transfer)
@@ -428,7 +470,6 @@ class SchedulerSide:
             state = self._states.get(request_id)
             if state is not None:
                 self._learn(state, accounting, report.passes.get(request_id))
-                self._settle(state, accounting)
 
     def _learn(self, state: _State, accounting: Accounting, sample: PassSample | None) -> None:
         self._timing.pass_ended(state.request.request_id, sample)

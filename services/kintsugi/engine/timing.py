@@ -104,6 +104,7 @@ class Timing:
         if awaited is not None:
             awaited.planned_s = now_s if is_blend and self.is_alone(request_id) else None
             awaited.predicted_s = None if ttft_s is None else now_s - awaited.admitted_s + ttft_s
+        self._pass_ends_s.pop(request_id, None)  # a blend that waited for cache blocks may be none any more
         if is_blend:
             self._pass_ends_s[request_id] = now_s + (ttft_s or 0.0)
 

@@ -216,7 +216,14 @@ class BlendPass(SlicedWork):
     def _ask(self, query_layers: tuple[int, ...]) -> Units[Tensor]:
         """What the question attends to: fp32 `[hit tokens]`, the same on every rank."""
         tokens = torch.cat((self._must_positions, torch.tensor([self.region.end])))
-        question = QuestionPass(self._stack, self._hit_positions, tokens, query_layers, self._unit_tokens_max)
+        question = QuestionPass(
+            self._stack,
+            self._hit_positions,
+            tokens,
+            query_layers,
+            self._unit_tokens_max,
+            self.plan.exact_end,
+        )
         every_id = torch.cat((self.region.token_ids, torch.tensor([self.region.next_token_id])))
         question.begin(self._stack.embed(every_id[tokens - self.region.start]))
         for layer in range(question.num_layers):

@@ -67,7 +67,7 @@ class LoadingController:
         if forecast is None or full_s is None:
             return fixed
         plan, forecast = _with_fewer_loads(fixed, forecast, full_s, request)
-        if forecast.ttft_s > full_s and not request.is_trial:
+        if forecast.ttft_s > full_s and not (request.is_trial and _transfers_within(full_s, plan, request)):
             raise _refusal(plan, forecast, full_s, request)
         if request.ratio is None and request.is_alone:
             plan, forecast = _raised(plan, forecast, min(self.ratio_max, 1.0), full_s, request)
@@ -129,6 +129,12 @@ def _source_sets(sources: Sequence[Source]) -> list[frozenset[Source]]:
     count = len(sources)
     sizes = range(count, 0, -1) if count <= SOURCES_MAX else (count, count - 1, 1)
     return [frozenset(chosen) for size in sizes for chosen in combinations(sources, size)]
+
+
+def _transfers_within(full_s: float, plan: BlendPlan, request: PlanRequest) -> bool:
+    """A trial shows what computing and decoding cost: a store that is slow, too, is not waited for."""
+    decoded = _forecast(plan.selection, plan.hits, request, replace(request.measured, decode_s_per_byte=0.0))
+    return decoded is not None and decoded.load_s <= full_s
 
 
 def _refusal(plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest) -> NotBlendable:

@@ -19,10 +19,16 @@ OUTLIER_FACTOR = 4.0
 """A measurement counts as at most so many times the estimate: one pause of the machine is not a slow store.
 The second in a row is believed."""
 BELIEVED_SHARE = 0.5
+OUTLIER_FLOOR_S = 1e-3
+"""An estimate of no time at all counts as so much when a pause is told from a change."""
 FORGETTING = 0.98
 """What a fit keeps of its past with each observation."""
 PRIOR_WEIGHT = 0.02
 SWEEPS = 40
+CONVERGED_SHARE = 1e-7
+"""A sweep that changes no coefficient by more is the last."""
+TRUSTED_AFTER = 3
+"""Observations after which a fit tells an outlier."""
 BLENDS_MIN = 2
 """Passes before a fit of them counts; the first of an engine, which prepares kernels, is not among them."""
 STEPS_MIN = 2
@@ -90,10 +96,10 @@ class Estimates:
         self._step_tokens_seen = 0.0
         self._blend = Fit(5)
         self._blends_seen = 0
-        self._tail = _Mean()
+        self._tail = _Mean(OUTLIER_FLOOR_S)
 
     def observe_transfer(self, transfer: Transfer) -> None:
-        opening, rate = self._links.setdefault(transfer.source, (_Mean(), _Mean()))
+        opening, rate = self._links.setdefault(transfer.source, (_Mean(OUTLIER_FLOOR_S), _Mean()))
         if transfer.num_bytes:
             rate.add(transfer.wait_s / transfer.num_bytes)
             opening.add(max(0.0, transfer.opening_s - rate.value * transfer.opening_bytes))
@@ -119,7 +125,8 @@ class Estimates:
         self._blend.add(terms, seconds, prior=blend_prior(self._step.value, num_layers))
 
     def observe_tail(self, seconds: float) -> None:
-        self._tail.add(max(0.0, seconds))
+        if self._blends_seen != 1:  # that one prepared kernels
+            self._tail.add(max(0.0, seconds))
 
     def snapshot(self) -> Measured:
         return Measured(
@@ -141,26 +148,33 @@ def blend_prior(step: Terms, num_layers: int) -> Terms:
 
 
 class _Mean:
-    """Exponentially weighted; plain while there are few. Downwards in ratios: a store that became a hundred
-    times faster is read rarely, and is to be noticed after a few times."""
+    """Exponentially weighted; plain while there are few, and of the first two the smaller, as the first pays
+    for connections and kernels. Downwards in ratios: a store that became a hundred times faster is read
+    rarely, and is to be noticed after a few times."""
 
-    def __init__(self) -> None:
+    def __init__(self, floor: float = 0.0) -> None:
+        """Below `floor` nothing is an outlier."""
         self.value = 0.0
+        self._floor = floor
         self._count = 0
         self._was_outlier = False
 
     def add(self, value: float) -> None:
         self._count += 1
+        if self._count == 2:
+            self.value = min(self.value, value)
+            return
         share = max(RECENT_SHARE, 1 / self._count)
         if self._count > 2 and 0 < value < self.value:
             self._was_outlier = False
             self.value *= (value / self.value) ** share
             return
-        is_outlier = self._count > 2 and 0 < OUTLIER_FACTOR * self.value < value
+        limit = OUTLIER_FACTOR * max(self.value, self._floor)
+        is_outlier = self._count > 2 and 0 < limit < value
         if is_outlier and self._was_outlier:
             share = BELIEVED_SHARE
         elif is_outlier:
-            value = OUTLIER_FACTOR * self.value
+            value = limit
         self._was_outlier = is_outlier
         self.value += share * (value - self.value)
 
@@ -169,19 +183,23 @@ class Fit:
     """Least squares of relative errors with forgetting; no coefficient is ever negative.
 
     Relative, so that long prompts do not drown short ones, and an observation that a pause made slow weighs
-    little. Solved by coordinate descent from the last solution: the problem is convex, and a direction that
-    was never observed stays where it was. The first term is a constant and comes last: what can be explained
-    by an amount of work is.
+    little. One that is too fast would weigh all the more (a step seems short when the end of the one before
+    was noticed late): it counts as the forecast ÷ `OUTLIER_FACTOR`, and the second in a row is believed.
+    Solved by coordinate descent from the last solution: the problem is convex, and a direction that was never
+    observed stays where it was. The first term is a constant and comes last: what can be explained by an
+    amount of work is.
     """
 
     def __init__(self, size: int) -> None:
         self.value: Terms = (0.0,) * size
         self.count = 0
+        self._was_fast = False
         self._gram = [[0.0] * size for _ in range(size)]
         self._right = [0.0] * size
 
     def add(self, terms: Sequence[float], seconds: float, prior: Sequence[float] | None = None) -> None:
         """`prior`: coefficients to begin with; it is forgotten like any observation."""
+        seconds = self._believed(terms, seconds)
         rows = [term / seconds for term in terms]
         if self.count == 0 and prior is not None:
             self.value = tuple(prior)
@@ -195,12 +213,21 @@ class Fit:
                 self._gram[index][other] = FORGETTING * self._gram[index][other] + row * column
         self.value = self._solved()
 
+    def _believed(self, terms: Sequence[float], seconds: float) -> float:
+        known_s = sum(coefficient * term for coefficient, term in zip(self.value, terms, strict=True))
+        is_fast = self.count >= TRUSTED_AFTER and seconds < known_s / OUTLIER_FACTOR
+        is_first, self._was_fast = is_fast and not self._was_fast, is_fast
+        return known_s / OUTLIER_FACTOR if is_first else seconds
+
     def _solved(self) -> Terms:
         value = list(self.value)
         for _ in range(SWEEPS):
+            before = tuple(value)
             for index in (*range(1, len(value)), 0):
                 row = self._gram[index]
                 if row[index] > 0:
                     rest = sum(row[other] * value[other] for other in range(len(value)) if other != index)
                     value[index] = max(0.0, (self._right[index] - rest) / row[index])
+            if all(abs(new - old) <= CONVERGED_SHARE * old for new, old in zip(value, before, strict=True)):
+                break
         return tuple(value)

@@ -37,7 +37,7 @@ class PlanRequest:
     is_alone: bool = False
     """Whether no other request could use what this one computes beyond its minimum."""
     is_trial: bool = False
-    """Blend although it is predicted to be slower, to measure it again."""
+    """Blend although computing that is predicted to be slower, to measure it again."""
 
 
 class Planner(Protocol):

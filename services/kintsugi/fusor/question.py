@@ -7,9 +7,9 @@ blend leaves it to the engine: it is the one that answers, and so the one that l
 The blend pass selects by that, and begins anew with layer 0: layers that were fetched for this pass are
 kept in memory for it.
 
-The weights are those of the model's own softmax over the positions from the first hit on: what comes
-before may lie in the engine's prefix cache, which cannot be read back, and whether it does must not change
-the selection.
+The weights are those of the model's own softmax over the positions from the first hit on, but not over
+those that are exact as loaded (`BlendPlan.exact_end`): what comes before may lie in the engine's prefix
+cache, which cannot be read back, and whether it does must not change the selection.
 
 Cost, in token-layers: the tokens, times the layers before the last one asked for and `projection_share`
 for that one. Beside it, at each layer asked for, ``question · tokens · query heads · head_dim``
@@ -40,8 +40,10 @@ class QuestionPass:
         positions: Tensor,
         query_layers: tuple[int, ...],
         unit_tokens_max: int,
+        exact_end: int = 0,
     ) -> None:
-        """`positions` of the tokens that pass, one of them behind the last hit; int64, ascending."""
+        """`positions` of the tokens that pass, one of them behind the last hit; int64, ascending. Hit tokens
+        before `exact_end` get no weight; not all of them are."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions))
         """fp32 `[hit tokens]`, over this rank's query heads."""
@@ -51,7 +53,8 @@ class QuestionPass:
         self._positions = positions
         self._asks = positions > hit_positions[-1]
         assert bool(self._asks.any())
-        self._keyed = positions > hit_positions[0]
+        self._weighed = hit_positions >= exact_end
+        self._keyed = positions >= max(exact_end, int(hit_positions[0]))
         self._cut = Cut.of(stack, positions, unit_tokens_max)
         self._hidden: Hidden | None = None
 
@@ -82,15 +85,16 @@ class QuestionPass:
 
     def _add(self, layer: int, loaded: LoadedLayer, fresh: list[FreshKV]) -> None:
         query = torch.cat([part.query for part in fresh])[self._asks]
-        key = torch.cat([loaded.key, torch.cat([part.key for part in fresh])[self._keyed]])
+        key = torch.cat([loaded.key[self._weighed], torch.cat([part.key for part in fresh])[self._keyed]])
+        hit_positions = self._hit_positions[self._weighed]
         weights = attention_mass(
             query,
             self._positions[self._asks],
             key,
-            torch.cat((self._hit_positions, self._positions[self._keyed])),
+            torch.cat((hit_positions, self._positions[self._keyed])),
             self._stack.attention_rule(layer),
         )
-        self.attention += weights[: len(self._hit_positions)].cpu()
+        self.attention[self._weighed] += weights[: len(hit_positions)].cpu()
 
 
 def attention_mass(

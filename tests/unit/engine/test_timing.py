@@ -143,6 +143,13 @@ def test_a_pass_waits_for_those_ahead(bench: Bench) -> None:
     assert bench.timing.ahead_s == 0
 
 
+def test_a_blend_that_got_no_cache_blocks_and_then_none_was_needed_holds_up_nobody(bench: Bench) -> None:
+    bench.timing.planned("one", 3.0, is_blend=True)
+    bench.timing.planned("one", 1.0, is_blend=False)
+    assert bench.timing.ahead_s == 0
+    assert bench.timing.is_alone("other")
+
+
 def test_who_computes_beside_another_is_not_alone(bench: Bench) -> None:
     assert bench.timing.is_alone("me")
     bench.step(StubOutput({"me": 1, "other": 1}), 0.1)

@@ -169,8 +169,19 @@ def test_the_same_request_gets_the_same_plan(request: PlanRequest) -> None:
 
 @anything
 @given(plan_requests())
-def test_a_trial_is_always_blended(request: PlanRequest) -> None:
-    assert isinstance(outcome(replace(request, is_trial=True)), BlendPlan)
+def test_a_trial_is_always_blended_where_the_store_is_fast(request: PlanRequest) -> None:
+    instant = replace(request, is_trial=True, measured=replace(request.measured, links={}))
+    assert isinstance(outcome(instant), BlendPlan)
+
+
+def test_a_trial_does_not_wait_for_a_slow_store() -> None:
+    """It is to show what computing costs; a chunk that is read beside shows what loading does."""
+    slow = asked(1e6, is_trial=True)
+    assert outcome(slow) == "loading_is_slower"
+    both = replace(slow, measured=replace(slow.measured, tail_s=1.0))
+    assert outcome(both) == "blending_is_slower"
+    fast = replace(asked(1e12).measured, tail_s=1.0)
+    assert isinstance(outcome(asked(1e12, is_trial=True, measured=fast)), BlendPlan)
 
 
 @anything

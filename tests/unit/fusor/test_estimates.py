@@ -127,6 +127,8 @@ def test_a_fit_forgets() -> None:
 def test_decoding_is_counted_per_byte() -> None:
     estimates = Estimates()
     estimates.observe_decode(0.0, 0)
+    estimates.observe_decode(30.0, 1000)
+    assert estimates.snapshot().decode_s_per_byte == 30.0 / 1000
     estimates.observe_decode(0.5, 1000)
     assert estimates.snapshot().decode_s_per_byte == 0.5 / 1000
 
@@ -135,3 +137,56 @@ def test_the_tail_is_never_negative() -> None:
     estimates = Estimates()
     estimates.observe_tail(-1.0)
     assert estimates.snapshot().tail_s == 0
+
+
+def test_a_pause_does_not_make_far_what_was_near() -> None:
+    """Where the way there takes no time, nothing is a multiple of it."""
+    estimates = Estimates()
+    for _ in range(10):
+        estimates.observe_transfer(transfer(1e9))
+        estimates.observe_tail(0.0)
+    estimates.observe_transfer(transfer(1e9, opening_s=1.0))
+    estimates.observe_tail(1.0)
+    assert estimates.snapshot().links[RAM].opening_s < 2e-3
+    assert estimates.snapshot().tail_s < 2e-3
+    for _ in range(4):
+        estimates.observe_transfer(transfer(1e9, opening_s=1.0))
+    assert estimates.snapshot().links[RAM].opening_s > 0.5, "a change is believed"
+
+
+def test_a_first_transfer_that_had_to_connect_is_forgotten_at_once() -> None:
+    estimates = Estimates()
+    estimates.observe_transfer(transfer(1e9, opening_s=0.5))
+    estimates.observe_transfer(transfer(1e9, opening_s=0.001))
+    assert estimates.snapshot().links[RAM].opening_s == pytest.approx(0.001)
+
+
+def test_the_tail_of_the_first_pass_does_not_count() -> None:
+    estimates = Estimates()
+    terms = (1.0, 1000.0, 1e5, 1e4, 1000.0)
+    for tail_s in (5.0, 0.01, 0.01):
+        estimates.observe_blend(terms, 4, 0.1)
+        estimates.observe_tail(tail_s)
+    assert estimates.snapshot().tail_s == pytest.approx(0.01)
+
+
+def step_of(tokens: int, estimates: Estimates) -> float:
+    step = estimates.snapshot().step
+    assert step is not None
+    return step[0] + step[1] * tokens + step[2] * tokens * tokens / 2
+
+
+def test_a_step_that_seemed_short_does_not_outweigh_all_others() -> None:
+    """Its end was noticed together with that of the one before. Relative errors would give it the weight of
+    a million others."""
+    estimates = Estimates()
+    for _ in range(10):
+        estimates.observe_step(1000, 5e5, 0.1)
+    estimates.observe_step(1000, 5e5, 0.0001)
+    assert step_of(1000, estimates) > 0.03
+    for _ in range(20):
+        estimates.observe_step(1000, 5e5, 0.1)
+    assert step_of(1000, estimates) > 0.06
+    for _ in range(5):
+        estimates.observe_step(1000, 5e5, 0.001)
+    assert step_of(1000, estimates) < 0.002, "a machine that became faster is"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.loader import LoadedLayer
+from kintsugi.fusor.planner import hits_beyond
 from kintsugi.fusor.question import WEIGHTS_MAX, QuestionPass, attention_mass
 from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, Status
@@ -239,3 +242,24 @@ def test_attention_is_summed_over_ranks() -> None:
     stack = ToyStack(model(), world_size=2, other_ranks=other)
     work, _ = blended(scene, scene.plan(0.1, SelectorName.QUERY), stack)
     assert set(work.tally.active_positions[0]) & set(HITS) == set(HITS[-4:])
+
+
+@pytest.mark.parametrize("selector", [SelectorName.QUERY, SelectorName.HYBRID])
+@pytest.mark.parametrize("start", [8, 20])
+def test_what_the_prefix_cache_holds_of_an_exact_chunk_does_not_change_the_choice(
+    selector: SelectorName, start: int
+) -> None:
+    """Part of it, or all; several prompts, as few tokens are close to being chosen."""
+    for seed in range(12):
+        scene = ToyPrompt(model(), tokens(seed), ((2, 20), (20, 33), (38, 52)))
+        plan = scene.plan(0.2, selector, 2, query_layers=(1, 2), exact_end=20)
+        whole, stack = blended(scene, plan)
+        cached = ToyStack(model())
+        cached.keys[:, 0, :start] = stack.keys[:, 0, :start]
+        cached.values[:, 0, :start] = stack.values[:, 0, :start]
+        cached.written[:, 0, :start] = True
+        rest = replace(plan, hits=hits_beyond(plan.hits, start))
+        part, _ = begin(scene, rest, cached, start=start)
+        assert finish(part) is Status.DONE
+        for layer, positions in part.tally.active_positions.items():
+            assert positions == [p for p in whole.tally.active_positions[layer] if p >= start]
