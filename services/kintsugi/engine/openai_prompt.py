@@ -53,8 +53,10 @@ def cut_at_chunks(text: str, chunk_texts: Iterable[str]) -> list[Piece]:
             at = bisect_left(taken, (start, end))
             if (at == 0 or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0]):
                 taken.insert(at, (start, end))
-        if len(taken) > SPANS_MAX:
-            raise InvalidField("messages", f"hold more than {SPANS_MAX} chunks; send fewer or longer ones")
+                if len(taken) > SPANS_MAX:
+                    raise InvalidField(
+                        "messages", f"hold more than {SPANS_MAX} chunks; send fewer or longer ones"
+                    )
     pieces, done = [], 0
     for start, end in taken:
         if done < start:

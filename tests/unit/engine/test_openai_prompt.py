@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,17 @@ def test_every_occurrence_is_cut_out_the_longest_first() -> None:
 def test_more_occurrences_than_spans_are_refused() -> None:
     with pytest.raises(InvalidField, match=str(SPANS_MAX)):
         cut_at_chunks("a" * (SPANS_MAX + 1), ["a"])
+
+
+def test_occurrences_beyond_the_bound_are_not_even_counted() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidField, match=str(SPANS_MAX)):
+            cut_at_chunks("a" * (8 << 20), ["a"])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 32 << 20, "the text itself, and a bounded list"
 
 
 @given(st.text("abc ", max_size=60), st.lists(st.text("abc ", min_size=1, max_size=6), max_size=5))
