@@ -405,6 +405,8 @@ class _Disk:
 
         self._lmdb = lmdb
         self._lock = threading.Lock()
+        self._mapped = threading.Lock()
+        """Held while the map is read or moved: LMDB must not move it below a reader."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._env = lmdb.open(str(folder), map_size=_MAP_BYTES_MIN, max_readers=64)
@@ -441,7 +443,7 @@ class _Disk:
     def tokens(self, address: Address) -> bytes | None:
         name = _name(address)
         try:
-            with self._transaction(False) as transaction:
+            with self._mapped, self._transaction(False) as transaction:
                 value = transaction.get(name)
         except self._lmdb.Error as error:
             log.warning("a known chunk cannot be read: %s", error)
@@ -476,7 +478,8 @@ class _Disk:
             self._grow()
 
     def _grow(self) -> None:
-        self._env.set_mapsize(2 * self._env.info()["map_size"])
+        with self._mapped:
+            self._env.set_mapsize(2 * self._env.info()["map_size"])
 
     def close(self) -> None:
         self._env.close()

@@ -88,11 +88,12 @@ def _check_answers(body: Mapping[str, Any]) -> None:
     """Raises `InvalidField` for more than `ANSWERS_MAX`. What is no number or list is vLLM's to refuse."""
     n, prompt = body.get("n"), body.get("prompt")
     each = n if isinstance(n, int) else 1
-    is_batch = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    count = each * (len(prompt) if is_batch else 1)
-    if count > ANSWERS_MAX:
-        name = "prompt" if is_batch else "n"
-        raise InvalidField(name, f"{count} answers; at most {ANSWERS_MAX} are given at once: send fewer")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    if each * prompts > ANSWERS_MAX:
+        raise InvalidField(
+            "prompt" if prompts > 1 else "n",
+            f"{each * prompts} answers; at most {ANSWERS_MAX} are given at once: send fewer",
+        )
 
 
 def wanted_namespace(body: Mapping[str, Any], header: str | None) -> str | None:

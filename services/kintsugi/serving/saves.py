@@ -48,8 +48,8 @@ class Saver:
         fresh = {key: tokens for key, tokens in chunks if (namespace, key) not in self._futures}
         if len(self._futures) + len(fresh) > WAITING_CHUNKS_MAX:
             raise ResourceExhausted(
-                f"{len(self._futures)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; send "
-                "fewer and longer ones, or again later"
+                f"{len(self._futures)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; "
+                "send fewer and longer ones, or again later"
             )
         size = sum(len(tokens) // 4 for tokens in fresh.values())
         if self._waiting_tokens + size > self._waiting_tokens_max:

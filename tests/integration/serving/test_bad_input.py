@@ -97,6 +97,10 @@ CASES = {
         {"sampling": pb.Sampling(extra_json='{"temprature": 1}')},
         "did you mean 'temperature'",
     ),
+    "half a surrogate pair in JSON": (
+        {"sampling": pb.Sampling(extra_json='{"\\ud800": 1}')},
+        "sampling.extra_json: is no JSON",
+    ),
     "a prompt beyond the context": (
         {"segments": [pb.Segment(tokens=pb.TokenIds(ids=[5] * 510))]},
         "the model reads 512 in all: send fewer segments",
