@@ -37,6 +37,7 @@ log = logging.getLogger("kintsugi.gateway")
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
 PRECOMPUTE_SERVICE = "kintsugi.rpc.v1.Precompute"
+HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 REQUEST_ID = "x-request-id"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
@@ -236,19 +237,25 @@ async def _refuse(context: Any, error: KintsugiError) -> None:
     await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
 
 
-class _PrecomputeGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Jobs read any file that the server may and write into any namespace: they need a token for all."""
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Tokens for what `KintsugiService` does not check itself.
+
+    Jobs read any file that the server may and write into any namespace: they need a token for all. Reflection
+    and a watch of the health hold one of the bounded places for as long as they like: they need any token.
+    Kubernetes' probes, which have none, check the health once.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(f"/{PRECOMPUTE_SERVICE}/"):
+        if handler is None or details.method.startswith(f"/{SERVICE}/") or details.method == HEALTH_CHECK:
             return handler
         try:
             token = bearer_of(dict(details.invocation_metadata).get("authorization"))
-            if not self._gateway.access.caller(token).unrestricted:
+            caller = self._gateway.access.caller(token)
+            if details.method.startswith(f"/{PRECOMPUTE_SERVICE}/") and not caller.unrestricted:
                 raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
         except KintsugiError as error:
             return _refusing(handler, error)
@@ -261,11 +268,12 @@ def _refusing(handler: Any, error: KintsugiError) -> Any:
     async def refuse(request: Any, context: Any) -> None:
         await _refuse(context, error)
 
-    make = (
-        grpc.unary_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
     return make(refuse, handler.request_deserializer, handler.response_serializer)
 
 
@@ -292,7 +300,7 @@ class GatewayServer:
         """Raises `Unavailable` where the address cannot be had, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
         self._server = grpc.aio.server(
-            interceptors=(_PrecomputeGuard(self.gateway),) if self._precompute else (),
+            interceptors=(_Guard(self.gateway),),
             maximum_concurrent_rpcs=limits.concurrent_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
