@@ -27,7 +27,14 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import grpc
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from kintsugi.client import sdk_messages as messages
 from kintsugi.client.calls import finished, iterate
@@ -52,6 +59,8 @@ SERVICE = "kintsugi.rpc.v1.Kintsugi"
 MESSAGE_BYTES_MAX = 64 << 20
 """Of what a gateway answers."""
 PAGE = 1000
+LAST_ATTEMPT_S = 0.001
+"""gRPC takes no deadline that is over already."""
 RETRY_WAIT_S = 0.1
 """Before the second attempt, doubled before each further one; up to so much more by chance."""
 
@@ -72,7 +81,7 @@ class ClientOptions:
     insecure: bool = False
     """Send the token in the clear beyond loopback."""
     timeout_s: float = 60.0
-    """For a whole call; `put_chunks` with `wait` computes meanwhile."""
+    """For a whole call with all its attempts; `put_chunks` with `wait` computes meanwhile."""
     attempts: int = 5
     """Of a call that may be sent again, the first included: with the waits between them, 1.5 s and more."""
     retry_wait_s_max: float = 2.0
@@ -228,22 +237,29 @@ class _Core:
         self.transport = transport
         self.namespace = checked_namespace(namespace)
 
-    async def _again(self, call: Callable[..., Awaitable[Answered]], *arguments: Any) -> Answered:
-        """The call's result, sent again while the gateway is `Unavailable`."""
+    async def _again(
+        self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
+    ) -> Answered:
+        """The call's result, sent again while the gateway is `Unavailable` and time is left."""
         options = self.transport.options
+        deadline_s = time.monotonic() + timeout_s
+
+        async def once() -> Answered:
+            return await call(*arguments, max(deadline_s - time.monotonic(), LAST_ATTEMPT_S))
+
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),
-            stop=stop_after_attempt(options.attempts),
+            stop=stop_after_attempt(options.attempts) | stop_before_delay(timeout_s),
             wait=wait_exponential(multiplier=RETRY_WAIT_S, max=options.retry_wait_s_max)
             + wait_random(0, RETRY_WAIT_S),
             sleep=self.transport.pause,
             reraise=True,
         )
-        return await retrying(call, *arguments)
+        return await retrying(once)
 
     async def _unary(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         wait_s = timeout_s or self.transport.options.timeout_s
-        return await self._again(self.transport.unary, name, request, response, wait_s)
+        return await self._again(self.transport.unary, name, request, response, timeout_s=wait_s)
 
     async def put_chunks(
         self, chunks: Iterable[str | Tokens], tier: str, wait: bool, timeout_s: float | None
@@ -299,7 +315,7 @@ class _Core:
         request = self._request(segments, question, options)
         timeout_s = options.get("timeout_s") or self.transport.options.timeout_s
         answer = messages.Assembled()
-        first, rest = await self._again(self._begun, request, timeout_s)
+        first, rest = await self._again(self._begun, request, timeout_s=timeout_s)
         async with aclosing(rest):
             answer.take(first)
             async for message in rest:

@@ -41,7 +41,7 @@ from kintsugi.core.exchange import OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
 from kintsugi.engine.load import Load
-from kintsugi.engine.openai_prompt import SegmentTokenizer
+from kintsugi.engine.openai_prompt import SegmentTokenizer, with_documents
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
 _DATA = "data: "
-_DOCUMENT_GAP = "\n\n"
 
 
 @dataclass
@@ -239,7 +238,9 @@ class OpenAIFront:
         raw = _raw_request(call.trace)
         try:
             if call.path == CHAT_PATH:
-                chat = _ChatRequest.model_validate(self._with_documents(body))
+                if not self._template_takes_documents:
+                    body = with_documents(body)
+                chat = _ChatRequest.model_validate(body)
                 chat._asked = asked
                 return await self._chat.create_chat_completion(chat, raw)
             if call.path == COMPLETIONS_PATH:
@@ -259,23 +260,6 @@ class OpenAIFront:
                 logger.exception("Request %s failed", call.request_id)
             return response
         raise InvalidField("path", f"{call.path!r} is neither {CHAT_PATH} nor {COMPLETIONS_PATH}")
-
-    def _with_documents(self, body: dict[str, Any]) -> dict[str, Any]:
-        """For a template that has no place for `documents`, they begin the last user message.
-
-        vLLM would drop them without a word.
-        """
-        documents, messages = body.get("documents"), body.get("messages")
-        if not documents or self._template_takes_documents or not isinstance(messages, list):
-            return body
-        at = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=None)
-        if at is None:
-            raise InvalidField("documents", "need a user message to stand before")
-        text = _DOCUMENT_GAP.join(str(one.get("text", "")) for one in documents) + _DOCUMENT_GAP
-        content = messages[at].get("content") or ""
-        content = text + content if isinstance(content, str) else [{"type": "text", "text": text}, *content]
-        messages = [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
-        return {**body, "messages": messages, "documents": None}
 
     async def _tokenized(self, prompt: Any, params: Any) -> Any:
         """In place of the renderer's own. Called for the prompts of a request in their order."""

@@ -8,7 +8,7 @@ tokenised by itself.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ CACHED_CHUNKS = 1024
 CACHED_CHARS_MAX = 16_384
 """Of a text whose ids are kept: with `CACHED_CHUNKS` it bounds the cache to some 100 MB, usually 20."""
 _PROBE = "a"
+_DOCUMENT_GAP = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,31 @@ class Segmented:
     spans: tuple[Span, ...]
 
 
+def with_documents(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat request for a template that has no place for `documents`: they begin the last user message.
+
+    vLLM would drop them without a word. Messages that are none are left to it. Raises `InvalidField`.
+    """
+    documents, messages = body.get("documents"), body.get("messages")
+    if not documents or not isinstance(messages, list):
+        return dict(body)
+    at = max((i for i, one in enumerate(messages) if _is_users(one)), default=None)
+    if at is None:
+        raise InvalidField("documents", "need a user message to stand before")
+    text = _DOCUMENT_GAP.join(str(one.get("text", "")) for one in documents) + _DOCUMENT_GAP
+    content = messages[at].get("content") or ""
+    if isinstance(content, str):
+        content = text + content
+    elif isinstance(content, list):
+        content = [{"type": "text", "text": text}, *content]
+    messages = [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
+    return {**body, "messages": messages, "documents": None}
+
+
+def _is_users(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "user"
+
+
 def cut_at_chunks(text: str, chunk_texts: Iterable[str]) -> list[Piece]:
     """The text, cut before and behind each occurrence of a chunk.
 
@@ -53,8 +79,10 @@ def cut_at_chunks(text: str, chunk_texts: Iterable[str]) -> list[Piece]:
             at = bisect_left(taken, (start, end))
             if (at == 0 or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0]):
                 taken.insert(at, (start, end))
-        if len(taken) > SPANS_MAX:
-            raise InvalidField("messages", f"hold more than {SPANS_MAX} chunks; send fewer or longer ones")
+                if len(taken) > SPANS_MAX:
+                    raise InvalidField(
+                        "messages", f"hold more than {SPANS_MAX} chunks; send fewer or longer ones"
+                    )
     pieces, done = [], 0
     for start, end in taken:
         if done < start:

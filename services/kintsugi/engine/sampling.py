@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import StrictBool, StrictInt
+from pydantic import Field, Strict, StrictBool
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT, load
 
 STOPS_MAX = 16
 BIASES_MAX = 1024
+_Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
+"""What the way to an engine's process can carry."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +25,22 @@ class _Sampling:
 
     __pydantic_config__ = STRICT
 
-    max_tokens: StrictInt | None = None
-    min_tokens: StrictInt | None = None
+    max_tokens: _Whole | None = None
+    min_tokens: _Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: StrictInt | None = None
+    top_k: _Whole | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: StrictInt | None = None
+    seed: _Whole | None = None
     stop: list[str] | str | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop_token_ids: list[_Whole] | None = None
     ignore_eos: StrictBool | None = None
     include_stop_str_in_output: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0, lt=1 << 32)], float] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

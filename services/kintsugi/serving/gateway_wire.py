@@ -105,6 +105,7 @@ def _extra(text: str) -> dict[str, Any]:
         )
     try:
         values = json.loads(text)
+        json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no character
     except (ValueError, RecursionError) as error:
         raise InvalidField("sampling.extra_json", f"is no JSON ({error})") from None
     if not isinstance(values, dict):

@@ -29,7 +29,7 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving import gateway_wire as wire
-from kintsugi.serving.access import OpenAccess, checked_exposure
+from kintsugi.serving.access import Caller, OpenAccess, checked_exposure
 from kintsugi.serving.gateway import Gateway
 from kintsugi.serving.tracing import TRACE_HEADERS
 
@@ -37,6 +37,7 @@ log = logging.getLogger("kintsugi.gateway")
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
 PRECOMPUTE_SERVICE = "kintsugi.rpc.v1.Precompute"
+HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 REQUEST_ID = "x-request-id"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
@@ -65,7 +66,7 @@ class KintsugiService:
         self.gateway = gateway
 
     def generic_handler(self) -> Any:
-        unary: dict[str, tuple[Any, Callable[[Any, Any], Awaitable[Any]]]] = {
+        unary: dict[str, tuple[Any, Callable[[Caller, Any], Awaitable[Any]]]] = {
             "PutChunk": (pb.PutChunkRequest, self.put_chunk),
             "PutChunks": (pb.PutChunksRequest, self.put_chunks),
             "GetChunk": (pb.GetChunkRequest, self.get_chunk),
@@ -86,13 +87,14 @@ class KintsugiService:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _unary(
-        self, method: str, message: Any, handler: Callable[[Any, Any], Awaitable[Any]]
+        self, method: str, message: Any, handler: Callable[[Caller, Any], Awaitable[Any]]
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answered(data: bytes, context: Any) -> Any:
             async with self._guarded(method, context) as call:
+                caller = self._caller(context)  # first: a stranger's message is not even parsed
                 request = _parsed(message, data)
                 call.namespace = request.namespace
-                return await handler(request, context)
+                return await handler(caller, request)
 
         return answered
 
@@ -139,7 +141,7 @@ class KintsugiService:
             record["error"] = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
         log.info("%s", json.dumps(record))
 
-    def _caller(self, context: Any) -> Any:
+    def _caller(self, context: Any) -> Caller:
         return self.gateway.access.caller(bearer_of(_metadata(context, "authorization")))
 
     async def _generate(self, data: bytes, context: Any) -> None:
@@ -154,9 +156,9 @@ class KintsugiService:
                 async for event in events:
                     await context.write(wire.event_to_wire(event))
 
-    async def put_chunk(self, request: pb.PutChunkRequest, context: Any) -> pb.PutChunkResponse:
+    async def put_chunk(self, caller: Caller, request: pb.PutChunkRequest) -> pb.PutChunkResponse:
         (put,) = await self.gateway.put_chunks(
-            self._caller(context),
+            caller,
             request.namespace,
             [wire.content_of(request.chunk, "chunk")],
             tier=request.tier,
@@ -164,9 +166,9 @@ class KintsugiService:
         )
         return pb.PutChunkResponse(result=wire.put_to_wire(put))
 
-    async def put_chunks(self, request: pb.PutChunksRequest, context: Any) -> pb.PutChunksResponse:
+    async def put_chunks(self, caller: Caller, request: pb.PutChunksRequest) -> pb.PutChunksResponse:
         puts = await self.gateway.put_chunks(
-            self._caller(context),
+            caller,
             request.namespace,
             wire.contents_of(request.chunks, "chunks"),
             tier=request.tier,
@@ -174,30 +176,30 @@ class KintsugiService:
         )
         return pb.PutChunksResponse(results=map(wire.put_to_wire, puts))
 
-    async def get_chunk(self, request: pb.GetChunkRequest, context: Any) -> pb.GetChunkResponse:
+    async def get_chunk(self, caller: Caller, request: pb.GetChunkRequest) -> pb.GetChunkResponse:
         key = wire.key_of(request.key, "key")
-        chunk = await self.gateway.get_chunk(self._caller(context), request.namespace, key)
+        chunk = await self.gateway.get_chunk(caller, request.namespace, key)
         return pb.GetChunkResponse(chunk=wire.chunk_to_wire(chunk))
 
-    async def delete_chunk(self, request: pb.DeleteChunkRequest, context: Any) -> pb.DeleteChunkResponse:
+    async def delete_chunk(self, caller: Caller, request: pb.DeleteChunkRequest) -> pb.DeleteChunkResponse:
         key = wire.key_of(request.key, "key")
-        deleted = await self.gateway.delete_chunk(self._caller(context), request.namespace, key)
+        deleted = await self.gateway.delete_chunk(caller, request.namespace, key)
         return pb.DeleteChunkResponse(deleted=deleted)
 
-    async def list_chunks(self, request: pb.ListChunksRequest, context: Any) -> pb.ListChunksResponse:
+    async def list_chunks(self, caller: Caller, request: pb.ListChunksRequest) -> pb.ListChunksResponse:
         after = wire.key_of(request.page_token, "page_token") if request.page_token else None
         size = request.page_size or PAGE_DEFAULT
-        chunks = await self.gateway.list_chunks(self._caller(context), request.namespace, size, after)
+        chunks = await self.gateway.list_chunks(caller, request.namespace, size, after)
         token = chunks[-1].manifest.key.hex if len(chunks) == size else ""
         return pb.ListChunksResponse(chunks=map(wire.chunk_to_wire, chunks), next_page_token=token)
 
-    async def prefetch(self, request: pb.PrefetchChunksRequest, context: Any) -> pb.PrefetchChunksResponse:
+    async def prefetch(self, caller: Caller, request: pb.PrefetchChunksRequest) -> pb.PrefetchChunksResponse:
         segments = wire.segments_of(request.segments)
-        keys, accepted = await self.gateway.prefetch(self._caller(context), request.namespace, segments)
+        keys, accepted = await self.gateway.prefetch(caller, request.namespace, segments)
         return pb.PrefetchChunksResponse(keys=[key.hex if key else "" for key in keys], accepted=accepted)
 
-    async def tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        pieces = await self.gateway.tokenize(self._caller(context), request.namespace, list(request.texts))
+    async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        pieces = await self.gateway.tokenize(caller, request.namespace, list(request.texts))
         return pb.TokenizeResponse(
             texts=[pb.TokenizedText(token_ids=piece.token_ids, key=piece.key.hex) for piece in pieces]
         )
@@ -235,19 +237,25 @@ async def _refuse(context: Any, error: KintsugiError) -> None:
     await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
 
 
-class _PrecomputeGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Jobs read any file that the server may and write into any namespace: they need a token for all."""
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Tokens for what `KintsugiService` does not check itself.
+
+    Jobs read any file that the server may and write into any namespace: they need a token for all. Reflection
+    and a watch of the health hold one of the bounded places for as long as they like: they need any token.
+    Kubernetes' probes, which have none, check the health once.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(f"/{PRECOMPUTE_SERVICE}/"):
+        if handler is None or details.method.startswith(f"/{SERVICE}/") or details.method == HEALTH_CHECK:
             return handler
         try:
             token = bearer_of(dict(details.invocation_metadata).get("authorization"))
-            if not self._gateway.access.caller(token).unrestricted:
+            caller = self._gateway.access.caller(token)
+            if details.method.startswith(f"/{PRECOMPUTE_SERVICE}/") and not caller.unrestricted:
                 raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
         except KintsugiError as error:
             return _refusing(handler, error)
@@ -260,11 +268,12 @@ def _refusing(handler: Any, error: KintsugiError) -> Any:
     async def refuse(request: Any, context: Any) -> None:
         await _refuse(context, error)
 
-    make = (
-        grpc.unary_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
     return make(refuse, handler.request_deserializer, handler.response_serializer)
 
 
@@ -291,7 +300,7 @@ class GatewayServer:
         """Raises `Unavailable` where the address cannot be had, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
         self._server = grpc.aio.server(
-            interceptors=(_PrecomputeGuard(self.gateway),) if self._precompute else (),
+            interceptors=(_Guard(self.gateway),),
             maximum_concurrent_rpcs=limits.concurrent_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
@@ -326,6 +335,9 @@ class GatewayServer:
                 await self.gateway.renewed_info()
                 status = HealthCheckResponse.SERVING
             except KintsugiError:
+                status = HealthCheckResponse.NOT_SERVING
+            except Exception:
+                log.exception("no engine can be asked what it serves")
                 status = HealthCheckResponse.NOT_SERVING
             for service in ("", SERVICE):
                 await health.set(service, status)

@@ -73,6 +73,7 @@ NAMESPACE_HEADER = "x-kintsugi-namespace"
 DEFAULT_NAMESPACE = "default"
 """Of callers that may use every namespace and name none, as unmodified clients do."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 _STATUSES: tuple[tuple[type[KintsugiError], int, str], ...] = (
@@ -453,20 +454,25 @@ class _Bodies:
             raise _too_large()
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_READ_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Unavailable("the caller left before the request had come")
-                    piece = message.get("body", b"")
-                    self._take(body, piece)
-                    if not message.get("more_body", False):
-                        break
+            try:
+                async with asyncio.timeout(BODY_READ_S):
+                    await self._read(body, receive)
+            except TimeoutError:
+                raise BodyTooSlow(
+                    f"the body did not come within {BODY_READ_S:.0f} s; send it faster"
+                ) from None
             yield body
-        except TimeoutError:
-            raise BodyTooSlow(f"the body did not come within {BODY_READ_S:.0f} s; send it faster") from None
         finally:
             self._held_bytes -= len(body)
+
+    async def _read(self, body: bytearray, receive: Receive) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Unavailable("the caller left before the request had come")
+            self._take(body, message.get("body", b""))
+            if not message.get("more_body", False):
+                return
 
     def _take(self, body: bytearray, piece: bytes) -> None:
         if len(body) + len(piece) > BODY_BYTES_MAX:
@@ -497,7 +503,11 @@ def _too_large() -> BodyTooLarge:
 def _parsed(raw: bytearray) -> dict[str, Any]:
     """The request's JSON object."""
     try:
-        body = json.loads(raw)
+        text = raw.decode()
+        body = json.loads(text)
+        if _SURROGATE.search(text):
+            # Half of a pair is no character: neither a tokenizer nor an answer can hold it.
+            json.dumps(body, ensure_ascii=False).encode()
     except RecursionError:
         raise InvalidField("body", "is nested too deeply") from None
     except ValueError as error:

@@ -18,6 +18,8 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 SEARCHED_CHARS_MAX = 1 << 21
 """Of all messages together. Text beyond it is not searched for known chunks: no model reads so much."""
+ANSWERS_MAX = 256
+"""Of one request, `n` times its prompts: each is a request in the engine, and all of them begin at once."""
 DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
 
 Finder = Callable[[str], Sequence[tuple[int, int]]]
@@ -66,6 +68,7 @@ def parsed_call(
     for name, problem in _RESERVED.items():
         if body.get(name) is not None:
             raise InvalidField(name, problem)
+    _check_answers(body)
     params = _params_of(body.get(PARAMS_KEY), namespace)
     passed = {name: value for name, value in body.items() if name not in (PARAMS_KEY, *_RESERVED)}
     chunks = _Chunks(find)
@@ -79,6 +82,18 @@ def parsed_call(
         for text in _texts(passed.get("prompt")):
             chunks.search(text)
     return OpenAICall(request_id, path, passed, params, tuple(chunks.texts), dict(trace or {}))
+
+
+def _check_answers(body: Mapping[str, Any]) -> None:
+    """Raises `InvalidField` for more than `ANSWERS_MAX`. What is no number or list is vLLM's to refuse."""
+    n, prompt = body.get("n"), body.get("prompt")
+    each = n if isinstance(n, int) else 1
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    if each * prompts > ANSWERS_MAX:
+        raise InvalidField(
+            "prompt" if prompts > 1 else "n",
+            f"{each * prompts} answers; at most {ANSWERS_MAX} are given at once: send fewer",
+        )
 
 
 def wanted_namespace(body: Mapping[str, Any], header: str | None) -> str | None:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 WAITING_TOKENS_MAX = 4 << 20
 """Of chunks that wait or run: hours of a small engine's work already."""
+WAITING_CHUNKS_MAX = 1 << 16
+"""However short they are: each takes a kilobyte here, and a request in an engine."""
 RUNNING_MAX = 4
 """Calls to the engines at a time."""
 BATCH_TOKENS = 16_384
@@ -44,6 +46,11 @@ class Saver:
     ) -> list[asyncio.Future[SaveOutcome]]:
         """Have chunks saved, whoever asked may leave. Raises `ResourceExhausted`, and then saves none."""
         fresh = {key: tokens for key, tokens in chunks if (namespace, key) not in self._futures}
+        if len(self._futures) + len(fresh) > WAITING_CHUNKS_MAX:
+            raise ResourceExhausted(
+                f"{len(self._futures)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; "
+                "send fewer and longer ones, or again later"
+            )
         size = sum(len(tokens) // 4 for tokens in fresh.values())
         if self._waiting_tokens + size > self._waiting_tokens_max:
             raise ResourceExhausted(

@@ -21,7 +21,10 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 from kintsugi.serving.known_chunks import KnownChunks
 
 INLINE_CHARS_MAX = 4096
-"""Longer texts are tokenised in a thread: the event loop serves everybody."""
+"""Of one request; what is beyond it is tokenised in a thread: the event loop serves everybody."""
+TOGETHER_TOKENS_MAX = 8 << 20
+"""Of one request's segments that make no prompt. A chunk is named by 64 characters and has up to
+`TOKENS_MAX` tokens."""
 CACHED_TOKENS_MAX = 8 << 20
 """32 MiB of ids."""
 
@@ -87,30 +90,39 @@ class SegmentResolver:
         self._cached_tokens = 0
 
     async def prompt(
-        self, space: ChunkSpace, segments: Sequence[Segment], question: Segment
+        self, space: ChunkSpace, segments: Sequence[Segment], question: Segment, tokens_max: int
     ) -> ResolvedPrompt:
-        """Raises `InvalidField`, `ForeignChunkKey` and `NotFound`, each naming the segment."""
-        pieces = await self.pieces(space, segments)
+        """Raises `InvalidField`, also where segments or question alone have more than `tokens_max` tokens,
+        `ForeignChunkKey` and `NotFound`, each naming the segment."""
+        pieces = await self._resolved(space, segments, "segments", tokens_max)
         tokens = [*space.prefix_token_ids]
         spans = []
         for segment, piece in zip(segments, pieces, strict=True):
             start = len(tokens)
             tokens += piece.token_ids
             spans.append(Span(start, len(tokens), None if segment.plain else piece.key))
-        (asked,) = await self._resolved(space, [question], "question")
+        (asked,) = await self._resolved(space, [question], "question", tokens_max)
         return ResolvedPrompt((*tokens, *asked.token_ids), tuple(spans))
 
-    async def pieces(self, space: ChunkSpace, segments: Sequence[Segment]) -> list[Piece]:
-        """In order."""
-        return await self._resolved(space, segments, "segments")
+    async def pieces(
+        self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
+    ) -> list[Piece]:
+        """In order. ``where`` is the request's name for them."""
+        return await self._resolved(space, segments, where, TOGETHER_TOKENS_MAX)
 
-    async def _resolved(self, space: ChunkSpace, segments: Sequence[Segment], where: str) -> list[Piece]:
+    async def _resolved(
+        self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
+    ) -> list[Piece]:
         documents = await self._looked_up(space, segments, where)
-        pieces = []
+        pieces: list[Piece] = []
+        tokens = inline_chars = 0
         for index, segment in enumerate(segments):
             name = where if where == "question" else f"{where}[{index}]"
             if segment.text is not None:
-                piece = await self._of_text(space, segment.text, segment.plain or where == "question", name)
+                inline_chars += len(segment.text)
+                plain = segment.plain or where == "question"
+                inline = inline_chars <= INLINE_CHARS_MAX
+                piece = await self._of_text(space, segment.text, plain, name, inline)
             elif segment.token_ids is not None:
                 piece = self._of_tokens(space, segment, name)
             elif segment.key is not None:
@@ -124,19 +136,26 @@ class SegmentResolver:
                     name,
                     f"has {piece.num_tokens} tokens; a chunk has at most {TOKENS_MAX}: cut it",
                 )
+            tokens += piece.num_tokens
+            if tokens > tokens_max:
+                raise InvalidField(
+                    where, f"{tokens} tokens up to {name}; at most {tokens_max} are read in all: send fewer"
+                )
             pieces.append(piece)
         return pieces
 
-    async def _of_text(self, space: ChunkSpace, text: str, plain: bool, name: str) -> Piece:
+    async def _of_text(self, space: ChunkSpace, text: str, plain: bool, name: str, inline: bool) -> Piece:
         address = (space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
         piece = self._pieces.get(address)
         if piece is not None:
             self._pieces.move_to_end(address)
+            if not plain and not self._known.used(space.namespace, piece.key):  # deleted, and put again
+                self._known.remember(space.namespace, piece.key, piece.token_ids, text)
             return piece
-        if len(text) > INLINE_CHARS_MAX:
-            tokens = token_bytes(await asyncio.to_thread(self._tokenize, text))
-        else:
+        if inline:
             tokens = token_bytes(self._tokenize(text))
+        else:
+            tokens = await asyncio.to_thread(lambda: token_bytes(self._tokenize(text)))
         if not tokens:
             raise InvalidField(name, "has no tokens; leave it out or give it a text")
         piece = Piece(tokens, ChunkKey.of_bytes(space, tokens))
@@ -192,7 +211,10 @@ class SegmentResolver:
         for corpus, refs in by_corpus.items():
             if self._documents is None:
                 raise NotFound(f"{where}: this gateway knows no corpora; start it with a precompute ledger")
-            found = await asyncio.to_thread(self._documents.resolve, corpus, list(refs.values()))
+            try:
+                found = await asyncio.to_thread(self._documents.resolve, corpus, list(refs.values()))
+            except NotFound:  # said as where the corpus is another namespace's
+                found = [None] * len(refs)
             for (index, ref), chunk in zip(refs.items(), found, strict=True):
                 pieces[index] = _piece_of(space, chunk, ref, f"{where}[{index}]", corpus)
         return pieces

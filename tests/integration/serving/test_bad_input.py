@@ -97,9 +97,17 @@ CASES = {
         {"sampling": pb.Sampling(extra_json='{"temprature": 1}')},
         "did you mean 'temperature'",
     ),
+    "half a surrogate pair in JSON": (
+        {"sampling": pb.Sampling(extra_json='{"\\ud800": 1}')},
+        "sampling.extra_json: is no JSON",
+    ),
     "a prompt beyond the context": (
-        {"segments": [pb.Segment(tokens=pb.TokenIds(ids=[5] * 600))]},
+        {"segments": [pb.Segment(tokens=pb.TokenIds(ids=[5] * 510))]},
         "the model reads 512 in all: send fewer segments",
+    ),
+    "segments beyond the context": (
+        {"segments": [pb.Segment(tokens=pb.TokenIds(ids=[5] * 300))] * 2},
+        "segments: 600 tokens up to segments[1]; at most 512 are read in all",
     ),
     "an answer beyond the context": (
         {"sampling": pb.Sampling(max_tokens=512)},

@@ -21,15 +21,17 @@ from kintsugi.client.sdk import Client, ClientOptions
 from kintsugi.client.sdk_types import DocumentChunk, Sampling
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
-from kintsugi.core.exchange import SaveState
+from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
+from kintsugi.serving import gateway as gateway_module
+from kintsugi.serving import grpc_server
 from kintsugi.serving.access import ANYONE, TokenFile
 from kintsugi.serving.fill import FillConfig
-from kintsugi.serving.gateway import Gateway
+from kintsugi.serving.gateway import Gateway, GatewayLimits
 from kintsugi.serving.grpc_server import GatewayServer, served_files
 from kintsugi.serving.saves import Saver
 from kintsugi.serving.segments import Segment
@@ -261,6 +263,68 @@ def test_health_follows_the_engines_and_reflection_names_the_services() -> None:
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         (answer,) = list(stub.ServerReflectionInfo(asked))
         assert "kintsugi.rpc.v1.Kintsugi" in {s.name for s in answer.list_services_response.service}
+
+
+def test_health_goes_on_when_an_engine_fails_in_a_new_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(gateway_module, "INFO_TTL_S", 0.0)
+    with running() as gateway, grpc.insecure_channel(gateway.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        def is_serving() -> bool:
+            status = health.Check(health_pb2.HealthCheckRequest(service="")).status
+            return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+        async def broken() -> EngineInfo:
+            raise RuntimeError("not one of ours")
+
+        asked = gateway.backend.info
+        assert any(is_serving() for _ in range(200))
+        monkeypatch.setattr(gateway.backend, "info", broken)
+        assert any(not is_serving() for _ in range(200))
+        monkeypatch.setattr(gateway.backend, "info", asked)
+        assert any(is_serving() for _ in range(200))
+
+
+def test_strangers_hold_no_place(tmp_path: Path) -> None:
+    path, tokens = token_file(tmp_path, ("tenant", ("tenant",)))
+    limits = GatewayLimits(concurrent_max=4)
+    setup = Setup(gateway={"access": TokenFile(path), "limits": limits})
+    with running(setup) as gateway, grpc.insecure_channel(gateway.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        bearer = (("authorization", f"Bearer {tokens['tenant']}"),)
+        watched = health_pb2.HealthCheckRequest(service="")
+        for call in [health.Watch(watched) for _ in range(4)] + [reflection.ServerReflectionInfo(iter(()))]:
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        health.Check(watched)
+        with_token = health.Watch(watched, metadata=bearer)
+        next(with_token)
+        with_token.cancel()
+        with Client(gateway.address, "tenant", token=tokens["tenant"]) as client:
+            assert client.tokenize(["text"])
+
+
+def test_a_strangers_message_is_not_parsed(tmp_path: Path) -> None:
+    path, _ = token_file(tmp_path, ("tenant", ("tenant",)))
+    with (
+        running(Setup(gateway={"access": TokenFile(path)})) as gateway,
+        grpc.insecure_channel(gateway.address) as channel,
+    ):
+        for method in (
+            "PutChunk",
+            "PutChunks",
+            "GetChunk",
+            "DeleteChunk",
+            "ListChunks",
+            "Prefetch",
+            "Tokenize",
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/kintsugi.rpc.v1.Kintsugi/{method}", None, None)(b"no message")
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 class OneJob(precompute_pb2_grpc.PrecomputeServicer):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import kintsugi
 from kintsugi.client.sdk import AsyncClient, Client, ClientOptions
 from kintsugi.client.sdk_types import Answer, Delta, Key, Plain, Tokens
-from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownField
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable, UnknownField
 from tests.integration.serving.gateways import Running, Setup, running
 
 PASSAGES = ["First passage, of a handful of words.", "Second passage, of some other words."]
@@ -142,6 +143,15 @@ def test_what_stays_unavailable_is_an_error() -> None:
     options = ClientOptions(attempts=2, retry_wait_s_max=0.01)
     with Client("127.0.0.1:1", namespace="nobody", options=options) as client, pytest.raises(Unavailable):
         client.tokenize(["text"])
+
+
+def test_the_time_limit_is_for_all_attempts() -> None:
+    options = ClientOptions(timeout_s=0.3, attempts=1000, retry_wait_s_max=0.05)
+    with Client("127.0.0.1:1", namespace="nobody", options=options) as client:
+        began_s = time.monotonic()
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            client.tokenize(["text"])
+        assert time.monotonic() - began_s < 5, "and not a thousand times"
 
 
 def test_a_token_is_not_sent_in_the_clear() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from kintsugi.checkpoints.vocabulary import BOS_ID, train_tokenizer
 from kintsugi.client.chunking import Chunker
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SPANS_MAX, checked_spans
-from kintsugi.engine.openai_prompt import SegmentTokenizer, cut_at_chunks
+from kintsugi.engine.openai_prompt import SegmentTokenizer, cut_at_chunks, with_documents
 
 
 @lru_cache(maxsize=1)
@@ -36,6 +37,17 @@ def test_every_occurrence_is_cut_out_the_longest_first() -> None:
 def test_more_occurrences_than_spans_are_refused() -> None:
     with pytest.raises(InvalidField, match=str(SPANS_MAX)):
         cut_at_chunks("a" * (SPANS_MAX + 1), ["a"])
+
+
+def test_occurrences_beyond_the_bound_are_not_even_counted() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidField, match=str(SPANS_MAX)):
+            cut_at_chunks("a" * (8 << 20), ["a"])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 32 << 20, "the text itself, and a bounded list"
 
 
 @given(st.text("abc ", max_size=60), st.lists(st.text("abc ", min_size=1, max_size=6), max_size=5))
@@ -83,3 +95,22 @@ def test_a_prompt_begins_with_the_prefix_of_the_chunk_space() -> None:
         assert tokenizer().decode(segmented.token_ids) == "<s>" + text
     other = SegmentTokenizer(tokenizer(), system).segmented("Another system. salt.", ["salt."], True)
     assert tokenizer().decode(other.token_ids) == "<s>Another system. salt."
+
+
+def test_documents_stand_before_the_last_question() -> None:
+    documents = [{"text": "one"}, {"text": "two"}]
+    asked = {"role": "user", "content": "why?"}
+    body = with_documents({"documents": documents, "messages": [asked, asked]})
+    assert body["messages"] == [asked, {"role": "user", "content": "one\n\ntwo\n\nwhy?"}]
+    parts = {"role": "user", "content": [{"type": "text", "text": "why?"}]}
+    (message,) = with_documents({"documents": documents, "messages": [parts]})["messages"]
+    assert [part["text"] for part in message["content"]] == ["one\n\ntwo\n\n", "why?"]
+
+
+@pytest.mark.parametrize("message", ["hello", None, {"role": "user", "content": 5}])
+def test_messages_that_are_none_are_left_to_the_engine(message: Any) -> None:
+    asked = {"role": "user", "content": "why?"}
+    messages = with_documents({"documents": [{"text": "one"}], "messages": [asked, message]})["messages"]
+    assert messages[1] == message
+    with pytest.raises(InvalidField, match="user message"):
+        with_documents({"documents": [{"text": "one"}], "messages": ["hello"]})

@@ -45,3 +45,11 @@ def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], where: str) -
 def test_what_an_answer_cannot_carry_is_unknown(name: str) -> None:
     with pytest.raises(UnknownField, match=f"sampling.{name}"):
         checked_sampling({name: 1})
+
+
+@pytest.mark.parametrize(
+    "values", [{"seed": 1 << 63}, {"stop_token_ids": [1 << 70]}, {"logit_bias": {1 << 70: 1.0}}]
+)
+def test_numbers_that_no_message_carries_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField, match=rf"sampling\.{next(iter(values))}"):
+        checked_sampling(values)

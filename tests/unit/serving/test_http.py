@@ -190,6 +190,28 @@ def test_bodies_that_are_no_json_object(raw: bytes, message: str) -> None:
     run(body)
 
 
+@pytest.mark.parametrize(
+    "raw", [b'{"x": "\\ud800"}', b'{"kintsugi": {"\\uDC00": 1}}', b'{"x": "\xed\xa0\x80"}']
+)
+def test_half_a_surrogate_pair_is_no_text(raw: bytes) -> None:
+    async def body() -> None:
+        backend = scripted(*answered("fine"))
+        async with client(backend) as caller:
+            refused = await caller.post(CHAT_PATH, content=raw)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "body")
+            whole = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+            assert (await caller.post(CHAT_PATH, content=whole)).status_code == 200
+
+    run(body)
+
+
+def test_a_time_limit_of_the_engines_is_not_the_bodys() -> None:
+    async def body() -> None:
+        assert (await post(scripted(TimeoutError("ray")), CHAT)).status_code == 500
+
+    run(body)
+
+
 def test_ten_thousand_chunks_are_refused() -> None:
     async def body() -> None:
         response = await post(ScriptedBackend(), {**CHAT, "documents": [f"d{i}" for i in range(10_000)]})

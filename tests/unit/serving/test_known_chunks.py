@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +170,22 @@ def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known.close()
     known = KnownChunks(tmp_path)
     assert all(known.token_ids("tenant", key_of(*chunk)) == chunk for chunk in chunks)
+    known.close()
+
+
+def test_the_map_does_not_move_below_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_chunks, "_MAP_BYTES_MIN", 1 << 17)
+    known = KnownChunks(tmp_path)
+    disk = known._disk
+    assert disk is not None
+    before = disk._env.info()["map_size"]
+    grower = threading.Thread(target=disk._grow)
+    with disk._mapped:  # as a reader holds it
+        grower.start()
+        grower.join(0.05)
+        assert disk._env.info()["map_size"] == before
+    grower.join()
+    assert disk._env.info()["map_size"] == 2 * before
     known.close()
 
 

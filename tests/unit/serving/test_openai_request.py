@@ -141,3 +141,20 @@ def test_the_namespace_is_named_once() -> None:
     for body, header in (({"kintsugi": {"namespace": "a"}}, "b"), ({"kintsugi": {"namespace": 3}}, None)):
         with pytest.raises(InvalidField):
             wanted_namespace(body, header)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": "x", "n": 257}, "n"),
+        ({"prompt": ["x"] * 257}, "prompt"),
+        ({"prompt": [[5]] * 257}, "prompt"),
+        ({"prompt": ["x"] * 65, "n": 4}, "prompt"),
+    ],
+)
+def test_answers_of_one_request_are_bounded(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField, match="at most 256 are given at once") as caught:
+        parsed_call("r", COMPLETIONS_PATH, body, "acme", lambda text: ())
+    assert caught.value.field == field
+    for fine in ({"prompt": [5] * 1000}, {"prompt": ["x"] * 64, "n": 4}, {"n": "many"}):
+        parsed_call("r", COMPLETIONS_PATH, fine, "acme", lambda text: ())

@@ -1,0 +1,114 @@
+"""Segments into tokens: bounded, off the event loop, and known for as long as they are used."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
+from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
+from kintsugi.serving.known_chunks import KnownChunks
+from kintsugi.serving.segments import INLINE_CHARS_MAX, Segment, SegmentResolver
+
+SPACE = ChunkSpace(ModelFingerprint.of({"weights": "none"}), "tenant", (1,))
+OTHERS = ChunkSpace(SPACE.fingerprint, "other", (1,))
+TEXT = "a text that is long enough to be found again"
+
+
+def tokenize(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def resolver(known: KnownChunks | None = None, documents: DocumentIndex | None = None) -> SegmentResolver:
+    return SegmentResolver(tokenize, KnownChunks() if known is None else known, documents)
+
+
+def test_a_small_request_for_many_tokens_is_refused_before_they_are_gathered() -> None:
+    known = KnownChunks()
+    resolve = resolver(known)
+
+    async def ask() -> None:
+        (piece,) = await resolve.pieces(SPACE, [Segment(token_ids=(7,) * 1000)])
+        with pytest.raises(InvalidField, match=r"11000 tokens up to segments\[10\]; at most 10000"):
+            await resolve.prompt(SPACE, [Segment(key=piece.key)] * 1024, Segment(text="Why?"), 10_000)
+        with pytest.raises(InvalidField, match="question: 4 tokens"):
+            await resolve.prompt(SPACE, [], Segment(text="Why?"), 3)
+
+    asyncio.run(ask())
+
+
+def test_many_short_texts_are_no_more_inline_than_a_long_one() -> None:
+    inline_chars = 0
+
+    def watched(text: str) -> list[int]:
+        nonlocal inline_chars
+        if threading.current_thread() is threading.main_thread():
+            inline_chars += len(text)
+        return tokenize(text)
+
+    texts = [Segment(text=f"{number:04}" * 250) for number in range(20)]
+    pieces = asyncio.run(SegmentResolver(watched, KnownChunks(), None).pieces(SPACE, texts))
+    assert [piece.num_tokens for piece in pieces] == [1000] * 20
+    assert 0 < inline_chars <= INLINE_CHARS_MAX
+
+
+def test_a_text_that_was_deleted_and_comes_again_is_known_again() -> None:
+    known = KnownChunks()
+    resolve = resolver(known)
+
+    async def ask() -> None:
+        (piece,) = await resolve.pieces(SPACE, [Segment(text=TEXT)])
+        known.forget("tenant", [piece.key])
+        with pytest.raises(NotFound):
+            await resolve.pieces(SPACE, [Segment(key=piece.key)])
+        await resolve.pieces(SPACE, [Segment(text=TEXT)])
+        assert await resolve.pieces(SPACE, [Segment(key=piece.key)]) == [piece]
+        assert known.find("tenant", f"… {TEXT} …") == [(2, 2 + len(TEXT))]
+
+    asyncio.run(ask())
+
+
+def test_a_text_in_use_is_not_what_is_forgotten_first() -> None:
+    known = KnownChunks(chunks_max=2)
+    resolve = resolver(known)
+
+    async def ask() -> None:
+        for text in (TEXT, "another one", TEXT, "a third one"):
+            (piece,) = await resolve.pieces(SPACE, [Segment(text=text)])
+        (piece,) = await resolve.pieces(SPACE, [Segment(text=TEXT)])
+        assert known.knows("tenant", piece.key)
+
+    asyncio.run(ask())
+
+
+class OneCorpus(DocumentIndex):
+    """One corpus of another tenant; stands in for a precompute ledger."""
+
+    def __init__(self, chunk: KnownChunk) -> None:
+        self._chunk = chunk
+
+    def resolve(self, corpus: str, refs: list[DocumentRef]) -> list[KnownChunk | None]:  # type: ignore[override]
+        if corpus != "secret":
+            raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
+        return [self._chunk if ref == self._chunk.ref else None for ref in refs]
+
+    def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
+        return []
+
+    def close(self) -> None:
+        return None
+
+
+def test_nobody_learns_which_corpora_others_have() -> None:
+    async def refusal(corpus: str) -> str:
+        ref = DocumentRef("manual", 0)
+        (piece,) = await resolver().pieces(OTHERS, [Segment(text=TEXT)])
+        documents = OneCorpus(KnownChunk(ref, "1", piece.key, piece.token_ids))
+        with pytest.raises(NotFound) as caught:
+            await resolver(documents=documents).pieces(SPACE, [Segment(document=(corpus, ref))])
+        return str(caught.value).replace(corpus, "…")
+
+    assert asyncio.run(refusal("secret")) == asyncio.run(refusal("none"))
