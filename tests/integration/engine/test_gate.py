@@ -70,7 +70,8 @@ def test_without_a_report_nothing_is_blended_until_there_is_one(
     publish(engine, store, passing_report(engine).to_bytes())
     blended = asked(engine, prompt)
     assert (blended["outcome"], blended["ratio"], blended["selector"]) == ("blended", 0.3, "hkvd")
-    full_width = blended["token_layers_computed"] / len(prompt.token_ids)
+    behind_exact_chunk = len(prompt.token_ids) - prompt.spans[1].start
+    full_width = blended["token_layers_computed"] / behind_exact_chunk
     assert full_width > 2, "the report's check layer counts, not the configuration's"
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from kintsugi.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.interface import ChunkLost
+from kintsugi.client.interface import ChunkLost, ChunkStore
 from kintsugi.client.registry import open_store
 from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted, Unavailable, VersionMismatch
@@ -61,7 +61,13 @@ def store(shard: Shard) -> Iterator[GrpcStore]:
 
 
 class TestDurableStore(StoreContract):
-    pass
+    def test_a_chunk_is_put_where_it_is_to_be_kept(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(8))
+        assert store.put(manifest, frames, tier="auto")
+        manifest, frames = make_chunk(range(9))
+        with pytest.raises(InvalidField, match="durable needs an SSD tier"):
+            store.put(manifest, frames, tier="ram")
+        assert store.lookup("acme", [manifest.key]) == [None]
 
 
 def test_stats_say_whether_what_is_stored_outlives_the_shards(shard: Shard) -> None:

@@ -52,13 +52,20 @@ def accounting_of(answer: Any) -> dict[str, Any]:
     return found
 
 
+def reused(served: Served, accounting: dict[str, Any]) -> int:
+    """Tokens of chunks that were not computed: from the store, or the exact beginning of the first one, which
+    storing it has left in vLLM's prefix cache."""
+    prefix = len(served.info.prefix_token_ids)
+    return int(accounting["tokens_hit"] + max(accounting["tokens_prefix_cached"] - prefix, 0))
+
+
 def test_known_chunks_in_a_message_are_hit_and_the_answer_is_right(served: Served) -> None:
     show = showcase()
     stored = served.store("known", show.chunks)
     answer = question("known", served, "".join(show.chunks) + show.question)
-    assert answer.choices[0].message.content.split()[0] == show.answer
+    assert answer.choices[0].message.content.strip().startswith(show.answer)
     accounting = accounting_of(answer)
-    assert (accounting["outcome"], accounting["tokens_hit"]) == ("blended", stored)
+    assert (accounting["outcome"], reused(served, accounting)) == ("blended", stored)
     assert answer.usage.prompt_tokens_details.cached_tokens >= stored
 
 
@@ -71,9 +78,9 @@ def test_a_stream_ends_with_the_accounting(served: Served, usage: bool) -> None:
         question(f"stream-{usage}", served, "".join(show.chunks) + show.question, stream=True, **options)
     )
     text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
-    assert text.split()[0] == show.answer
+    assert text.strip().startswith(show.answer)
     assert [hasattr(event, "kintsugi") for event in events] == [False] * (len(events) - 1) + [True]
-    assert events[-1].kintsugi["tokens_hit"] == stored
+    assert reused(served, events[-1].kintsugi) == stored
     assert (events[-1].usage is not None) is usage
 
 
@@ -86,10 +93,10 @@ def test_marked_chunks_that_are_missed_twice_are_stored_and_then_hit(served: Ser
         assert missed["reason"].startswith("no_chunk_cached")
     tokens = sum(len(served.chunker.token_ids(chunk)) for chunk in show.chunks)
     deadline_s = time.monotonic() + FILL_S
-    while (hit := accounting_of(question("marked", served, content))["tokens_hit"]) < tokens:
+    while (hit := reused(served, accounting_of(question("marked", served, content)))) < tokens:
         assert time.monotonic() < deadline_s, f"{hit} of {tokens} tokens are stored"
     unmarked = accounting_of(question("marked", served, "".join(show.chunks) + show.question))
-    assert unmarked["chunks_hit"] == len(show.chunks)
+    assert reused(served, unmarked) >= tokens
 
 
 def test_documents_are_chunks(served: Served) -> None:
@@ -98,7 +105,7 @@ def test_documents_are_chunks(served: Served) -> None:
     answer = question(
         "documents", served, show.question, extra_body={"documents": [{"text": c} for c in show.chunks]}
     )
-    assert accounting_of(answer)["tokens_hit"] == stored
+    assert reused(served, accounting_of(answer)) == stored
 
 
 def test_chunks_inside_a_tool_message_are_hit(served: Served) -> None:
@@ -114,7 +121,7 @@ def test_chunks_inside_a_tool_message_are_hit(served: Served) -> None:
         ],
         max_tokens=2,
     )
-    assert accounting_of(answer)["tokens_hit"] == stored
+    assert reused(served, accounting_of(answer)) == stored
 
 
 def test_completions_hit_what_their_prompt_holds(served: Served) -> None:
@@ -125,7 +132,7 @@ def test_completions_hit_what_their_prompt_holds(served: Served) -> None:
     answer = api.create(model=served.model, prompt=prompt, max_tokens=1, temperature=0, logprobs=2)
     assert answer.choices[0].text.strip() == show.answer
     assert len(answer.choices[0].logprobs.top_logprobs[0]) >= 2
-    assert accounting_of(answer)["tokens_hit"] == stored
+    assert reused(served, accounting_of(answer)) == stored
     both = api.create(model=served.model, prompt=[show.question, prompt], max_tokens=1, temperature=0)
     assert [choice.index for choice in both.choices] == [0, 1]
     assert both.choices[1].text.strip() == show.answer
