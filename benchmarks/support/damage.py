@@ -178,12 +178,13 @@ def _other_weights(folder: Path) -> None:
 
 
 def _stale_check_layer(setup: Setup) -> str | None:
-    """The report's numbers are of another check layer than the one that blends: an earlier one."""
+    """The report's numbers are of another check layer than the one that blends: an earlier one. Done to what
+    passed and looks at a layer: the default need not."""
     url, store = _fresh_store()
     with _gated(setup, setup.model, url) as running:
         report = reports.read(_report(setup))
-        chosen = report.choice.selection
-        assert chosen is not None
+        passed = (report.choice.selection, *report.choice.limits.values())
+        chosen = next(selection for selection in passed if selection and selection.check_layer > 1)
         stale = dataclasses.replace(chosen, check_layer=1, ratio=min(chosen.ratio, 0.15))
         entries = [
             dataclasses.replace(entry, selection=stale)
