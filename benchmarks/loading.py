@@ -8,7 +8,6 @@ their range. The store is throttled memory, a shard's process with a disk, or a 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.support import forecasts, misses, tiers
-from benchmarks.support.figures import Figure, report
+from benchmarks.support.sections import run
 
 SECTIONS = {
     "prediction": forecasts.ttft_prediction_error,
@@ -30,25 +29,5 @@ SECTIONS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller prompts, fewer repetitions, 2 minutes")
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
-    parser.add_argument("--only", help=f"comma-separated sections of {', '.join(SECTIONS)}")
-    arguments = parser.parse_args()
-    chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
-    figures: list[Figure] = []
-    for name in chosen:
-        figures += SECTIONS[name](quick=arguments.quick)
-    config = {
-        "quick": arguments.quick,
-        "sections": chosen,
-        "compute_threads": os.environ["OMP_NUM_THREADS"],
-        "weights": "random",
-    }
-    part = "" if len(chosen) == len(SECTIONS) else "-" + "-".join(chosen)
-    report("loading", config, figures, save_as=f"loading{part}" if arguments.save else None)
-
-
 if __name__ == "__main__":
-    main()
+    run("loading", __doc__.splitlines()[0], SECTIONS)

@@ -9,7 +9,6 @@ it computes what it should, nothing about the quality of answers.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.support import exactness, plain_cost, speed, stalls
-from benchmarks.support.figures import Figure, report
+from benchmarks.support.sections import run
 
 SECTIONS = {
     "speed": speed.measure,
@@ -35,25 +34,5 @@ SECTIONS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller prompts, fewer repetitions, 2 minutes")
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
-    parser.add_argument("--only", help=f"comma-separated sections of {', '.join(SECTIONS)}")
-    arguments = parser.parse_args()
-    chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
-    figures: list[Figure] = []
-    for name in chosen:
-        figures += SECTIONS[name](quick=arguments.quick)
-    config = {
-        "quick": arguments.quick,
-        "sections": chosen,
-        "compute_threads": os.environ["OMP_NUM_THREADS"],
-        "weights": "random",
-    }
-    part = "" if len(chosen) == len(SECTIONS) else "-" + "-".join(chosen)
-    report("ttft", config, figures, save_as=f"ttft{part}" if arguments.save else None)
-
-
 if __name__ == "__main__":
-    main()
+    run("ttft", __doc__.splitlines()[0], SECTIONS)

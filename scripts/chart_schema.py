@@ -264,13 +264,14 @@ def generated() -> dict[Path, str]:
 
 
 def main() -> int:
-    stale = [path for path, text in generated().items() if not path.is_file() or path.read_text() != text]
+    files = generated()
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
         for path in stale:
             print(f"{path.relative_to(CHART.parents[1])} is out of date: run scripts/chart_schema.py")
         return 1 if stale else 0
     for path in stale:
-        path.write_text(generated()[path])
+        path.write_text(files[path])
         print(f"wrote {path.relative_to(CHART.parents[1])}")
     return 0
 

@@ -25,14 +25,15 @@ def rendered() -> dict[Path, str]:
 
 
 def main() -> int:
-    stale = [path for path, text in rendered().items() if not path.is_file() or path.read_text() != text]
+    files = rendered()
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
         for path in stale:
             print(f"{path} is not what the types say: python scripts/crds.py")
         return 1 if stale else 0
     FOLDER.mkdir(parents=True, exist_ok=True)
     for path in stale:
-        path.write_text(rendered()[path])
+        path.write_text(files[path])
         print(f"wrote {path}")
     return 0
 
