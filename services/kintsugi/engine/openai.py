@@ -89,26 +89,25 @@ class _SegmentParams(TokenizeParams):  # type: ignore[misc]
         return _SegmentParams(**values, asked=asked)
 
 
-class _ChatRequest(ChatCompletionRequest):  # type: ignore[misc]
-    _asked: Any = PrivateAttr(None)
+class _OnOurBehalf:
+    """What either kind of request says otherwise than vLLM's own. Stands before it among the bases."""
+
+    _asked: Any
 
     def build_tok_params(self, model_config: Any) -> Any:
-        return _SegmentParams.of(super().build_tok_params(model_config), self._asked)
+        return _SegmentParams.of(super().build_tok_params(model_config), self._asked)  # type: ignore[misc]
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
         self.kv_transfer_params = self._asked.next_params()
-        return super().to_sampling_params(*args, **kwargs)
+        return super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
 
 
-class _CompletionRequest(CompletionRequest):  # type: ignore[misc]
+class _ChatRequest(_OnOurBehalf, ChatCompletionRequest):  # type: ignore[misc]
     _asked: Any = PrivateAttr(None)
 
-    def build_tok_params(self, model_config: Any) -> Any:
-        return _SegmentParams.of(super().build_tok_params(model_config), self._asked)
 
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
-        self.kv_transfer_params = self._asked.next_params()
-        return super().to_sampling_params(*args, **kwargs)
+class _CompletionRequest(_OnOurBehalf, CompletionRequest):  # type: ignore[misc]
+    _asked: Any = PrivateAttr(None)
 
 
 class _Chat(OpenAIServingChat):  # type: ignore[misc]
