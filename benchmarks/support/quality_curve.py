@@ -25,6 +25,8 @@ BUDGETS = (0.25, 0.45)
 SAFETY = 0.985
 """Of a budget: prompts differ, and the mean cost must not exceed it."""
 PROBED, CORRECTIONS = 12, 4
+CORRECTION_MIN = 0.002
+"""Of a cost: less may not move a ratio of three digits."""
 BATCH = 64
 HKVD = (SelectorName.HKVD, SelectorName.HKVD_K, SelectorName.HKVD_V, SelectorName.HKVD_GRADUAL)
 
@@ -89,7 +91,7 @@ def fitted(bench: Bench, family: Selection, work: Workload, budget: float) -> Se
         cost = measured(bench, selection, some).cost
         if cost <= budget * SAFETY:
             return selection
-        allowed -= cost - budget * SAFETY
+        allowed -= max(cost - budget * SAFETY, CORRECTION_MIN)
     return None
 
 

@@ -7,9 +7,9 @@ blend leaves it to the engine: it is the one that answers, and so the one that l
 The blend pass selects by that, and begins anew with layer 0: layers that were fetched for this pass are
 kept in memory for it.
 
-The weights are those of the model's own softmax over the positions from the first hit on, but not over
-those that are exact as loaded (`BlendPlan.exact_end`): what comes before may lie in the engine's prefix
-cache, which cannot be read back, and whether it does must not change the selection.
+The weights are those of the model's own softmax over the positions from the first hit on that is not exact
+as loaded (`BlendPlan.exact_end`): what comes before may lie in the engine's prefix cache, which cannot be
+read back, and whether it does must not change the selection.
 
 Cost, in token-layers: the tokens, times the layers before the last one asked for and `projection_share`
 for that one. Beside it, at each layer asked for, ``question · tokens · query heads · head_dim``
@@ -54,7 +54,7 @@ class QuestionPass:
         self._asks = positions > hit_positions[-1]
         assert bool(self._asks.any())
         self._weighed = hit_positions >= exact_end
-        self._keyed = positions >= max(exact_end, int(hit_positions[0]))
+        self._keyed = positions >= hit_positions[self._weighed][0]
         self._cut = Cut.of(stack, positions, unit_tokens_max)
         self._hidden: Hidden | None = None
 

@@ -263,3 +263,14 @@ def test_what_the_prefix_cache_holds_of_an_exact_chunk_does_not_change_the_choic
         assert finish(part) is Status.DONE
         for layer, positions in part.tally.active_positions.items():
             assert positions == [p for p in whole.tally.active_positions[layer] if p >= start]
+
+
+def test_a_lost_chunk_is_looked_at_like_text_before_the_first_hit() -> None:
+    """As if it had not been marked: what the question attends to there is no part of the softmax."""
+    for seed in range(12):
+        scene = ToyPrompt(model(), tokens(seed), ((2, 20), (20, 33), (38, 52)))
+        plan = scene.plan(0.2, SelectorName.QUERY, query_layers=(1, 2), exact_end=20)
+        second = plan.hits[1]
+        lost, _ = blended(scene, plan.without(frozenset({second.key})))
+        unmarked, _ = blended(scene, replace(plan.without(frozenset({second.key})), exact_end=second.end))
+        assert lost.tally.active_positions == unmarked.tally.active_positions

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 EXAMPLES = Path(__file__).parents[4] / "examples"
 HIT_RATE_MIN = 0.95
 DOCUMENT = "\n".join(chunk.strip() for chunk in showcase().chunks)
+
+
+@pytest.fixture(autouse=True)
+def own_loop() -> Iterator[None]:
+    """LlamaIndex makes this thread a loop if it has none, and leaves it open."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 def example(name: str) -> ModuleType:
