@@ -24,7 +24,8 @@ from kintsugi.quality import grid
 from kintsugi.quality.measure import Bench, Scores, measured
 from kintsugi.quality.questions import Question, asked
 
-CONFIRMATIONS_PER_SELECTOR_MAX = 4
+CONFIRMATIONS_PER_SELECTOR_MAX = 8
+"""Two ratios that only seemed right, at every check layer, leave the next ratio its chance."""
 ACCURACY_LOW = 0.5
 PASSAGE_CHUNKS = 4
 Tell = Callable[[str], None]
