@@ -47,6 +47,18 @@ def test_what_only_looks_good_on_the_screening_prompts_is_not_trusted() -> None:
     assert report.choice.selection.ratio == 0.3
 
 
+def test_ratios_that_fail_late_at_every_check_layer_leave_the_next_its_chance() -> None:
+    """0.05 and 0.15 look right at all check layers of a selector, and are not."""
+    probe, engine = FakeEngine(), FakeEngine()
+    run(probe)
+    seen = [prompt.token_ids[-1] for prompt in probe.submitted if prompt.params is not None][:10]
+    engine.right_from = lambda selection, index: selection.ratio >= 0.3 or index in seen
+    limits = run(engine).report.choice.limits
+    assert {name: one.ratio for name, one in limits.items()} == dict.fromkeys(
+        (name.value for name in SelectorName), 0.3
+    )
+
+
 def test_the_same_seed_decides_alike_and_another_draws_others() -> None:
     first, again = run(FakeEngine(), 90), run(FakeEngine(), 90)
     assert first.report.to_bytes() == again.report.to_bytes()
