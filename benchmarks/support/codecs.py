@@ -36,13 +36,14 @@ def store_at(url: str) -> RamStore:
 def judged_by_codec(
     setup: Setup, running: LocalEngine, store: RamStore, selection: Selection
 ) -> dict[Codec, Scores]:
-    """Of `Codec.RAW` and `REWRITTEN`, over the judging questions of every task."""
+    """Of `Codec.RAW` and, unless it has to be quick, `REWRITTEN`; over the judging questions of every task."""
     found: dict[Codec, Scores] = {}
+    rewritten = () if setup.quick else REWRITTEN
     for task in testbed.TASKS:
         asked = testbed.questions([task], testbed.JUDGED_FROM, setup.prompts)
         bench = bench_of(running, testbed.cases(running, asked))
         chunks = stored(store)
-        for codec in (Codec.RAW, *REWRITTEN):
+        for codec in (Codec.RAW, *rewritten):
             for chunk in chunks if codec is not Codec.RAW else ():
                 put_back(store, chunk, codec)
             scores = measured(bench, selection, range(len(bench.cases)))
