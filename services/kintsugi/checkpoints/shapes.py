@@ -212,6 +212,17 @@ TINY_SHAPES: dict[str, ModelShape] = {
 
 SHAPES: dict[str, ModelShape] = {
     **TINY_SHAPES,
+    "llama-18m": ModelShape(
+        Architecture.LLAMA,
+        layers=8,
+        hidden=384,
+        heads=6,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=1536,
+        vocab=1024,
+        dtype="bfloat16",
+    ),
     "llama-210m": ModelShape(
         Architecture.LLAMA,
         layers=16,
