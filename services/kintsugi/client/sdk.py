@@ -128,7 +128,7 @@ class GenerateOptions(TypedDict, total=False):
     no_blend: bool
     """An ordinary full prefill."""
     priority: int
-    """vLLM's: lower goes first."""
+    """vLLM's: lower goes first; below 0 only where the gateway allows it."""
     timeout_s: float
 
 

@@ -23,6 +23,18 @@ SPANS_MAX = 4096
 TIER_CHARS_MAX = 64
 
 
+def checked_priority(priority: int, may_overtake: bool) -> int:
+    """vLLM's, lower goes first: the priority itself. Raises `InvalidField` for one that goes before others'
+    where that is not allowed."""
+    if priority < 0 and not may_overtake:
+        raise InvalidField(
+            "priority",
+            f"{priority} goes before everybody else's: leave it out, or send 0 or more to give way; whoever "
+            "runs the gateway may allow it with gateway.overtaking",
+        )
+    return priority
+
+
 class Op(StrEnum):
     """What to do with the prompt."""
 

@@ -163,8 +163,9 @@ class HttpFront:
         on_miss: OnMiss | None = None,
         registry: CollectorRegistry | None = None,
         answering: Callable[[], AbstractContextManager[None]] = nullcontext,
+        overtaking: bool = False,
     ) -> None:
-        """``answering`` is entered while a request is under way."""
+        """``answering`` is entered while a request is under way. ``overtaking`` as `Gateway` has it."""
         self._backend = backend
         self._access = access
         self._known = known
@@ -172,6 +173,7 @@ class HttpFront:
         self.metrics = HttpMetrics(registry or CollectorRegistry())
         self._bodies = _Bodies()
         self._answering = answering
+        self._overtaking = overtaking
         self._requests = 0
         self._follow_ups: set[asyncio.Task[None]] = set()
         self.app = Starlette(
@@ -196,6 +198,7 @@ class HttpFront:
             gateway.suspect_texts,
             gateway.metrics.registry,
             gateway.answering,
+            gateway.overtaking,
         )
 
     async def _health(self, request: Request) -> Response:
@@ -289,6 +292,7 @@ class HttpFront:
                 namespace,
                 lambda text: () if known is None else known.find(namespace, text),
                 trace,
+                self._overtaking,
             )
 
         return parse() if len(raw) <= SEARCH_INLINE_CHARS else await asyncio.to_thread(parse)

@@ -204,8 +204,20 @@ def test_requests_are_counted_and_logged_without_what_they_say(caplog: pytest.Lo
     assert "secret" not in caplog.text
 
 
-def test_what_comes_with_a_request_reaches_the_engine() -> None:
+def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
     with running() as gateway, Client(gateway.address, NAMESPACE) as client:
+        with pytest.raises(InvalidField, match="leave it out, or send 0 or more"):
+            client.generate(PASSAGES, QUESTION, priority=-1)
+        assert not gateway.backend.seen.requests
+        client.generate(PASSAGES, QUESTION, priority=7)
+        assert gateway.backend.seen.requests[0].priority == 7
+
+
+def test_what_comes_with_a_request_reaches_the_engine() -> None:
+    with (
+        running(Setup(gateway={"overtaking": True})) as gateway,
+        Client(gateway.address, NAMESPACE) as client,
+    ):
         sampling = Sampling(4, temperature=0.0, stop=["x"], top_k=0, ignore_eos=False, extra={"n": 1})
         client.generate(PASSAGES, QUESTION, sampling=sampling, ratio=0.25, selector="query", priority=-3)
         (request,) = gateway.backend.seen.requests

@@ -205,6 +205,18 @@ def test_half_a_surrogate_pair_is_no_text(raw: bytes) -> None:
     run(body)
 
 
+def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        urgent = {**CHAT, "priority": -1}
+        refused = await post(backend, urgent)
+        assert (refused.status_code, error_of(refused)["param"], backend.calls) == (400, "priority", [])
+        async with client(backend, overtaking=True) as caller:
+            assert (await caller.post(CHAT_PATH, json=urgent)).status_code == 200
+
+    run(body)
+
+
 def test_a_time_limit_of_the_engines_is_not_the_bodys() -> None:
     async def body() -> None:
         assert (await post(scripted(TimeoutError("ray")), CHAT)).status_code == 500
