@@ -32,12 +32,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from kintsugi.core.errors import Corrupted, Unavailable
+from kintsugi.core.request import FOUND_CHARS_MIN
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey, token_bytes
 from kintsugi.serving.shares import Shares
 
 log = logging.getLogger(__name__)
 
-WINDOW_CHARS = 32
+WINDOW_CHARS = FOUND_CHARS_MIN
 """A power of two: the hash of a window is made of those of its halves."""
 CHUNKS_MAX = 200_000
 """190 MB of memory for the index (95 MB measured for half as many), and 2 KiB of token ids a chunk of 512:
