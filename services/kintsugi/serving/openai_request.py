@@ -72,6 +72,10 @@ def parsed_call(
             raise InvalidField(name, problem)
     _check_answers(body)
     _check_priority(body.get("priority"), overtaking)
+    if body.get("use_beam_search") not in (None, False):
+        # vLLM's beam search asks the engine anew for every token of every beam, with parameters of its own:
+        # none of it would be blended or accounted for.
+        raise InvalidField("use_beam_search", "is not served here; leave it out, or sample `n` answers")
     params = _params_of(body.get(PARAMS_KEY), namespace)
     passed = {name: value for name, value in body.items() if name not in (PARAMS_KEY, *_RESERVED)}
     chunks = _Chunks(find)

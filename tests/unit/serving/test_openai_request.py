@@ -135,6 +135,16 @@ def test_nobody_goes_before_others_unless_that_is_allowed(priority: Any) -> None
     assert allowed.body["priority"] == -1
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+@pytest.mark.parametrize("asked", [True, 1, "true", "yes", [False]])
+def test_beam_search_is_refused(path: str, asked: Any) -> None:
+    with pytest.raises(InvalidField, match="sample `n` answers") as caught:
+        parsed({"prompt": "q", "messages": [], "use_beam_search": asked, "n": 2}, path)
+    assert caught.value.field == "use_beam_search"
+    for fine in (False, None):
+        assert parsed({"prompt": "q", "use_beam_search": fine}, path).body["use_beam_search"] is fine
+
+
 def test_documents_need_a_template() -> None:
     with pytest.raises(InvalidField, match="chat/completions"):
         parsed({"prompt": "q", "documents": ["one"]}, COMPLETIONS_PATH)
