@@ -78,6 +78,23 @@ def test_a_fill_waits_until_nobody_does() -> None:
         assert gateway.eventually(lambda: len(filled(gateway)) == 2)
 
 
+def test_no_room_for_a_fill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = FillConfig(sights=1, failures_max=1)
+    with running(Setup(gateway={"fill": fill})) as gateway, Client(gateway.address, NAMESPACE) as client:
+        monkeypatch.setattr(gateway.gateway._saver, "_waiting_tokens_max", 0)
+        client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="full") == 2)
+        monkeypatch.undo()
+        client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="filled") == 2)
+        assert counted(gateway, "fill_events_total", event="failed") == 0
+    one_only = Setup(gateway={"fill": FillConfig(sights=1, queue_max=1)})
+    with running(one_only) as gateway, Client(gateway.address, NAMESPACE) as client:
+        client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="filled") == 1)
+        assert counted(gateway, "fill_events_total", event="full") == 1
+
+
 def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
 
