@@ -47,6 +47,7 @@ from kintsugi.serving.openai_request import (
     parsed_call,
     wanted_namespace,
 )
+from kintsugi.serving.recent_info import RecentInfo
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ LINGER_S = 10.0
 REQUESTS_MAX = 1024
 FOLLOW_UPS_MAX = 64
 """Answers whose missed chunks are being looked at; those of more are forgotten."""
-READY_S = 5.0
 SEARCH_INLINE_CHARS = 1 << 16
 """Longer bodies are searched for known chunks on a thread: milliseconds that others would wait."""
 ATTEMPTS = 2
@@ -167,6 +167,7 @@ class HttpFront:
     ) -> None:
         """``answering`` is entered while a request is under way. ``overtaking`` as `Gateway` has it."""
         self._backend = backend
+        self._info = RecentInfo(backend.info)
         self._access = access
         self._known = known
         self._on_miss = on_miss
@@ -207,9 +208,9 @@ class HttpFront:
     async def _ready(self, request: Request) -> Response:
         """Whether an engine answers."""
         try:
-            info = await asyncio.wait_for(self._backend.info(), READY_S)
-        except (KintsugiError, TimeoutError) as error:
-            return JSONResponse({"status": "not ready", "reason": str(error) or "no engine answers"}, 503)
+            info = await self._info.get()
+        except KintsugiError as error:
+            return JSONResponse({"status": "not ready", "reason": str(error)}, 503)
         return JSONResponse({"status": "ready", "model": info.model, "blending": info.blending})
 
     async def _metrics(self, request: Request) -> Response:
@@ -218,7 +219,7 @@ class HttpFront:
     async def _models(self, request: Request) -> Response:
         try:
             self._caller(request)
-            info = await self._backend.info()
+            info = await self._info.get()
         except KintsugiError as error:
             return Problem.of(error).response()
         model = {

@@ -16,7 +16,7 @@ import pytest
 
 from kintsugi.core import errors
 from kintsugi.core.exchange import OpenAICall
-from kintsugi.serving import http
+from kintsugi.serving import http, recent_info
 from kintsugi.serving.access import Access, Caller, OpenAccess
 from kintsugi.serving.http import BODY_BYTES_MAX, HttpFront, Problem
 from kintsugi.serving.openai_request import CHAT_PATH, COMPLETIONS_PATH
@@ -407,8 +407,9 @@ def test_chunks_that_were_computed_are_handed_on() -> None:
     run(body)
 
 
-def test_models_and_health() -> None:
+def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
+        monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
         backend = ScriptedBackend()
         async with client(backend) as caller:
             (model,) = (await caller.get("/v1/models")).json()["data"]
