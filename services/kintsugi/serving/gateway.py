@@ -61,8 +61,8 @@ class GatewayLimits:
     """Of one put, prefetch or page."""
     texts_max: int = 1024
     """Of one call of tokenize."""
-    message_bytes_max: int = 16 << 20
-    """Of one request."""
+    message_bytes_max: int = 8 << 20
+    """Of one request, as over HTTP: two million token ids."""
     concurrent_max: int = 512
     """Requests at a time; the next are refused."""
 

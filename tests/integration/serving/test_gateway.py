@@ -6,6 +6,9 @@ import asyncio
 import datetime
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -334,6 +337,51 @@ def test_strangers_hold_no_place(tmp_path: Path) -> None:
         with_token.cancel()
         with Client(gateway.address, "tenant", token=tokens["tenant"]) as client:
             assert client.tokenize(["text"])
+
+
+SERVED = """
+import resource, sys
+from pathlib import Path
+from kintsugi.serving.access import TokenFile
+from tests.integration.serving.gateways import Setup, running
+with running(Setup(gateway={"access": TokenFile(Path(sys.argv[1]))})) as gateway:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(gateway.address, flush=True)
+    sys.stdin.readline()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib, flush=True)
+"""
+STRANGERS, STRANGERS_BYTES = 24, 7 << 20
+"""Below what the server receives of those with a token."""
+
+
+def test_a_strangers_message_is_not_even_received(tmp_path: Path) -> None:
+    """Not by the server's memory, and not by any method."""
+    path, tokens = token_file(tmp_path, ("tenant", ("tenant",)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", SERVED, str(path)]
+    bad = (("authorization", "Bearer kg_unknown"),)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        with grpc.insecure_channel(address) as channel:
+            for name, size in (
+                ("Tokenize", STRANGERS_BYTES),
+                ("Generate", STRANGERS_BYTES),
+                ("PutChunks", 10 << 20),
+            ):
+                method = channel.unary_unary(f"/kintsugi.rpc.v1.Kintsugi/{name}", None, None)
+                calls = [method.future(bytes(size), metadata=bad, timeout=30) for _ in range(STRANGERS)]
+                assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+            check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
+            assert check(bytes(STRANGERS_BYTES), timeout=30)
+        with Client(address, "tenant", token=tokens["tenant"]) as client:
+            assert client.tokenize(["text"])
+        server.stdin.close()
+        grown_mib = int(server.stdout.readline()) >> 10
+    assert grown_mib < 48, f"{STRANGERS * STRANGERS_BYTES >> 20} MiB were sent at a time"
 
 
 def test_a_strangers_message_is_not_parsed(tmp_path: Path) -> None:
