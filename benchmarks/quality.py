@@ -9,7 +9,6 @@ quality stands beside it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -20,8 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 
 from benchmarks.support import calibrated, damage, quality_curve
-from benchmarks.support.figures import Figure, report
 from benchmarks.support.quality_curve import Setup
+from benchmarks.support.sections import measure, parser_of
 from benchmarks.support.testbed_questions import checkpoint
 
 SECTIONS = {
@@ -33,27 +32,13 @@ SECTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__.splitlines()[0], SECTIONS, "few prompts: 2 minutes, and wide intervals")
     parser.add_argument("--model", help="folder of the trained model; default: the bundled one")
-    parser.add_argument("--quick", action="store_true", help="few prompts: 2 minutes, and wide intervals")
     parser.add_argument("--prompts", type=int, help="judged prompts per task, instead of 300")
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
-    parser.add_argument("--only", help=f"comma-separated sections of {', '.join(SECTIONS)}")
     arguments = parser.parse_args()
     setup = Setup(checkpoint(arguments.model), arguments.quick, prompts_asked=arguments.prompts)
-    chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
-    figures: list[Figure] = []
-    for name in chosen:
-        figures += SECTIONS[name](setup)
-    config = {
-        "quick": arguments.quick,
-        "sections": chosen,
-        "prompts_per_task": setup.prompts,
-        "compute_threads": os.environ["OMP_NUM_THREADS"],
-        "details": setup.details,
-    }
-    part = "" if len(chosen) == len(SECTIONS) else "-" + "-".join(chosen)
-    report("quality", config, figures, save_as=f"quality{part}" if arguments.save else None)
+    config = {"prompts_per_task": setup.prompts, "details": setup.details}
+    measure("quality", arguments, SECTIONS, config, setup=setup)
 
 
 if __name__ == "__main__":

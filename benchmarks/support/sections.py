@@ -5,29 +5,44 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from benchmarks.support.figures import Figure, report
 
+Sections = Mapping[str, Callable[..., list[Figure]]]
 
-def run(name: str, title: str, sections: Mapping[str, Callable[..., list[Figure]]]) -> None:
+
+def run(name: str, title: str, sections: Sections) -> None:
     """Measure what the command line asks for, all by default, and report it as the benchmark `name`.
 
     A section takes `quick`. The models behind them have random weights, and the figures say so.
     """
+    arguments = parser_of(title, sections, "smaller prompts, fewer repetitions, 2 minutes").parse_args()
+    measure(name, arguments, sections, {"weights": "random"}, quick=arguments.quick)
+
+
+def parser_of(title: str, sections: Sections, quick: str) -> argparse.ArgumentParser:
+    """What every such benchmark takes; ``quick`` says what that means."""
     parser = argparse.ArgumentParser(description=title)
-    parser.add_argument("--quick", action="store_true", help="smaller prompts, fewer repetitions, 2 minutes")
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--only", help=f"comma-separated sections of {', '.join(sections)}")
-    arguments = parser.parse_args()
+    return parser
+
+
+def measure(
+    name: str, arguments: argparse.Namespace, sections: Sections, config: Mapping[str, Any], **given: Any
+) -> None:
+    """Call the sections that were asked for with ``given``, and report with ``config`` as it is then."""
     chosen = arguments.only.split(",") if arguments.only else list(sections)
     figures: list[Figure] = []
     for section in chosen:
-        figures += sections[section](quick=arguments.quick)
-    config = {
+        figures += sections[section](**given)
+    settings = {
         "quick": arguments.quick,
         "sections": chosen,
         "compute_threads": os.environ["OMP_NUM_THREADS"],
-        "weights": "random",
+        **config,
     }
     part = "" if len(chosen) == len(sections) else "-" + "-".join(chosen)
-    report(name, config, figures, save_as=f"{name}{part}" if arguments.save else None)
+    report(name, settings, figures, save_as=f"{name}{part}" if arguments.save else None)

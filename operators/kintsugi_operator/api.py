@@ -319,6 +319,8 @@ class Gateway:
     """Serve without tokens."""
     fill_on_miss: FillOnMiss = FillOnMiss.BACKGROUND
     read_only: bool = False
+    overtaking: bool = False
+    """Requests may carry a priority below 0, and so go before all that carry none."""
     nodes: Nodes = field(default_factory=Nodes)
 
 

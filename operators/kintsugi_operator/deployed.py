@@ -122,6 +122,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             insecure=gateway.insecure,
             fill_on_miss=str(gateway.fill_on_miss),
             read_only=gateway.read_only,
+            overtaking=gateway.overtaking,
             data_dir=DATA,
         ),
     )

@@ -8,8 +8,9 @@
 
 Both clients are one body of coroutines over a transport; the blocking one's calls are over before they
 return, so nothing ever suspends (see `client.calls`). Errors are those of `kintsugi.core.errors`. A call is
-sent again only where that cannot do anything twice: puts, deletes and reads are idempotent, an answer is
-asked for again only if nothing of it had arrived. No torch.
+sent again only where the gateway cannot be reached or says UNAVAILABLE, and where that cannot do anything
+twice: puts, deletes and reads are idempotent, an answer is asked for again only if nothing of it had arrived.
+No torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 import grpc
 from tenacity import (
     AsyncRetrying,
-    retry_if_exception_type,
+    retry_if_exception,
     stop_after_attempt,
     stop_before_delay,
     wait_exponential,
@@ -128,7 +129,7 @@ class GenerateOptions(TypedDict, total=False):
     no_blend: bool
     """An ordinary full prefill."""
     priority: int
-    """vLLM's: lower goes first."""
+    """vLLM's: lower goes first; below 0 only where the gateway allows it."""
     timeout_s: float
 
 
@@ -240,7 +241,7 @@ class _Core:
     async def _again(
         self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
     ) -> Answered:
-        """The call's result, sent again while the gateway is `Unavailable` and time is left."""
+        """The call's result, sent again while that is safe and time is left."""
         options = self.transport.options
         deadline_s = time.monotonic() + timeout_s
 
@@ -248,7 +249,7 @@ class _Core:
             return await call(*arguments, max(deadline_s - time.monotonic(), LAST_ATTEMPT_S))
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(Unavailable),
+            retry=retry_if_exception(_is_safe_again),
             stop=stop_after_attempt(options.attempts) | stop_before_delay(timeout_s),
             wait=wait_exponential(multiplier=RETRY_WAIT_S, max=options.retry_wait_s_max)
             + wait_random(0, RETRY_WAIT_S),
@@ -498,3 +499,16 @@ class Client:
 def _options(token: str | None, options: ClientOptions | None) -> ClientOptions:
     chosen = options or ClientOptions()
     return chosen if token is None else dataclasses.replace(chosen, token=token)
+
+
+def _is_safe_again(error: BaseException) -> bool:
+    """Whether a call that failed so may be sent again.
+
+    `Unavailable` alone does not say: what fails inside a gateway (INTERNAL, UNKNOWN) or is cancelled there is
+    read as it, too, and may have been at work. RESOURCE_EXHAUSTED comes without a time to wait: more attempts
+    are more of what there is too much of.
+    """
+    status = error.__cause__
+    if not isinstance(error, Unavailable) or not isinstance(status, grpc.RpcError):
+        return False
+    return bool(status.code() is grpc.StatusCode.UNAVAILABLE)

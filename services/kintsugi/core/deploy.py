@@ -236,6 +236,8 @@ class GatewaySpec:
     fill_on_miss: str = "background"
     """`off` or `background`."""
     read_only: bool = False
+    overtaking: bool = False
+    """Requests may carry a priority below 0, and so go before all that carry none."""
     data_dir: str = ""
     """What the gateway knows of chunk texts; empty: forgotten with the process."""
     ledger: str = ""

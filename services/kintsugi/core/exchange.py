@@ -24,7 +24,7 @@ class EngineRequest:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's `SamplingParams` by name; the engine refuses what it does not know with `InvalidField`."""
     priority: int = 0
-    """vLLM's: lower goes first."""
+    """vLLM's: lower goes first. A gateway says who may ask for less than 0."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """W3C trace context headers (`traceparent`, `tracestate`)."""
 

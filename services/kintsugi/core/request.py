@@ -21,6 +21,22 @@ PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
 SPANS_MAX = 4096
 TIER_CHARS_MAX = 64
+FOUND_CHARS_MIN = 32
+"""A text that is shorter is no chunk wherever a prompt happens to hold it, only where it was marked: "the"
+stands in every second sentence, and each would be cut out and tokenised alone. The engine's own bound, where
+it looks for chunks by their tokens, is `spaces.ANCHOR_TOKENS`."""
+
+
+def checked_priority(priority: int, may_overtake: bool) -> int:
+    """vLLM's, lower goes first: the priority itself. Raises `InvalidField` for one that goes before others'
+    where that is not allowed."""
+    if priority < 0 and not may_overtake:
+        raise InvalidField(
+            "priority",
+            f"{priority} goes before everybody else's: leave it out, or send 0 or more to give way; whoever "
+            "runs the gateway may allow it with gateway.overtaking",
+        )
+    return priority
 
 
 class Op(StrEnum):

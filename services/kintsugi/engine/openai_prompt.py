@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import SPANS_MAX
+from kintsugi.core.request import FOUND_CHARS_MIN, SPANS_MAX
 from kintsugi.core.spaces import Span
 
 CACHED_CHUNKS = 1024
@@ -65,16 +65,20 @@ def _is_users(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "user"
 
 
-def cut_at_chunks(text: str, chunk_texts: Iterable[str]) -> list[Piece]:
+def cut_at_chunks(
+    text: str, chunk_texts: Iterable[str], found_chars_min: int = FOUND_CHARS_MIN
+) -> list[Piece]:
     """The text, cut before and behind each occurrence of a chunk.
 
-    A longer chunk's occurrences are taken first, and nothing that overlaps them; equal texts count once.
-    Raises `InvalidField` for more than `SPANS_MAX` occurrences. Cost: one search through the text for each
-    distinct chunk.
+    A longer chunk's occurrences are taken first, and nothing that overlaps them; equal texts count once. Of a
+    chunk with fewer than ``found_chars_min`` characters only the marked occurrences are meant: those that
+    fill whole lines, or the only one there is. Raises `InvalidField` for more than `SPANS_MAX` occurrences.
+    Cost: one search through the text for each distinct chunk.
     """
     taken: list[tuple[int, int]] = []
     for chunk in sorted({chunk for chunk in chunk_texts if chunk}, key=lambda one: (-len(one), one)):
-        for start in _occurrences(text, chunk):
+        short = len(chunk) < found_chars_min
+        for start in _marked(text, chunk) if short else _occurrences(text, chunk):
             end = start + len(chunk)
             at = bisect_left(taken, (start, end))
             if (at == 0 or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0]):
@@ -92,6 +96,18 @@ def cut_at_chunks(text: str, chunk_texts: Iterable[str]) -> list[Piece]:
     if done < len(text):
         pieces.append(Piece(text[done:], is_chunk=False))
     return pieces
+
+
+def _marked(text: str, chunk: str) -> Iterator[int]:
+    """Most templates set a message's parts and its documents on lines of their own."""
+    first = text.find(chunk)
+    if first >= 0 and text.find(chunk, first + 1) < 0:
+        yield first
+        return
+    for start in _occurrences(text, chunk):
+        end = start + len(chunk)
+        if (not start or text[start - 1] == "\n") and text[end : end + 1] in ("", "\n"):
+            yield start
 
 
 def _occurrences(text: str, chunk: str) -> Iterator[int]:

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kintsugi.client.breaker import CircuitBreaker
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import (
-    DeadlineExceeded,
     ForeignChunkKey,
     InvalidField,
     InvalidSpan,
-    KintsugiError,
     NotBlendable,
-    Unavailable,
 )
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, Source, exact_end, plan_digest
@@ -35,7 +28,8 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, a
 from kintsugi.engine import hashing
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.gate import Gate
-from kintsugi.engine.matching import Match, in_codecs, match_content, match_spans
+from kintsugi.engine.lookups import LOOKUPS_MAX, Lookup, Lookups
+from kintsugi.engine.matching import Match, match_content, match_spans
 from kintsugi.engine.metrics import BlendStats
 from kintsugi.engine.protocol import (
     BlendJob,
@@ -59,13 +53,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-LOOKUP_THREADS = 4
-IDLE_WAIT_S = 0.002
-"""How long a step waits for a lookup where the engine has nothing else to do: looking again at once would
-take from the lookup's own thread what it needs to come to an end."""
-LOOKUPS_MAX = 256
-"""Lookups that may wait: beyond it prompts are prefilled in full at once, not after a deadline each."""
-
 
 @dataclass
 class _State:
@@ -76,10 +63,7 @@ class _State:
     space: ChunkSpace
     planner: Planner
     """With what the gate allowed this request when it came: a later report changes nothing midway."""
-    match: Future[Match] | None = None
-    matched_by: float = 0.0
-    """Monotonic time after which the store is no longer waited for."""
-    match_is_taken: bool = False
+    lookup: Lookup | None = None
     job: BlendJob | None = None
     """Made by the last claim; handed to the worker once blocks are allocated."""
     in_flight: bool = False
@@ -124,13 +108,10 @@ class SchedulerSide:
     _metadata: StepMetadata = field(default_factory=StepMetadata)
     _stats: BlendStats = field(default_factory=BlendStats)
     _timing: Timing = field(default_factory=Timing)
-    _breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
-    """Around lookups: a store that does not answer costs a few prompts their deadline, not every one."""
-    _has_waited: bool = False
-    """Whether this step has waited for a lookup."""
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
-    )
+    _lookups: Lookups = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lookups = Lookups(self.store, self.config.lookup_deadline_ms, self._codecs)
 
     def on_new_request(self, request: Request) -> None:
         params_of_all = request.kv_transfer_params
@@ -159,14 +140,12 @@ class SchedulerSide:
         self._check_blendable(request)
         if request.cache_salt not in (None, params.namespace):
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
-        if sum(s.match is not None and not s.match.done() for s in self._states.values()) >= LOOKUPS_MAX:
+        if sum(s.lookup is not None and s.lookup.is_waiting for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
         prompt: list[int] = list(request.prompt_token_ids)
-        if params.op is Op.BLEND and not self._breaker.is_closed:
-            if self._breaker.allows():
-                self._threads.submit(self._ask_again, space, prompt[:1])
-            raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
+        if params.op is Op.BLEND:
+            self._lookups.check_store(space, prompt[:1])
         planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
         state = _State(request, params, space, planner)
         if params.spans is not None:
@@ -184,33 +163,15 @@ class SchedulerSide:
             self._fork_behind(len(self.prefix_token_ids), request, state, os.urandom(16))
         elif state.params.spans is not None:
             self._fork(request, state, state.params.spans)
-            state.match = self._threads.submit(self._find, match_spans, space, state.params.spans)
+            state.lookup = self._lookups.start(match_spans, space, state.params.spans)
         else:
             hashing.set_salt(request, params.namespace)
-            state.match = self._threads.submit(self._find, match_content, space, prompt)
-        state.matched_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
+            state.lookup = self._lookups.start(match_content, space, prompt)
 
-    def _ask_again(self, space: ChunkSpace, token_ids: list[int]) -> None:
-        """Find out whether the store answers in time again, on a thread of its own: no prompt waits."""
-        answered_by = time.monotonic() + self.config.lookup_deadline_ms / 1e3
-        try:
-            self.store.find(space.namespace, [ChunkKey.of(space, token_ids)])
-        except KintsugiError:
-            self._breaker.failed()
-        except Exception:
-            self._breaker.failed()
-            logger.exception("Asking the store whether it answers again broke")
-        else:
-            if time.monotonic() > answered_by:
-                self._breaker.failed()
-            else:
-                self._breaker.succeeded()
-
-    def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
-        """Look up, on a thread of its own. Where a calibration counts, what another codec lost is a miss."""
+    def _codecs(self) -> frozenset[Codec] | None:
+        """In which chunks count as found: where a calibration counts, what another codec lost is a miss."""
         calibrated = self.gate.state.limits is not None
-        codecs = frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
-        return in_codecs(match(self.store, space, where), codecs)
+        return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
 
     def _allowed_planner(self, params: KintsugiParams) -> Planner:
         """The planner with what the calibration report says of this request. Raises where it forbids it."""
@@ -310,31 +271,15 @@ class SchedulerSide:
 
     def _take_match(self, request: Request, state: _State) -> Match | None:
         """The lookup's result once it is there; None while waiting, or when it was given up."""
-        assert state.match is not None
-        if not state.match.done() and not self._has_waited and self._timing.is_alone(request.request_id):
-            self._has_waited = True
-            wait((state.match,), IDLE_WAIT_S)
-        if not state.match.done():
-            if time.monotonic() > state.matched_by:
-                state.match.cancel()
-                self._breaker.failed()
-                state.accounting = Accounting(Outcome.DECLINED, reason="store_timeout: lookup took too long")
+        assert state.lookup is not None
+        try:
+            match = self._lookups.result(state.lookup, self._timing.is_alone(request.request_id))
+        except NotBlendable as given_up:
+            state.accounting = Accounting(Outcome.DECLINED, reason=str(given_up))
             return None
-        error = state.match.exception()
-        if error is not None:
-            if not isinstance(error, KintsugiError):
-                logger.exception("Lookup failed", exc_info=error)
-            if isinstance(error, (Unavailable, DeadlineExceeded)):
-                self._breaker.failed()
-            state.accounting = Accounting(
-                Outcome.DECLINED, reason=f"store_unavailable: {type(error).__name__}: {error}"
-            )
-            return None
-        match = state.match.result()
-        if state.match_is_taken:
+        if match is None or state.lookup.is_taken:
             return match
-        state.match_is_taken = True
-        self._breaker.succeeded()
+        self._lookups.take(state.lookup)
         if state.params.spans is None and match.spans:
             # What the prefix cache holds of this blend has just got a name: look there again.
             self._fork(request, state, match.spans)
@@ -484,7 +429,7 @@ class SchedulerSide:
 
     def begin_step(self, output: SchedulerOutput) -> StepMetadata:
         """Once per engine step, when it has been decided what it computes."""
-        self._has_waited = False
+        self._lookups.step_began()
         self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
         return self.take_metadata()
 
@@ -502,9 +447,9 @@ class SchedulerSide:
 
     def _with_match(self, state: _State, accounting: Accounting) -> Accounting:
         """Add what only this side knows: which spans were hit, and what lay outside them."""
-        if state.match is None or not state.match.done() or state.match.exception() is not None:
+        match = None if state.lookup is None else state.lookup.answer
+        if match is None:
             return accounting
-        match = state.match.result()
         hit = [span for span in match.spans if span.key in match.manifests]
         missed = [span for span in match.spans if span.key not in match.manifests]
         question = 0
@@ -528,8 +473,8 @@ class SchedulerSide:
         accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is not None:
-            if state.match is not None:
-                state.match.cancel()
+            if state.lookup is not None:
+                state.lookup.cancel()
             if state.in_flight:
                 self._metadata.cancelled.append(request.request_id)
             accounting = state.accounting or Accounting(
@@ -562,7 +507,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         self.gate.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lookups.close()
 
 
 def _keyed_spans(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]) -> tuple[Span, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kintsugi.client.interface import AsyncChunkStore
-from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import ChunkKey
@@ -75,6 +75,7 @@ class Verdict(StrEnum):
     DUPLICATE = "duplicate"
     """It waits or is being filled."""
     FULL = "full"
+    """No room: here, or among all chunks that wait to be saved. The next miss tries again."""
     GIVEN_UP = "given_up"
 
 
@@ -155,6 +156,10 @@ class FillQueue:
         sighted.failures += 1
         sighted.sights = 0
 
+    def dropped(self, address: Address) -> None:
+        """A chunk that was taken found no room: no failure of its own, and its next miss is enough."""
+        self._running.discard(address)
+
     def forget(self, address: Address) -> None:
         """Somebody deleted it: what was counted does not count any more."""
         if address in self._waiting:
@@ -195,10 +200,13 @@ class Filler:
         """A request lacked some of these."""
         for key, tokens in chunks:
             room = 4 * self.queue.config.queue_tokens_max - self._unchecked_bytes
-            fits = len(self._unchecked) < self.queue.config.queue_max and len(tokens) <= room
-            if fits and (namespace, key) not in self._unchecked:
-                self._unchecked[namespace, key] = tokens
-                self._unchecked_bytes += len(tokens)
+            if (namespace, key) in self._unchecked:
+                continue
+            if len(self._unchecked) >= self.queue.config.queue_max or len(tokens) > room:
+                self._observe(Verdict.FULL)
+                continue
+            self._unchecked[namespace, key] = tokens
+            self._unchecked_bytes += len(tokens)
         self._wake.set()
 
     def wake(self) -> None:
@@ -252,6 +260,12 @@ class Filler:
             chunks = [(key, tokens) for (_, key), tokens in batch]
             outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY)
             saved = [outcome.state is SaveState.SAVED for outcome in outcomes]
+        except ResourceExhausted as error:
+            log.info("%d misses are not filled now: %s", len(batch), error)
+            for address, _ in batch:
+                self.queue.dropped(address)
+                self._observe(Verdict.FULL)
+            batch, saved = [], []
         except KintsugiError as error:
             log.info("%d misses are not filled: %s", len(batch), error)
         finally:

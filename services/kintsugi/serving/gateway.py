@@ -26,7 +26,7 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
-from kintsugi.core.request import KintsugiParams, Op, SelectorName
+from kintsugi.core.request import KintsugiParams, Op, SelectorName, checked_priority
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
 from kintsugi.serving.access import Access, Caller, OpenAccess, opened_access
 from kintsugi.serving.backend import EngineBackend
@@ -61,8 +61,8 @@ class GatewayLimits:
     """Of one put, prefetch or page."""
     texts_max: int = 1024
     """Of one call of tokenize."""
-    message_bytes_max: int = 16 << 20
-    """Of one request."""
+    message_bytes_max: int = 8 << 20
+    """Of one request, as over HTTP: two million token ids."""
     concurrent_max: int = 512
     """Requests at a time; the next are refused."""
 
@@ -157,14 +157,17 @@ class Gateway:
         limits: GatewayLimits | None = None,
         fill: FillConfig | None = None,
         read_only: bool = False,
+        overtaking: bool = False,
     ) -> None:
         """``tokenize``: a text's ids alone, without special tokens. ``detokenize`` given, the texts of
-        ``documents`` are found in messages. ``fill`` None: misses are not filled."""
+        ``documents`` are found in messages. ``fill`` None: misses are not filled. ``overtaking``: requests
+        may have a priority below 0."""
         self.backend = backend
         self.store = store
         self.access = access or OpenAccess()
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
+        self.overtaking = overtaking
         self.known = KnownChunks() if known is None else known  # an empty one is false
         self.metrics = GatewayMetrics()
         self._tokenize = tokenize
@@ -232,6 +235,7 @@ class Gateway:
             limits=limits,
             fill=FillConfig() if mode is FillMode.BACKGROUND else None,
             read_only=spec.read_only,
+            overtaking=spec.overtaking,
         )
 
     async def info(self) -> EngineInfo:
@@ -361,7 +365,7 @@ class Gateway:
             prompt.token_ids,
             params,
             {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
-            call.priority,
+            checked_priority(call.priority, self.overtaking),
             trace,
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kintsugi.core.deploy import GatewaySpec, ModelSpec
@@ -18,9 +17,9 @@ from kintsugi.core.schema import load
 from kintsugi.serving.backend import EngineBackend
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.gateway import Gateway as Front
-from kintsugi.serving.grpc_server import GatewayServer
+from kintsugi.serving.grpc_server import GatewayServer, served_files
 from kintsugi.serving.http import HttpFront
-from kintsugi.serving.openai_server import HttpServer, HttpTls
+from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.ray_backend import RayBackend
 
 log = logging.getLogger(__name__)
@@ -39,11 +38,7 @@ class OpenGateway:
         """Raises `Unavailable` where a port cannot be had, `InvalidField` for what is refused."""
         front = await Front.open(spec, backend, store_url, model)
         grpc = GatewayServer(front, spec)
-        tls = None
-        if spec.tls_cert:
-            authority = Path(spec.tls_client_ca) if spec.tls_client_ca else None
-            tls = HttpTls(Path(spec.tls_cert), Path(spec.tls_key), authority)
-        http = HttpServer(HttpFront.of(front).app, spec.host, spec.http_port, tls)
+        http = HttpServer(HttpFront.of(front).app, spec.host, spec.http_port, served_files(spec))
         opened = OpenGateway(front, grpc, http)
         try:
             await grpc.start()

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health_aio
-from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
@@ -90,8 +90,8 @@ class KintsugiService:
         self, method: str, message: Any, handler: Callable[[Caller, Any], Awaitable[Any]]
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answered(data: bytes, context: Any) -> Any:
-            async with self._guarded(method, context) as call:
-                caller = self._caller(context)  # first: a stranger's message is not even parsed
+            async with self.guarded(method, context) as call:
+                caller = self._caller(context)
                 request = _parsed(message, data)
                 call.namespace = request.namespace
                 return await handler(caller, request)
@@ -99,7 +99,7 @@ class KintsugiService:
         return answered
 
     @asynccontextmanager
-    async def _guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
+    async def guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
         """Our errors become statuses; every call is counted and logged."""
         call = await self._begun(method, context)
         try:
@@ -146,7 +146,7 @@ class KintsugiService:
 
     async def _generate(self, data: bytes, context: Any) -> None:
         """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
-        async with self._guarded("Generate", context) as call:
+        async with self.guarded("Generate", context) as call:
             caller = self._caller(context)
             request = _parsed(pb.GenerateRequest, data)
             call.namespace = request.namespace
@@ -238,19 +238,21 @@ async def _refuse(context: Any, error: KintsugiError) -> None:
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Tokens for what `KintsugiService` does not check itself.
+    """Tokens, before a message is received: what a stranger sends is neither kept nor parsed.
 
-    Jobs read any file that the server may and write into any namespace: they need a token for all. Reflection
-    and a watch of the health hold one of the bounded places for as long as they like: they need any token.
-    Kubernetes' probes, which have none, check the health once.
+    Jobs read any file that the server may and write into any namespace: they need a token for all.
+    Kubernetes' probes, which have none, check the health; everything else needs a token. A watch of the
+    health and reflection hold one of the bounded places for as long as they like.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, service: KintsugiService, health: Any) -> None:
         self._gateway = gateway
+        self._service = service
+        self._health = health
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or details.method.startswith(f"/{SERVICE}/") or details.method == HEALTH_CHECK:
+        if handler is None:
             return handler
         try:
             token = bearer_of(dict(details.invocation_metadata).get("authorization"))
@@ -258,23 +260,30 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if details.method.startswith(f"/{PRECOMPUTE_SERVICE}/") and not caller.unrestricted:
                 raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
         except KintsugiError as error:
-            return _refusing(handler, error)
+            if details.method == HEALTH_CHECK:
+                return _unread(self._checked, HealthCheckResponse.SerializeToString)
+            return _unread(self._refusing(details.method, error))
         return handler
 
+    async def _checked(self, requests: Any, context: Any) -> None:
+        """The whole gateway's health, whatever the stranger's message asks for."""
+        await context.write(await self._health.Check(HealthCheckRequest(), context))
 
-def _refusing(handler: Any, error: KintsugiError) -> Any:
-    """A handler of the same kind that says no."""
+    def _refusing(self, path: str, error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
+        async def refuse(requests: Any, context: Any) -> None:
+            _, service, method = path.split("/")
+            if service != SERVICE:
+                await _refuse(context, error)
+            async with self._service.guarded(method, context):
+                raise error
 
-    async def refuse(request: Any, context: Any) -> None:
-        await _refuse(context, error)
+        return refuse
 
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)
+
+def _unread(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
+    """A handler that ends a call without its messages. gRPC reads one that it knows to be single before it
+    asks the handler; a stream's only when they are asked for: until then flow control holds them back."""
+    return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
 
 
 class GatewayServer:
@@ -299,8 +308,9 @@ class GatewayServer:
     async def start(self) -> None:
         """Raises `Unavailable` where the address cannot be had, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
+        service, health = KintsugiService(self.gateway), health_aio.HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=(_Guard(self.gateway),),
+            interceptors=(_Guard(self.gateway, service, health),),
             maximum_concurrent_rpcs=limits.concurrent_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
@@ -308,13 +318,12 @@ class GatewayServer:
             ),
         )
         services = [SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE]
-        self._server.add_generic_rpc_handlers((KintsugiService(self.gateway).generic_handler(),))
+        self._server.add_generic_rpc_handlers((service.generic_handler(),))
         if self._precompute is not None:
             from kintsugi.rpc.v1.precompute_pb2_grpc import add_PrecomputeServicer_to_server
 
             add_PrecomputeServicer_to_server(self._precompute, self._server)
             services.append(PRECOMPUTE_SERVICE)
-        health = health_aio.HealthServicer()
         add_HealthServicer_to_server(health, self._server)
         enable_server_reflection(services, self._server)
         try:

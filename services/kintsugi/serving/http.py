@@ -47,6 +47,7 @@ from kintsugi.serving.openai_request import (
     parsed_call,
     wanted_namespace,
 )
+from kintsugi.serving.recent_info import RecentInfo
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ LINGER_S = 10.0
 REQUESTS_MAX = 1024
 FOLLOW_UPS_MAX = 64
 """Answers whose missed chunks are being looked at; those of more are forgotten."""
-READY_S = 5.0
 SEARCH_INLINE_CHARS = 1 << 16
 """Longer bodies are searched for known chunks on a thread: milliseconds that others would wait."""
 ATTEMPTS = 2
@@ -163,15 +163,18 @@ class HttpFront:
         on_miss: OnMiss | None = None,
         registry: CollectorRegistry | None = None,
         answering: Callable[[], AbstractContextManager[None]] = nullcontext,
+        overtaking: bool = False,
     ) -> None:
-        """``answering`` is entered while a request is under way."""
+        """``answering`` is entered while a request is under way. ``overtaking`` as `Gateway` has it."""
         self._backend = backend
+        self._info = RecentInfo(backend.info)
         self._access = access
         self._known = known
         self._on_miss = on_miss
         self.metrics = HttpMetrics(registry or CollectorRegistry())
         self._bodies = _Bodies()
         self._answering = answering
+        self._overtaking = overtaking
         self._requests = 0
         self._follow_ups: set[asyncio.Task[None]] = set()
         self.app = Starlette(
@@ -196,6 +199,7 @@ class HttpFront:
             gateway.suspect_texts,
             gateway.metrics.registry,
             gateway.answering,
+            gateway.overtaking,
         )
 
     async def _health(self, request: Request) -> Response:
@@ -204,9 +208,9 @@ class HttpFront:
     async def _ready(self, request: Request) -> Response:
         """Whether an engine answers."""
         try:
-            info = await asyncio.wait_for(self._backend.info(), READY_S)
-        except (KintsugiError, TimeoutError) as error:
-            return JSONResponse({"status": "not ready", "reason": str(error) or "no engine answers"}, 503)
+            info = await self._info.get()
+        except KintsugiError as error:
+            return JSONResponse({"status": "not ready", "reason": str(error)}, 503)
         return JSONResponse({"status": "ready", "model": info.model, "blending": info.blending})
 
     async def _metrics(self, request: Request) -> Response:
@@ -215,7 +219,7 @@ class HttpFront:
     async def _models(self, request: Request) -> Response:
         try:
             self._caller(request)
-            info = await self._backend.info()
+            info = await self._info.get()
         except KintsugiError as error:
             return Problem.of(error).response()
         model = {
@@ -289,6 +293,7 @@ class HttpFront:
                 namespace,
                 lambda text: () if known is None else known.find(namespace, text),
                 trace,
+                self._overtaking,
             )
 
         return parse() if len(raw) <= SEARCH_INLINE_CHARS else await asyncio.to_thread(parse)

@@ -4,8 +4,8 @@ The store knows chunks by key and holds neither text nor tokens. A request may n
 and an unmodified RAG framework pastes chunk texts into a message; both need what only who put a chunk had.
 
 This is a cache of what clients said, not a truth: what is missing here costs a hit, never an answer. So it
-is bounded, loses its oldest entries first, and is written to LMDB by a thread of its own, some milliseconds
-late. Without a folder it lives in memory.
+is bounded in all and for each namespace, loses a namespace's oldest entries first, and is written to LMDB by
+a thread of its own, some milliseconds late. Without a folder it lives in memory.
 
 How texts are found: the first `WINDOW_CHARS` characters of a chunk hash to a number that can be computed for
 every offset of a text at once (numpy, five passes). Offsets whose number is known are compared by length and
@@ -23,7 +23,7 @@ import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,22 @@ import xxhash
 from numpy.typing import NDArray
 
 from kintsugi.core.errors import Corrupted, Unavailable
+from kintsugi.core.request import FOUND_CHARS_MIN
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey, token_bytes
+from kintsugi.serving.shares import Shares
 
 log = logging.getLogger(__name__)
 
-WINDOW_CHARS = 32
+WINDOW_CHARS = FOUND_CHARS_MIN
 """A power of two: the hash of a window is made of those of its halves."""
 CHUNKS_MAX = 200_000
 """190 MB of memory for the index (95 MB measured for half as many), and 2 KiB of token ids a chunk of 512:
 on disk, or in memory too."""
 TOKENS_MAX = 128 << 20
 """Of all chunks together, 512 MiB: chunks may be long."""
+NAMESPACE_SHARE_MAX = 0.5
+"""Of chunks and of tokens, one namespace's: two tenants never notice each other. Where more of them fill it,
+the one that holds most gives way: who holds less than an even share loses nothing to others."""
 CANDIDATES_MAX = 16
 """Chunks that begin alike, the longest first: a bound on what a hostile corpus can make us try."""
 COMPARISONS_MAX = 4096
@@ -192,6 +197,42 @@ class _Entry:
     num_tokens: int
 
 
+@dataclass
+class _Tenant:
+    """What is known of one namespace."""
+
+    seen: OrderedDict[ChunkKey, _Entry] = field(default_factory=OrderedDict)
+    """The oldest first."""
+    num_tokens: int = 0
+    texts: TextIndex = field(default_factory=TextIndex)
+    text_users: dict[ChunkText, int] = field(default_factory=dict)
+    """How many chunks have the text: each model's chunk of it has another key."""
+
+    def insert(self, key: ChunkKey, entry: _Entry) -> None:
+        """It must not be there."""
+        self.seen[key] = entry
+        self.num_tokens += entry.num_tokens
+        if entry.text is not None:
+            self.text_users[entry.text] = self.text_users.get(entry.text, 0) + 1
+            self.texts.add(entry.text)
+
+    def drop(self, key: ChunkKey) -> _Entry | None:
+        entry = self.seen.pop(key, None)
+        if entry is None:
+            return None
+        self.num_tokens -= entry.num_tokens
+        if entry.text is not None:
+            self.text_users[entry.text] -= 1
+            if not self.text_users[entry.text]:
+                del self.text_users[entry.text]
+                self.texts.remove(entry.text)
+        return entry
+
+
+_NOBODY = _Tenant()
+"""What is known of a namespace that holds nothing; never filled."""
+
+
 class KnownChunks:
     """Thread-safe. Lookups take microseconds and never wait for the disk's commits."""
 
@@ -202,29 +243,37 @@ class KnownChunks:
         self._lock = threading.Lock()
         self._chunks_max = chunks_max
         self._tokens_max = tokens_max
-        self._num_tokens = 0
-        self._seen: OrderedDict[Address, _Entry] = OrderedDict()
-        """The oldest first."""
-        self._texts: dict[str, TextIndex] = {}
-        self._text_users: dict[tuple[str, ChunkText], int] = {}
-        """How many chunks have the text: each model's chunk of it has another key."""
+        self._num_chunks = self._num_tokens = 0
+        self._tenants: dict[str, _Tenant] = {}
+        """By namespace; those that hold something."""
+        self._shares = Shares()
         self._disk = None if folder is None else _Disk(folder)
         if self._disk is not None:
             self._load(self._disk)
             self._writer = _Writer(self._disk, self._written)
 
     def _load(self, disk: _Disk) -> None:
+        evicted = []
         for address, text, num_tokens in disk.entries():
             self._insert(address, _Entry(text, None, num_tokens))
-        disk.apply([], self._evict())
+            evicted += self._evict(address[0])
+        disk.apply([], evicted)
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return self._num_chunks
 
     @property
     def room(self) -> int:
         """Chunks that may come before others have to go; none once half of the tokens are there."""
-        return 0 if self._num_tokens >= self._tokens_max // 2 else self._chunks_max - len(self._seen)
+        return 0 if self._num_tokens >= self._tokens_max // 2 else self._chunks_max - self._num_chunks
+
+    def has_room(self, namespace: str) -> bool:
+        """Whether a chunk may come before others of its namespace have to go; not once half of the tokens
+        that it may have are there."""
+        with self._lock:
+            tenant = self._tenants.get(namespace, _NOBODY)
+            few_tokens = 2 * tenant.num_tokens < NAMESPACE_SHARE_MAX * self._tokens_max
+            return few_tokens and len(tenant.seen) + 1 <= NAMESPACE_SHARE_MAX * self._chunks_max
 
     def remember(
         self, namespace: str, key: ChunkKey, token_ids: Sequence[int], text: str | None = None
@@ -232,63 +281,74 @@ class KnownChunks:
         """Keep a chunk, and its text where that is what it was tokenised from. The last text counts."""
         address, known = (namespace, key), None if text is None else ChunkText.of(text)
         with self._lock:
-            before = self._seen.get(address)
+            before = self._entry(address)
             if before is not None and known in (None, before.text):
-                self._seen.move_to_end(address)
+                self._tenants[namespace].seen.move_to_end(key)
                 return
             tokens = token_bytes(token_ids)
             self._insert(address, _Entry(known, tokens, len(tokens) // 4))
-            evicted = self._evict()
+            evicted = self._evict(namespace)
         if self._disk is not None:
             self._writer.take([_Record(address, tokens, known)], evicted)
 
+    def _entry(self, address: Address) -> _Entry | None:
+        namespace, key = address
+        return self._tenants.get(namespace, _NOBODY).seen.get(key)
+
     def _insert(self, address: Address, entry: _Entry) -> None:
         self._drop(address)
-        self._seen[address] = entry
+        namespace, key = address
+        self._tenants.setdefault(namespace, _Tenant()).insert(key, entry)
+        self._num_chunks += 1
         self._num_tokens += entry.num_tokens
-        if entry.text is not None:
-            user = (address[0], entry.text)
-            self._text_users[user] = self._text_users.get(user, 0) + 1
-            self._texts.setdefault(address[0], TextIndex()).add(entry.text)
+        self._shares.put(namespace, self._share(namespace))
 
     def _drop(self, address: Address) -> None:
-        entry = self._seen.pop(address, None)
+        namespace, key = address
+        entry = self._tenants.get(namespace, _NOBODY).drop(key)
         if entry is None:
             return
+        self._num_chunks -= 1
         self._num_tokens -= entry.num_tokens
-        if entry.text is not None:
-            user = (address[0], entry.text)
-            self._text_users[user] -= 1
-            if not self._text_users[user]:
-                del self._text_users[user]
-                index = self._texts[address[0]]
-                index.remove(entry.text)
-                if not len(index):
-                    del self._texts[address[0]]
+        self._shares.put(namespace, self._share(namespace))
+        if not self._tenants[namespace].seen:
+            del self._tenants[namespace]
 
-    def _evict(self) -> list[Address]:
-        evicted = []
-        while len(self._seen) > self._chunks_max or self._num_tokens > self._tokens_max:
-            address = next(iter(self._seen))
+    def _share(self, namespace: str) -> float:
+        """Of all that there may be, by whichever the namespace takes more of: chunks or their tokens."""
+        tenant = self._tenants.get(namespace, _NOBODY)
+        return max(len(tenant.seen) / self._chunks_max, tenant.num_tokens / self._tokens_max)
+
+    def _evict(self, namespace: str) -> list[Address]:
+        """Make room after the namespace has got a chunk: in it first, then in the one that holds most."""
+        evicted: list[Address] = []
+        while True:
+            if self._share(namespace) > NAMESPACE_SHARE_MAX:
+                giving = namespace
+            elif self._num_chunks > self._chunks_max or self._num_tokens > self._tokens_max:
+                giving = self._shares.largest()
+            else:
+                return evicted
+            address = (giving, next(iter(self._tenants[giving].seen)))
             self._drop(address)
             evicted.append(address)
-        return evicted
 
     def _written(self, records: Iterable[_Record]) -> None:
         """Their tokens need not be in memory any more."""
         with self._lock:
             for record in records:
-                entry = self._seen.get(record.address)
+                entry = self._entry(record.address)
                 if entry is not None and entry.tokens == record.tokens:
-                    self._seen[record.address] = dataclasses.replace(entry, tokens=None)
+                    namespace, key = record.address
+                    self._tenants[namespace].seen[key] = dataclasses.replace(entry, tokens=None)
 
     def token_ids(self, namespace: str, key: ChunkKey) -> tuple[int, ...] | None:
         """The chunk's tokens, None where it was never seen in this namespace, or too long ago."""
         address = (namespace, key)
         with self._lock:
-            entry = self._seen.get(address)
+            entry = self._entry(address)
             if entry is not None:
-                self._seen.move_to_end(address)
+                self._tenants[namespace].seen.move_to_end(key)
         tokens = None if entry is None else entry.tokens
         if tokens is None and self._disk is not None:  # also what another gateway wrote there
             tokens = self._disk.tokens(address)
@@ -297,25 +357,24 @@ class KnownChunks:
     def knows(self, namespace: str, key: ChunkKey) -> bool:
         """Whether `token_ids` would give its tokens; not a use of it."""
         with self._lock:
-            return (namespace, key) in self._seen
+            return self._entry((namespace, key)) is not None
 
     def used(self, namespace: str, key: ChunkKey) -> bool:
         """Whether it is known; a use of it, without its tokens."""
         with self._lock:
-            if (namespace, key) not in self._seen:
+            if self._entry((namespace, key)) is None:
                 return False
-            self._seen.move_to_end((namespace, key))
+            self._tenants[namespace].seen.move_to_end(key)
             return True
 
     def find(self, namespace: str, text: str) -> list[tuple[int, int]]:
         """`[start, end)` of known chunk texts inside `text`, in characters: disjoint, in order, and of
         those that overlap the ones that cover most."""
-        if len(text) < WINDOW_CHARS or namespace not in self._texts:
+        if len(text) < WINDOW_CHARS or namespace not in self._tenants:
             return []
         windows = window_hashes(text)  # most of the time, and others need the lock
         with self._lock:
-            index = self._texts.get(namespace)
-            found = [] if index is None else index.matches(text, windows)
+            found = self._tenants.get(namespace, _NOBODY).texts.matches(text, windows)
         return disjoint(found)
 
     def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:

@@ -72,7 +72,8 @@ class Learner:
             return 0
         page = self._documents.chunks(self._fingerprint, self._after, min(PAGE, self._known.room))
         for chunk in page:
-            if not self._known.knows(chunk.namespace, chunk.key):
+            known = self._known.knows(chunk.namespace, chunk.key)
+            if not known and self._known.has_room(chunk.namespace):
                 self._learn(chunk)
             self._after = chunk.number
         return len(page)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import OpenAICall
-from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op
+from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, checked_priority
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -60,8 +60,10 @@ def parsed_call(
     namespace: str,
     find: Finder,
     trace: Mapping[str, str] | None = None,
+    overtaking: bool = False,
 ) -> OpenAICall:
-    """``body`` is an OpenAI request's JSON object; it is not changed.
+    """``body`` is an OpenAI request's JSON object; it is not changed. ``overtaking``: its priority may be
+    below 0.
 
     Raises `InvalidField`, naming the field, for what is ours and wrong. A malformed message is passed on.
     """
@@ -69,6 +71,11 @@ def parsed_call(
         if body.get(name) is not None:
             raise InvalidField(name, problem)
     _check_answers(body)
+    _check_priority(body.get("priority"), overtaking)
+    if body.get("use_beam_search") not in (None, False):
+        # vLLM's beam search asks the engine anew for every token of every beam, with parameters of its own:
+        # none of it would be blended or accounted for.
+        raise InvalidField("use_beam_search", "is not served here; leave it out, or sample `n` answers")
     params = _params_of(body.get(PARAMS_KEY), namespace)
     passed = {name: value for name, value in body.items() if name not in (PARAMS_KEY, *_RESERVED)}
     chunks = _Chunks(find)
@@ -94,6 +101,15 @@ def _check_answers(body: Mapping[str, Any]) -> None:
             "prompt" if prompts > 1 else "n",
             f"{each * prompts} answers; at most {ANSWERS_MAX} are given at once: send fewer",
         )
+
+
+def _check_priority(priority: Any, overtaking: bool) -> None:
+    """Raises `InvalidField` also for what vLLM would read as a number."""
+    if priority is None:
+        return
+    if not isinstance(priority, int):
+        raise InvalidField("priority", "must be a whole number, 0 where it is left out")
+    checked_priority(priority, overtaking)
 
 
 def wanted_namespace(body: Mapping[str, Any], header: str | None) -> str | None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from kintsugi.core.errors import Unavailable
+from kintsugi.client.tls import ServedFiles
+from kintsugi.core.errors import InvalidField, Unavailable
 
 KEEP_ALIVE_S = 60
 DRAIN_S = 10
@@ -22,13 +22,38 @@ BACKLOG = 2048
 POLL_S = 0.01
 
 
-@dataclass(frozen=True)
-class HttpTls:
-    """PEM files. With an authority, callers must show a certificate that it signed."""
+class _Tls:
+    """A context whose every handshake sees the files as they are then, as `client.tls.ServerTls` has it."""
 
-    certificate: Path
-    key: Path
-    client_authority: Path | None = None
+    def __init__(self, files: ServedFiles) -> None:
+        """Raises `InvalidField` where a file cannot be read now, or holds something else."""
+        self._files = files
+        self._stamp = files.stamp()
+        self.context = self._current = self._read()
+        self.context.sni_callback = self._on_hello
+
+    def _read(self) -> ssl.SSLContext:
+        self._files.read()  # says which file cannot be
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A session that is resumed shows no certificate: one whose authority is gone would go on.
+        context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
+        try:
+            context.load_cert_chain(self._files.cert, self._files.key)
+            if self._files.client_ca is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(self._files.client_ca)
+        except (ssl.SSLError, OSError) as error:
+            raise InvalidField("tls", f"{self._files.cert} and what belongs to it: {error}") from error
+        return context
+
+    def _on_hello(self, connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
+        """Called at each handshake, whether or not the client names a server."""
+        stamp = self._files.stamp()
+        if stamp and stamp != self._stamp:
+            with suppress(InvalidField):  # replaced just now; the next handshake sees them whole
+                self._current = self._read()
+                self._stamp = stamp
+        connection.context = self._current
 
 
 class _Quiet(uvicorn.Server):
@@ -42,15 +67,13 @@ class _Quiet(uvicorn.Server):
 class HttpServer:
     """One listening address."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: HttpTls | None = None) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServedFiles | None = None) -> None:
+        """Raises `InvalidField` for TLS files that are none."""
         self._host, self._port = host, port
         options: dict[str, Any] = {}
         if tls is not None:
-            options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
-            if tls.client_authority is not None:
-                import ssl
-
-                options |= {"ssl_ca_certs": str(tls.client_authority), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+            context = _Tls(tls).context
+            options["ssl_context_factory"] = lambda config, default: context
         self._server = _Quiet(
             uvicorn.Config(
                 app,

@@ -149,7 +149,7 @@ def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
             assert declined.accounting is not None
             assert declined.accounting["reason"].startswith("store_unavailable")
     assert len(lookups) == FAILURES_MAX
-    engine._scheduler._breaker = CircuitBreaker()  # as if the while were over
+    engine._scheduler._lookups._breaker = CircuitBreaker()  # as if the while were over
     blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2), max_tokens=1)
     assert blended.accounting is not None
     assert blended.accounting["outcome"] == "blended"

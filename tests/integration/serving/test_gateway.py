@@ -6,6 +6,9 @@ import asyncio
 import datetime
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,23 @@ def test_a_fill_waits_until_nobody_does() -> None:
         assert filled(gateway) == []
         long_one.close()
         assert gateway.eventually(lambda: len(filled(gateway)) == 2)
+
+
+def test_no_room_for_a_fill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = FillConfig(sights=1, failures_max=1)
+    with running(Setup(gateway={"fill": fill})) as gateway, Client(gateway.address, NAMESPACE) as client:
+        monkeypatch.setattr(gateway.gateway._saver, "_waiting_tokens_max", 0)
+        client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="full") == 2)
+        monkeypatch.undo()
+        client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="filled") == 2)
+        assert counted(gateway, "fill_events_total", event="failed") == 0
+    one_only = Setup(gateway={"fill": FillConfig(sights=1, queue_max=1)})
+    with running(one_only) as gateway, Client(gateway.address, NAMESPACE) as client:
+        client.generate(PASSAGES, QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_events_total", event="filled") == 1)
+        assert counted(gateway, "fill_events_total", event="full") == 1
 
 
 def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +224,20 @@ def test_requests_are_counted_and_logged_without_what_they_say(caplog: pytest.Lo
     assert "secret" not in caplog.text
 
 
-def test_what_comes_with_a_request_reaches_the_engine() -> None:
+def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
     with running() as gateway, Client(gateway.address, NAMESPACE) as client:
+        with pytest.raises(InvalidField, match="leave it out, or send 0 or more"):
+            client.generate(PASSAGES, QUESTION, priority=-1)
+        assert not gateway.backend.seen.requests
+        client.generate(PASSAGES, QUESTION, priority=7)
+        assert gateway.backend.seen.requests[0].priority == 7
+
+
+def test_what_comes_with_a_request_reaches_the_engine() -> None:
+    with (
+        running(Setup(gateway={"overtaking": True})) as gateway,
+        Client(gateway.address, NAMESPACE) as client,
+    ):
         sampling = Sampling(4, temperature=0.0, stop=["x"], top_k=0, ignore_eos=False, extra={"n": 1})
         client.generate(PASSAGES, QUESTION, sampling=sampling, ratio=0.25, selector="query", priority=-3)
         (request,) = gateway.backend.seen.requests
@@ -305,6 +337,51 @@ def test_strangers_hold_no_place(tmp_path: Path) -> None:
         with_token.cancel()
         with Client(gateway.address, "tenant", token=tokens["tenant"]) as client:
             assert client.tokenize(["text"])
+
+
+SERVED = """
+import resource, sys
+from pathlib import Path
+from kintsugi.serving.access import TokenFile
+from tests.integration.serving.gateways import Setup, running
+with running(Setup(gateway={"access": TokenFile(Path(sys.argv[1]))})) as gateway:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(gateway.address, flush=True)
+    sys.stdin.readline()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib, flush=True)
+"""
+STRANGERS, STRANGERS_BYTES = 24, 7 << 20
+"""Below what the server receives of those with a token."""
+
+
+def test_a_strangers_message_is_not_even_received(tmp_path: Path) -> None:
+    """Not by the server's memory, and not by any method."""
+    path, tokens = token_file(tmp_path, ("tenant", ("tenant",)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", SERVED, str(path)]
+    bad = (("authorization", "Bearer kg_unknown"),)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        with grpc.insecure_channel(address) as channel:
+            for name, size in (
+                ("Tokenize", STRANGERS_BYTES),
+                ("Generate", STRANGERS_BYTES),
+                ("PutChunks", 10 << 20),
+            ):
+                method = channel.unary_unary(f"/kintsugi.rpc.v1.Kintsugi/{name}", None, None)
+                calls = [method.future(bytes(size), metadata=bad, timeout=30) for _ in range(STRANGERS)]
+                assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+            check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
+            assert check(bytes(STRANGERS_BYTES), timeout=30)
+        with Client(address, "tenant", token=tokens["tenant"]) as client:
+            assert client.tokenize(["text"])
+        server.stdin.close()
+        grown_mib = int(server.stdout.readline()) >> 10
+    assert grown_mib < 48, f"{STRANGERS * STRANGERS_BYTES >> 20} MiB were sent at a time"
 
 
 def test_a_strangers_message_is_not_parsed(tmp_path: Path) -> None:

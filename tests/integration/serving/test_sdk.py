@@ -7,14 +7,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
+import grpc
 import pytest
 
 import kintsugi
-from kintsugi.client.sdk import AsyncClient, Client, ClientOptions
+from kintsugi.client.sdk import SERVICE, AsyncClient, Client, ClientOptions
 from kintsugi.client.sdk_types import Answer, Delta, Key, Plain, Tokens
-from kintsugi.core.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable, UnknownField
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    UnknownField,
+)
+from kintsugi.rpc.v1 import gateway_pb2 as pb
 from tests.integration.serving.gateways import Running, Setup, running
 
 PASSAGES = ["First passage, of a handful of words.", "Second passage, of some other words."]
@@ -143,6 +155,78 @@ def test_what_stays_unavailable_is_an_error() -> None:
     options = ClientOptions(attempts=2, retry_wait_s_max=0.01)
     with Client("127.0.0.1:1", namespace="nobody", options=options) as client, pytest.raises(Unavailable):
         client.tokenize(["text"])
+
+
+@contextmanager
+def failing(code: grpc.StatusCode, messages: int = 0) -> Iterator[tuple[str, list[str]]]:
+    """A server that fails every call, answers after so many messages; its address, and what it was asked."""
+    asked: list[str] = []
+
+    def unary(request: bytes, context: Any) -> bytes:
+        asked.append("unary")
+        return bytes(context.abort(code, "by the test"))
+
+    def stream(request: bytes, context: Any) -> Iterator[bytes]:
+        asked.append("stream")
+        yield from [pb.GenerateResponse(delta=pb.Delta(text="a")).SerializeToString()] * messages
+        context.abort(code, "by the test")
+
+    handlers = {
+        "Tokenize": grpc.unary_unary_rpc_method_handler(unary),
+        "PutChunks": grpc.unary_unary_rpc_method_handler(unary),
+        "Generate": grpc.unary_stream_rpc_method_handler(stream),
+    }
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", asked
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, 3),
+        (grpc.StatusCode.INTERNAL, 1),
+        (grpc.StatusCode.UNKNOWN, 1),
+        (grpc.StatusCode.ABORTED, 1),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 1),
+    ],
+)
+def test_only_what_is_safe_is_sent_again(code: grpc.StatusCode, attempts: int) -> None:
+    options = ClientOptions(attempts=3, retry_wait_s_max=0.01)
+    with failing(code) as (address, asked), Client(address, "n", options=options) as client:
+        calls: list[Callable[[], Any]] = [
+            lambda: client.tokenize(["a"]),
+            lambda: client.put_chunks(["a"]),
+            lambda: client.generate(["a"], "b"),
+        ]
+        for call in calls:
+            asked.clear()
+            with pytest.raises((Unavailable, ResourceExhausted)):
+                call()
+            assert len(asked) == attempts
+
+        async def ask() -> None:
+            async with AsyncClient(address, "n", options=options) as asynchronous:
+                await asynchronous.tokenize(["a"])
+
+        asked.clear()
+        with pytest.raises((Unavailable, ResourceExhausted)):
+            asyncio.run(ask())
+        assert len(asked) == attempts
+
+
+def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
+    options = ClientOptions(attempts=3, retry_wait_s_max=0.01)
+    failures = failing(grpc.StatusCode.UNAVAILABLE, messages=1)
+    with failures as (address, asked), Client(address, "n", options=options) as client:
+        with pytest.raises(Unavailable):
+            client.generate(["a"], "b")
+        assert asked == ["stream"]
 
 
 def test_the_time_limit_is_for_all_attempts() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kintsugi.checkpoints.vocabulary import BOS_ID, train_tokenizer
 from kintsugi.client.chunking import Chunker
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import SPANS_MAX, checked_spans
-from kintsugi.engine.openai_prompt import SegmentTokenizer, cut_at_chunks, with_documents
+from kintsugi.core.request import FOUND_CHARS_MIN, SPANS_MAX, checked_spans
+from kintsugi.engine.openai_prompt import Piece, SegmentTokenizer, cut_at_chunks, with_documents
 
 
 @lru_cache(maxsize=1)
@@ -23,7 +23,12 @@ def tokenizer() -> Any:
 
 
 def pieces(text: str, *chunks: str) -> list[str]:
-    return [f"[{piece.text}]" if piece.is_chunk else piece.text for piece in cut_at_chunks(text, chunks)]
+    """However short the chunks are."""
+    return shown(cut_at_chunks(text, chunks, 0))
+
+
+def shown(cut: list[Piece]) -> list[str]:
+    return [f"[{piece.text}]" if piece.is_chunk else piece.text for piece in cut]
 
 
 def test_every_occurrence_is_cut_out_the_longest_first() -> None:
@@ -34,16 +39,26 @@ def test_every_occurrence_is_cut_out_the_longest_first() -> None:
     assert pieces("", "x") == []
 
 
+def test_a_short_chunk_is_one_only_where_it_was_marked() -> None:
+    assert shown(cut_at_chunks("the sea\nthe\nthe end", ["the"])) == ["the sea\n", "[the]", "\nthe end"]
+    assert shown(cut_at_chunks("the\nsea\nthe", ["the"])) == ["[the]", "\nsea\n", "[the]"]
+    assert shown(cut_at_chunks("<doc>tea</doc>", ["tea"])) == ["<doc>", "[tea]", "</doc>"]
+    assert shown(cut_at_chunks("the sea, the end", ["the"])) == ["the sea, the end"]
+    assert shown(cut_at_chunks("no tea", ["the"])) == ["no tea"]
+    long = "x" * FOUND_CHARS_MIN
+    assert shown(cut_at_chunks(f"a{long}b{long}", [long])) == ["a", f"[{long}]", "b", f"[{long}]"]
+
+
 def test_more_occurrences_than_spans_are_refused() -> None:
     with pytest.raises(InvalidField, match=str(SPANS_MAX)):
-        cut_at_chunks("a" * (SPANS_MAX + 1), ["a"])
+        cut_at_chunks("a" * (SPANS_MAX + 1), ["a"], 0)
 
 
 def test_occurrences_beyond_the_bound_are_not_even_counted() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidField, match=str(SPANS_MAX)):
-            cut_at_chunks("a" * (8 << 20), ["a"])
+            cut_at_chunks("a" * (8 << 20), ["a"], 0)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -52,7 +67,7 @@ def test_occurrences_beyond_the_bound_are_not_even_counted() -> None:
 
 @given(st.text("abc ", max_size=60), st.lists(st.text("abc ", min_size=1, max_size=6), max_size=5))
 def test_pieces_make_up_the_text_and_chunks_are_chunks(text: str, chunks: list[str]) -> None:
-    cut = cut_at_chunks(text, chunks)
+    cut = cut_at_chunks(text, chunks, 0)
     assert "".join(piece.text for piece in cut) == text
     assert all(piece.text in chunks for piece in cut if piece.is_chunk)
     assert all(piece.text for piece in cut)
@@ -62,7 +77,7 @@ def test_pieces_make_up_the_text_and_chunks_are_chunks(text: str, chunks: list[s
 @settings(max_examples=50)
 @given(
     st.text("salt and Sea.\n", max_size=40),
-    st.lists(st.text("salt Sea.\n", min_size=3, max_size=20), max_size=4),
+    st.lists(st.text("salt Sea.\n", min_size=FOUND_CHARS_MIN, max_size=50), max_size=4),
 )
 def test_a_chunk_has_the_ids_that_it_is_stored_under(gap: str, chunks: list[str]) -> None:
     text = gap.join(["System. ", *chunks, "What?"])

@@ -98,7 +98,7 @@ def asked(side: SchedulerSide, name: str) -> Any:
         if tokens is not None:
             assert (tokens, is_claimed) == (0, False)
             return request
-        side._has_waited = False
+        side._lookups.step_began()
     raise AssertionError("parked for ever")
 
 
@@ -144,15 +144,15 @@ def test_only_what_is_stored_exactly_has_a_plain_prompts_names(
 
 def heard_back(side: SchedulerSide, store: StubStore) -> None:
     for _ in range(10_000):
-        side._threads.submit(int).result(10)
-        if store.lookups and side._breaker._probe_s is None:
+        side._lookups._threads.submit(int).result(10)
+        if store.lookups and side._lookups._breaker._probe_s is None:
             return
     raise AssertionError("the store was not asked, or its answer forgotten")
 
 
 def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide, store: StubStore) -> None:
     now_s = 0.0
-    side._breaker = CircuitBreaker(clock=lambda: now_s)
+    side._lookups._breaker = CircuitBreaker(clock=lambda: now_s)
     store.is_down = True
     for index in range(FAILURES_MAX):
         assert said(side, asked(side, str(index)))["reason"].startswith("store_unavailable: Unavailable")
@@ -163,5 +163,5 @@ def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide
         side.on_new_request(request)
         assert said(side, request)["reason"].startswith("store_unavailable: it failed lately")
         heard_back(side, store)
-        assert side._breaker.is_closed is not was_down
+        assert side._lookups._breaker.is_closed is not was_down
     assert said(side, asked(side, "later"))["reason"].startswith("no_chunk_cached")

@@ -83,6 +83,15 @@ def test_what_keeps_failing_is_given_up() -> None:
     assert queued(queue, 1) is Verdict.QUEUED
 
 
+def test_what_found_no_room_has_not_failed() -> None:
+    queue = FillQueue(FillConfig(failures_max=1))
+    for _ in range(3):
+        queued(queue, 1)
+        assert len(queue.take()) == 1
+        queue.dropped(address(1))
+    assert queue.missed(address(1), b"", 0.0) is Verdict.QUEUED, "its next miss is enough"
+
+
 def test_the_oldest_counts_are_forgotten_first() -> None:
     queue = FillQueue(FillConfig(sighted_max=2))
     for number in range(3):

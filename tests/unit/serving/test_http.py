@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import shutil
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,13 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
+from kintsugi.client.tls import ServedFiles, TlsFiles
 from kintsugi.core import errors
 from kintsugi.core.exchange import OpenAICall
-from kintsugi.serving import http
+from kintsugi.serving import http, recent_info
 from kintsugi.serving.access import Access, Caller, OpenAccess
 from kintsugi.serving.http import BODY_BYTES_MAX, HttpFront, Problem
 from kintsugi.serving.openai_request import CHAT_PATH, COMPLETIONS_PATH
-from kintsugi.serving.openai_server import HttpServer, HttpTls
+from kintsugi.serving.openai_server import HttpServer
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered
 from tests.integration.store.test_tls import issue
 
@@ -201,6 +203,18 @@ def test_half_a_surrogate_pair_is_no_text(raw: bytes) -> None:
             assert (refused.status_code, error_of(refused)["param"]) == (400, "body")
             whole = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
             assert (await caller.post(CHAT_PATH, content=whole)).status_code == 200
+
+    run(body)
+
+
+def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        urgent = {**CHAT, "priority": -1}
+        refused = await post(backend, urgent)
+        assert (refused.status_code, error_of(refused)["param"], backend.calls) == (400, "priority", [])
+        async with client(backend, overtaking=True) as caller:
+            assert (await caller.post(CHAT_PATH, json=urgent)).status_code == 200
 
     run(body)
 
@@ -395,8 +409,9 @@ def test_chunks_that_were_computed_are_handed_on() -> None:
     run(body)
 
 
-def test_models_and_health() -> None:
+def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
+        monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
         backend = ScriptedBackend()
         async with client(backend) as caller:
             (model,) = (await caller.get("/v1/models")).json()["data"]
@@ -454,7 +469,8 @@ def test_tls(tmp_path: Path, mutual: bool) -> None:
 
     async def body() -> None:
         app = HttpFront(ScriptedBackend(), OpenAccess()).app
-        server = HttpServer(app, "127.0.0.1", 0, HttpTls(files.cert, files.key, files.ca if mutual else None))
+        served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
+        server = HttpServer(app, "127.0.0.1", 0, served)
         await server.start()
         url = f"https://{server.address}{CHAT_PATH}"
         try:
@@ -470,3 +486,53 @@ def test_tls(tmp_path: Path, mutual: bool) -> None:
             await server.stop()
 
     run(body)
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls_files_are_read_again_when_they_change(tmp_path: Path, mutual: bool) -> None:
+    async def body() -> None:
+        files = issue(tmp_path / "tls")
+        before = client_context(files)
+        served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
+        server = HttpServer(HttpFront(ScriptedBackend(), OpenAccess()).app, "127.0.0.1", 0, served)
+        await server.start()
+        try:
+            assert await is_served(server.address, before)
+            shutil.copytree(tmp_path / "tls", tmp_path / "old")
+            issue(tmp_path / "tls")
+            assert await is_served(server.address, client_context(files))
+            assert not await is_served(server.address, before)
+            trusting = ssl.create_default_context(cafile=str(files.ca))
+            trusting.load_cert_chain(tmp_path / "old" / files.cert.name, tmp_path / "old" / files.key.name)
+            assert await is_served(server.address, trusting) is not mutual, "of the authority that is gone"
+            after = client_context(files)
+            files.key.write_bytes(b"half of it")
+            assert await is_served(server.address, after), "with what it had"
+        finally:
+            await server.stop()
+
+    run(body)
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """Trusts the folder's authority, and shows its certificate."""
+    context = ssl.create_default_context(cafile=str(files.ca))
+    context.load_cert_chain(files.cert, files.key)
+    return context
+
+
+async def is_served(address: str, context: ssl.SSLContext) -> bool:
+    async with httpx.AsyncClient(verify=context) as caller:
+        try:
+            return (await caller.get(f"https://{address}/healthz")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
+    files = issue(tmp_path / "tls")
+    files.key.write_bytes(b"no key")
+    app = HttpFront(ScriptedBackend(), OpenAccess()).app
+    for key, message in ((files.key, "what belongs to it"), (tmp_path / "missing", "cannot be read")):
+        with pytest.raises(errors.InvalidField, match=message):
+            HttpServer(app, "127.0.0.1", 0, ServedFiles(files.cert, key))

@@ -78,7 +78,7 @@ def test_what_is_forgotten_is_not_found(known: KnownChunks) -> None:
 
 def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
     texts = [words(seed, 64) for seed in range(4)]
-    known = KnownChunks(tmp_path, chunks_max=3)
+    known = KnownChunks(tmp_path, chunks_max=6)
     for number in range(3):
         known.remember("tenant", key_of(number), (number,), texts[number])
     assert known.token_ids("tenant", key_of(0)) == (0,)
@@ -90,16 +90,52 @@ def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
     known.close()
 
 
+def test_one_tenant_pushes_out_nothing_of_another(tmp_path: Path) -> None:
+    known = KnownChunks(tmp_path, chunks_max=100, tokens_max=100_000)
+    texts = [words(seed, 64) for seed in range(10)]
+    for number, text in enumerate(texts):
+        known.remember("small", key_of(number), (number,), text)
+    for number in range(1000):
+        known.remember("greedy", key_of(number), (number,), words(number, 40))
+    assert len(known) == 10 + 50, "half of the room is one tenant's at most"
+    for number in range(1000):
+        known.remember("also greedy", key_of(number), (number,))
+        known.remember("long", key_of(number), range(900))
+    assert all(known.find("small", text) == [(0, 64)] for text in texts)
+    assert len(known) <= 100
+    known.close()
+    known = KnownChunks(tmp_path, chunks_max=100, tokens_max=100_000)
+    assert all(known.find("small", text) == [(0, 64)] for text in texts)
+    known.close()
+
+
+def test_where_tenants_fill_all_the_largest_gives_way() -> None:
+    known = KnownChunks(chunks_max=90)
+    for number in range(45):
+        known.remember("first", key_of(number), (number,))
+        known.remember("second", key_of(number), (number,))
+    for number in range(45):
+        known.remember("third", key_of(number), (number,))
+    held = [
+        sum(known.knows(name, key_of(number)) for number in range(45))
+        for name in ("first", "second", "third")
+    ]
+    assert held == [30, 30, 30]
+    assert not known.knows("first", key_of(0))
+    assert known.knows("first", key_of(44)), "the oldest left"
+
+
 def test_long_chunks_count_by_their_tokens(tmp_path: Path) -> None:
-    bounded = KnownChunks(tmp_path / "bounded", tokens_max=1000)
+    bounded = KnownChunks(tmp_path / "bounded", tokens_max=2000)
     for number in range(5):
         bounded.remember("tenant", key_of(number), range(number, number + 400))
     assert len(bounded) == 2
-    assert bounded.room == 0
+    assert not bounded.has_room("tenant")
+    assert bounded.has_room("other")
     bounded.forget("tenant", [key_of(4)])
-    assert bounded.room > 0
+    assert bounded.has_room("tenant")
     bounded.close()
-    reopened = KnownChunks(tmp_path / "bounded", tokens_max=1000)
+    reopened = KnownChunks(tmp_path / "bounded", tokens_max=2000)
     assert len(reopened) == 1
     reopened.remember("tenant", key_of(9), range(700))
     assert [reopened.knows("tenant", key_of(number)) for number in (3, 9)] == [False, True]
@@ -112,7 +148,7 @@ def test_a_restart_keeps_what_was_known(tmp_path: Path) -> None:
     known.remember("tenant", key_of(1), range(512), text)
     known.remember("tenant", key_of(2), (2,))
     known.close()
-    known = KnownChunks(tmp_path, chunks_max=1)
+    known = KnownChunks(tmp_path, chunks_max=2)
     assert known.find("tenant", "x" + text) == []
     assert len(known) == 1, "the newest stays"
     known.close()

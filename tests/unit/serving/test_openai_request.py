@@ -123,6 +123,28 @@ def test_a_misspelt_constraint_names_the_nearest() -> None:
         parsed(chat("q", kintsugi={"rato": 0.1}))
 
 
+@pytest.mark.parametrize("priority", [-1, -(1 << 62), "-3", -3.0, 1.0, [1]])
+def test_nobody_goes_before_others_unless_that_is_allowed(priority: Any) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parsed(chat("q", priority=priority))
+    assert caught.value.field == "priority"
+    for fine in (0, 5, None):
+        body = chat("q", priority=fine)
+        assert parsed(body).body == body
+    allowed = parsed_call("r1", CHAT_PATH, chat("q", priority=-1), "acme", find, overtaking=True)
+    assert allowed.body["priority"] == -1
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+@pytest.mark.parametrize("asked", [True, 1, "true", "yes", [False]])
+def test_beam_search_is_refused(path: str, asked: Any) -> None:
+    with pytest.raises(InvalidField, match="sample `n` answers") as caught:
+        parsed({"prompt": "q", "messages": [], "use_beam_search": asked, "n": 2}, path)
+    assert caught.value.field == "use_beam_search"
+    for fine in (False, None):
+        assert parsed({"prompt": "q", "use_beam_search": fine}, path).body["use_beam_search"] is fine
+
+
 def test_documents_need_a_template() -> None:
     with pytest.raises(InvalidField, match="chat/completions"):
         parsed({"prompt": "q", "documents": ["one"]}, COMPLETIONS_PATH)

@@ -72,7 +72,7 @@ def test_a_text_that_was_deleted_and_comes_again_is_known_again() -> None:
 
 
 def test_a_text_in_use_is_not_what_is_forgotten_first() -> None:
-    known = KnownChunks(chunks_max=2)
+    known = KnownChunks(chunks_max=4)
     resolve = resolver(known)
 
     async def ask() -> None:

@@ -560,7 +560,7 @@ class GenerateRequest(google.protobuf.message.Message):
     no_blend: builtins.bool
     """An ordinary full prefill."""
     priority: builtins.int
-    """vLLM's: lower goes first."""
+    """vLLM's: lower goes first; below 0 only where the gateway allows it."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Segment]: ...
     @property

@@ -1,0 +1,48 @@
+"""The command line that benchmarks of sections share."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.support.figures import Figure
+from benchmarks.support.sections import measure, parser_of, run
+
+
+def figure_of(name: str, quick: bool) -> list[Figure]:
+    return [Figure.at_most(name, 1.0 if quick else 3.0, 2.0)]
+
+
+SECTIONS = {name: lambda quick, name=name: figure_of(name, quick) for name in ("speed", "size")}
+
+
+def test_sections_are_measured_as_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for given, chosen, value in (
+        (["--quick", "--only", "size"], ["size"], 1.0),
+        ([], ["speed", "size"], 3.0),
+    ):
+        monkeypatch.setattr("sys.argv", ["bench", *given])
+        run("toy", "A toy.", SECTIONS)
+        said = json.loads(capsys.readouterr().out)
+        assert (said["benchmark"], said["config"]["sections"]) == ("toy", chosen)
+        assert (said["config"]["quick"], said["config"]["weights"]) == (value == 1.0, "random")
+        assert [(one["name"], one["value"]) for one in said["figures"]] == [(name, value) for name in chosen]
+
+
+def test_what_a_section_notes_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    details: dict[str, int] = {}
+
+    def noted(setup: str) -> list[Figure]:
+        details[setup] = 5
+        return []
+
+    arguments = parser_of("A toy.", {"noted": noted}, "fewer").parse_args([])
+    measure("toy", arguments, {"noted": noted}, {"details": details}, setup="mine")
+    assert json.loads(capsys.readouterr().out)["config"]["details"] == {"mine": 5}
