@@ -166,6 +166,9 @@ class StoreSpec:
     """None: always `shards`. More are started when what is evicted is soon wanted again."""
     replication: int = 1
     """Shards that hold each chunk."""
+    ramp_s: float = 60.0
+    """How long a shard that joins empty takes to be given all its chunks: until then others keep what they
+    have. 0: no time at all."""
     ram_gib: float = 4.0
     tiers: tuple[TierSpec, ...] = ()
     """Fastest first, below RAM."""
@@ -206,7 +209,7 @@ class StoreSpec:
             raise InvalidField("store.data_dir", "is needed with tiers: it holds the shards' identities")
         if len({bool(file) for file in (self.tls_ca, self.tls_cert, self.tls_key)}) > 1:
             raise InvalidField("store.tls", "give tls_ca, tls_cert and tls_key together")
-        for name in ("ram_gib", "cpus", "drain_s"):
+        for name in ("ram_gib", "cpus", "drain_s", "ramp_s"):
             _check_amount(f"store.{name}", getattr(self, name))
         _check_size("store.ram_gib", self.ram_gib)
         for name in ("directory_port", "port", "metrics_port"):
