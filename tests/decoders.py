@@ -190,7 +190,7 @@ def seeds(name: str) -> list[bytes]:
         extents=[catalog_pb2.CatalogExtent(offset=0, frames=3)],
     )
     shards = directory_pb2.ShardMap(
-        version=1, replicas=1, shards=[directory_pb2.ShardAddress(shard_id="a", address="b:1")]
+        version=1, replicas=1, shards=[directory_pb2.ShardAddress(shard_id="a", address="b:1")], shares=[0.5]
     )
     found = {
         "put_message": [

@@ -55,6 +55,9 @@ class ShardMap:
     shards: tuple[ShardAddress, ...] = field(default=())
     replicas: int = 1
     """Shards that hold each chunk."""
+    shares: tuple[float, ...] = field(default=())
+    """Of each shard, in their order, the share in (0, 1] of its chunks that it is given: what it is not yet
+    given is the next one's, where it was before the shard joined. Empty: all of them."""
 
     def __post_init__(self) -> None:
         if len({shard.shard_id for shard in self.shards}) != len(self.shards):
@@ -63,13 +66,22 @@ class ShardMap:
             raise InvalidField("shards", f"{len(self.shards)} shards; at most {SHARDS_MAX} make a map")
         if self.replicas < 1:
             raise InvalidField("replicas", f"{self.replicas} is less than 1")
+        if self.shares and len(self.shares) != len(self.shards):
+            raise InvalidField("shares", f"there are {len(self.shares)} for {len(self.shards)} shards")
+        if not all(0 < share <= 1 for share in self.shares):
+            raise InvalidField("shares", "are numbers above 0 and at most 1")
 
     def owners(self, key: ChunkKey) -> list[ShardAddress]:
         """The shards that hold a chunk, the preferred one first.
 
         Rendezvous hashing: when a shard leaves, only its own chunks move. Cost: one xxh3 per shard.
         """
-        return ranked(self.shards, key)[: self.replicas]
+        order = ranked(self.shards, key)
+        if self.shares:
+            shares = dict(zip(self.shards, self.shares, strict=True))
+            # Stable: where too few are given the chunk, the others follow in their order.
+            order.sort(key=lambda shard: not is_given(shard, key, shares[shard]))
+        return order[: self.replicas]
 
 
 def ranked(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddress]:
@@ -77,6 +89,15 @@ def ranked(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddress]:
     return sorted(
         shards, key=lambda shard: -xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest)
     )
+
+
+def is_given(shard: ShardAddress, key: ChunkKey, share: float) -> bool:
+    """Whether a chunk is in a shard's ``share``. Those in a smaller share are in a larger one, too.
+
+    The seed makes it another draw than the one that ranks: shards that own a chunk have drawn high there.
+    """
+    draw = xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest, seed=1)
+    return draw < share * (1 << 64)
 
 
 class ShardDirectory(ABC):
@@ -210,10 +231,11 @@ def map_to_wire(shards: ShardMap) -> pb.ShardMap:
         version=shards.version,
         shards=[pb.ShardAddress(shard_id=s.shard_id, address=s.address) for s in shards.shards],
         replicas=shards.replicas,
+        shares=shards.shares,
     )
 
 
 def map_from_wire(wire: pb.ShardMap) -> ShardMap:
     """Raises `InvalidField`."""
     shards = tuple(ShardAddress(shard.shard_id, shard.address) for shard in wire.shards)
-    return ShardMap(wire.version, shards, wire.replicas)
+    return ShardMap(wire.version, shards, wire.replicas, tuple(wire.shares))

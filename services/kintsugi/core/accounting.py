@@ -71,7 +71,9 @@ class Accounting:
     recomputed_positions: dict[int, list[int]] | None = None
     """Layer -> positions computed, with `explain`."""
     timeline: list[LayerTiming] | None = field(default=None)
-    """Per layer, with `explain`."""
+    """Per layer, with `explain` or `timeline`."""
+    began_unix_s: float | None = None
+    """When the pass began by the clock of the engine's host: what `timeline` counts from."""
 
     @property
     def cost(self) -> float:

@@ -112,6 +112,9 @@ class EngineSpec:
     """Whether a model without a report is calibrated while it serves full prefill."""
     questions: str = ""
     """JSON lines to calibrate on; empty: those of the bundled model, or passages that come with us."""
+    shadow_share: float = 0.005
+    """Of the blended requests, computed once more in full when nobody waits, to see whether blends are still
+    what was calibrated. 0: none."""
     queueing_ms_max: float = 500.0
     """With `replicas.max > replicas.min`: more engines where requests are predicted to wait longer."""
     drain_s: float = 60.0
@@ -130,6 +133,8 @@ class EngineSpec:
         _check_amount("engines.cpus", self.cpus)
         _check_amount("engines.gpus", self.gpus)
         _check_amount("engines.drain_s", self.drain_s)
+        if not 0 <= self.shadow_share <= 1:
+            raise InvalidField("engines.shadow_share", f"{self.shadow_share} is outside [0, 1]")
         _check_size("engines.queueing_ms_max", self.queueing_ms_max)
         _check_port("engines.metrics_port", self.metrics_port)
         if self.kv_cache_gib is not None:
@@ -166,6 +171,9 @@ class StoreSpec:
     """None: always `shards`. More are started when what is evicted is soon wanted again."""
     replication: int = 1
     """Shards that hold each chunk."""
+    ramp_s: float = 60.0
+    """How long a shard that joins empty takes to be given all its chunks: until then others keep what they
+    have. 0: no time at all."""
     ram_gib: float = 4.0
     tiers: tuple[TierSpec, ...] = ()
     """Fastest first, below RAM."""
@@ -206,7 +214,7 @@ class StoreSpec:
             raise InvalidField("store.data_dir", "is needed with tiers: it holds the shards' identities")
         if len({bool(file) for file in (self.tls_ca, self.tls_cert, self.tls_key)}) > 1:
             raise InvalidField("store.tls", "give tls_ca, tls_cert and tls_key together")
-        for name in ("ram_gib", "cpus", "drain_s"):
+        for name in ("ram_gib", "cpus", "drain_s", "ramp_s"):
             _check_amount(f"store.{name}", getattr(self, name))
         _check_size("store.ram_gib", self.ram_gib)
         for name in ("directory_port", "port", "metrics_port"):

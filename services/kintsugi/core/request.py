@@ -80,6 +80,7 @@ class _Wire:
     selector: str | None = None
     adaptive_mass: StrictFloat | None = None
     explain: StrictBool = False
+    timeline: StrictBool = False
     tier: str = ""
 
 
@@ -99,6 +100,9 @@ class KintsugiParams:
     adaptive_mass: float | None = None
     """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
     explain: bool = False
+    """Have the response say which positions each layer computed, and what `timeline` has it say."""
+    timeline: bool = False
+    """Have the response say when each layer was loaded and computed. Costs nothing but bytes."""
     tier: str = ""
     """Of a save: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: the store's client's."""
 
@@ -129,6 +133,7 @@ class KintsugiParams:
             selector=None if wire.selector is None else parsed_selector(wire.selector),
             adaptive_mass=wire.adaptive_mass,
             explain=wire.explain,
+            timeline=wire.timeline,
             tier=wire.tier,
         )
 
@@ -145,6 +150,8 @@ class KintsugiParams:
             wire["adaptive_mass"] = self.adaptive_mass
         if self.explain:
             wire["explain"] = True
+        if self.timeline:
+            wire["timeline"] = True
         if self.tier:
             wire["tier"] = self.tier
         return {PARAMS_KEY: wire}

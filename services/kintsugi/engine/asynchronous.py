@@ -35,8 +35,9 @@ from kintsugi.core.schema import load
 from kintsugi.core.spaces import checked_namespace
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import Load, LoadStats
-from kintsugi.engine.local import KV_CACHE_BYTES, save_prompt, transfer_config
+from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_prompt, transfer_config
 from kintsugi.engine.sampling import checked_sampling
+from kintsugi.engine.watching import WatchedClient, Watcher, answered_in_full
 
 if TYPE_CHECKING:
     from kintsugi.engine.gate import Gate
@@ -96,6 +97,8 @@ class AsyncEngine:
 
         self.client = client
         """The `AsyncLLM`, for vLLM's own handling of OpenAI requests."""
+        self.store = store
+        """The chunks', and the calibration reports'."""
         self.load = Load()
         self.prefix_token_ids = prefix_of(spec.config, client.vllm_config)
         """What chunks are prefilled behind."""
@@ -103,7 +106,7 @@ class AsyncEngine:
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
         self._spec = spec
-        self._store = store
+        self._watched = WatchedClient(client)
         self._gate = gate
         self._declined = unsupported
         self._submitted = 0
@@ -158,7 +161,7 @@ class AsyncEngine:
         from kintsugi.engine.openai import OpenAIFront
 
         name, options = self._spec.name, self._spec.openai
-        self._front = OpenAIFront(self.client, name, self.prefix_token_ids, options, self.load)
+        self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options, self.load)
         tokens = (*self.prefix_token_ids, *range(PROBE_TOKENS))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
@@ -182,6 +185,34 @@ class AsyncEngine:
             max_model_len=self.max_model_len,
             blending=closed or "on",
         )
+
+    @property
+    def binding(self) -> Binding:
+        """What a calibration of this engine speaks about."""
+        return self._gate.binding
+
+    @property
+    def is_held_to_the_store(self) -> bool:
+        """Whether a report in the store says what may be blended."""
+        config = self._spec.config
+        return config.report is None and not config.allow_uncalibrated
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Have sampled answers shown to somebody from now on, or to nobody."""
+        self._watched.watcher = watcher
+
+    async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
+        """The first position of a full prefill, for whoever compares. Not counted as load. Raises
+        `Unavailable`."""
+        self.check_health()
+        self._submitted += 1
+        try:
+            return await answered_in_full(self.client, prompt, f"full-{self._submitted}", priority)
+        except Exception as error:
+            translated = _translated(error)
+            if translated is None:
+                raise
+            raise translated from error
 
     def stats(self) -> LoadStats:
         return self.load.stats()
@@ -229,7 +260,7 @@ class AsyncEngine:
         from vllm import TokensPrompt
 
         try:
-            outputs = self.client.generate(
+            outputs = self._watched.generate(
                 TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)),
                 sampling,
                 ticket,
@@ -327,7 +358,7 @@ class AsyncEngine:
             return
         client, self.client = self.client, None
         self._gate.close()
-        self._store.close()
+        self.store.close()
         if self._metrics is not None:
             self._metrics.shutdown()
             self._metrics.server_close()

@@ -33,6 +33,7 @@ class BlendJob:
     manifests: dict[ChunkKey, ChunkManifest]
     namespace: str
     explain: bool
+    timeline: bool
     next_token_id: int
     """Of the prompt's last token, which the engine computes behind the blend."""
 

@@ -311,6 +311,7 @@ class SchedulerSide:
             {hit.key: match.manifests[hit.key] for hit in plan.hits},
             state.space.namespace,
             state.params.explain,
+            state.params.explain or state.params.timeline,
             request.all_token_ids[last],
         )
 

@@ -309,7 +309,8 @@ class WorkerSide:
             blend_ms=round((tally.finished_s - tally.started_s) * 1e3, 3),
             restarts=tally.restarts,
             recomputed_positions=tally.active_positions if job.explain else None,
-            timeline=tally.timeline if job.explain else None,
+            timeline=tally.timeline if job.timeline else None,
+            began_unix_s=_unix_s(tally.started_s) if job.timeline else None,
         )
 
     def _advance_save(self, budget: float) -> float:
@@ -425,6 +426,11 @@ def surviving(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
             raise
         logger.exception("Failed to %s", task)
         give_up(f"defect: {type(defect).__name__}: {defect}")
+
+
+def _unix_s(moment_s: float) -> float:
+    """A moment of `time.perf_counter` by the host's clock, which others can read."""
+    return time.time() - (time.perf_counter() - moment_s)
 
 
 def _load_sample(meter: Meter) -> LoadSample:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def utc_now() -> str:
 
 
 class Shadow:
-    """Shadows the requests of one engine. One thread at a time."""
+    """Shadows the requests of one engine. One thread may mark and take, and one may run what is pending."""
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class Shadow:
         self._config = config or ShadowConfig()
         self._now = now
         self._pending: deque[tuple[Prompt, Generation]] = deque()
+        self._lock = threading.Lock()
         self._report: CalibrationReport | None = None
         self._detector: DriftDetector | None = None
 
@@ -134,15 +136,22 @@ class Shadow:
         blended = (generation.accounting or {}).get("outcome") == Outcome.BLENDED.value
         if not blended or not generation.token_ids or not is_sampled(request_id, self._config.share):
             return False
-        if len(self._pending) == self._config.pending_max:
-            self._pending.popleft()
-            self.counts.dropped += 1
-        self._pending.append((prompt, generation))
+        with self._lock:
+            if len(self._pending) == self._config.pending_max:
+                self._pending.popleft()
+                self.counts.dropped += 1
+            self._pending.append((prompt, generation))
         return True
+
+    @property
+    def pending(self) -> int:
+        """Answers that wait for their shadow."""
+        return len(self._pending)
 
     def run_pending(self, limit: int = 1) -> int:
         """Shadow up to `limit` waiting answers now; how many. Costs a full prefill each."""
-        some = [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
+        with self._lock:
+            some = [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
         if not some:
             return 0
         fulls = self._engine.generate([self._in_full(*pair) for pair in some])

@@ -8,9 +8,11 @@ they have, instead of one that lacks half of the shards.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +23,7 @@ from kintsugi.client.grpc_store import options_of
 from kintsugi.client.tls import ServerTls, TlsFiles, checked_listen
 from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
+from kintsugi.core.ramp import share_at
 from kintsugi.core.schema import load
 from kintsugi.serving.addresses import is_wildcard, joined, tls_of
 from kintsugi.store.directory_service import DirectoryService
@@ -38,43 +41,81 @@ START_TIMEOUT_S = 60.0
 SHARDS_MAX = 1024
 
 
+@dataclass(frozen=True)
+class _Member:
+    address: str
+    heard_s: float
+    joined_s: float
+    ramps: bool
+
+
 class Membership(ShardDirectory):
     """The shards that were heard of lately. For one thread."""
 
     def __init__(
-        self, lease_s: float = LEASE_S, settling: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        lease_s: float = LEASE_S,
+        settling: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        ramp_s: float = 0.0,
     ) -> None:
-        """``settling``: shards are out there that are yet to be heard of; give no map for one lease."""
+        """``settling``: shards are out there that are yet to be heard of; give no map for one lease.
+        ``ramp_s``: how long a shard that joins empty takes to be given all its chunks."""
         self._lease_s = lease_s
+        self._ramp_s = ramp_s
         self._clock = clock
         self._settled_s = clock() + lease_s if settling else clock()
-        self._heard: dict[str, tuple[str, float]] = {}
+        self._members: dict[str, _Member] = {}
+        self._left_s: dict[str, float] = {}
+        """When shards left that may come back; of the last `SHARDS_MAX`."""
         self.replicas = 1
         """Shards that are to hold each chunk."""
         self._map = ShardMap(0)
 
-    def heard(self, shard_id: str, address: str) -> None:
-        """A shard is alive. Raises `ResourceExhausted` for one too many."""
-        if shard_id not in self._heard and len(self._heard) >= SHARDS_MAX:
+    def heard(self, shard_id: str, address: str, is_empty: bool = False) -> None:
+        """A shard is alive, and holds nothing if it says so. Raises `ResourceExhausted` for one too many."""
+        now_s = self._clock()
+        if shard_id in self._members:
+            known = self._members[shard_id]
+            self._members[shard_id] = replace(known, address=address, heard_s=now_s)
+            return
+        if len(self._members) >= SHARDS_MAX:
             raise ResourceExhausted(f"{SHARDS_MAX} shards are there already")
-        self._heard[shard_id] = (address, self._clock())
+        ramps = is_empty and self._holds_chunks_of(shard_id, now_s)
+        self._members[shard_id] = _Member(address, now_s, now_s, ramps)
+
+    def _holds_chunks_of(self, shard_id: str, now_s: float) -> bool:
+        """Whether others may hold what is about to be this shard's: they are there long enough, and it was
+        not, or not lately. Shards that start together, or again, find nothing to be spared."""
+        away_s = now_s - self._left_s.get(shard_id, -math.inf)
+        settled = any(now_s - member.joined_s >= self._ramp_s for member in self._members.values())
+        return settled and away_s >= self._ramp_s
 
     def left(self, shard_id: str) -> None:
         """A shard is about to stop; unknown ones are none of our business."""
-        self._heard.pop(shard_id, None)
+        if self._members.pop(shard_id, None) is None:
+            return
+        self._left_s.pop(shard_id, None)
+        self._left_s[shard_id] = self._clock()
+        if len(self._left_s) > SHARDS_MAX:
+            del self._left_s[next(iter(self._left_s))]
 
     def current(self) -> ShardMap:
         now_s = self._clock()
         if now_s < self._settled_s:
             raise Unavailable("the directory was started anew and listens for shards; ask again")
-        self._heard = {
-            name: (address, at_s)
-            for name, (address, at_s) in self._heard.items()
-            if now_s - at_s <= self._lease_s
-        }
-        shards = tuple(ShardAddress(name, self._heard[name][0]) for name in sorted(self._heard))
-        if (shards, self.replicas) != (self._map.shards, self._map.replicas):
-            self._map = ShardMap(self._map.version + 1, shards, self.replicas)
+        for name in [n for n, member in self._members.items() if now_s - member.heard_s > self._lease_s]:
+            self.left(name)
+        members = sorted(self._members.items())
+        shards = tuple(ShardAddress(name, member.address) for name, member in members)
+        shares = tuple(
+            share_at(now_s - member.joined_s, self._ramp_s) if member.ramps else 1.0 for _, member in members
+        )
+        if all(share == 1 for share in shares):
+            shares = ()
+        current = ShardMap(self._map.version, shards, self.replicas, shares)
+        if current != self._map:
+            self._map = replace(current, version=current.version + 1)
         return self._map
 
     def close(self) -> None:
@@ -89,7 +130,7 @@ class DirectoryActor:
 
         spec = load(StoreSpec, store, "store")
         again = ray.get_runtime_context().was_current_actor_reconstructed
-        self._membership = Membership(settling=again)
+        self._membership = Membership(settling=again, ramp_s=spec.ramp_s)
         self._listen = joined(spec.host, spec.directory_port)
         self._tls = tls_of(spec)
         self._insecure = spec.insecure
@@ -122,10 +163,10 @@ class DirectoryActor:
         host, _, port = self._listen.rpartition(":")
         return f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._listen
 
-    async def heartbeat(self, shard_id: str, address: str, replicas: int) -> None:
+    async def heartbeat(self, shard_id: str, address: str, replicas: int, is_empty: bool) -> None:
         """A shard is alive, and each chunk is to be on so many."""
         await self.start()
-        self._membership.heard(shard_id, address)
+        self._membership.heard(shard_id, address, is_empty)
         self._membership.replicas = replicas
 
     async def leave(self, shard_id: str) -> None:
@@ -202,9 +243,12 @@ def parted(store_url: str) -> tuple[str, TlsFiles | None]:
 class Announcer:
     """Tells the directory of one shard, from a thread, until `close`."""
 
-    def __init__(self, store: dict[str, Any], shard_id: str, address: str) -> None:
+    def __init__(
+        self, store: dict[str, Any], shard_id: str, address: str, is_empty: Callable[[], bool]
+    ) -> None:
         """Returns once the directory has heard of it. Raises `Unavailable`."""
         self._store = store
+        self._is_empty = is_empty
         self._shard_id = shard_id
         self._address = address
         self._replicas = 1
@@ -221,7 +265,9 @@ class Announcer:
     def _tell(self) -> None:
         import ray
 
-        told = self._directory.heartbeat.remote(self._shard_id, self._address, self._replicas)
+        told = self._directory.heartbeat.remote(
+            self._shard_id, self._address, self._replicas, self._is_empty()
+        )
         ray.get(told, timeout=CALL_TIMEOUT_S)
 
     def _run(self) -> None:

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from kintsugi.core.deploy import METRICS_PORTS, EngineSpec, ModelSpec
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
@@ -20,6 +22,7 @@ from kintsugi.serving.addresses import free_port, joined
 from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.local_backend import LocalBackend
+from kintsugi.serving.shadowing import shadowing_of
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class Engine:
         engine = await AsyncEngine.start(async_spec(served, spec, url), prepare)
         self._engine: AsyncEngine | None = engine
         self._backend = LocalBackend(engine)
+        self._shadowing = shadowing_of(spec, engine, REGISTRY)
         self._host = ray.util.get_node_ip_address()
         if spec.metrics_port:
             port = free_port(host, spec.metrics_port, METRICS_PORTS)
@@ -134,4 +138,6 @@ class Engine:
         """Serve awaits it, once no request is left."""
         engine, self._engine = getattr(self, "_engine", None), None
         if engine is not None:
+            if self._shadowing is not None:
+                await self._shadowing.close()
             await engine.stop()

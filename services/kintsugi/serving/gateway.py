@@ -37,7 +37,7 @@ from kintsugi.serving.learning import Detokenize, Learner
 from kintsugi.serving.saves import Saver
 from kintsugi.serving.segments import Piece, ResolvedPrompt, Segment, SegmentResolver, Tokenize
 from kintsugi.serving.tracing import Span as TraceSpan
-from kintsugi.serving.tracing import span
+from kintsugi.serving.tracing import add_layers, describe, span
 
 log = logging.getLogger(__name__)
 
@@ -296,13 +296,15 @@ class Gateway:
                 prompt = await self._prompt(call)
             trace.set("kintsugi.prompt_tokens", len(prompt.token_ids))
             with self.answering(), span("gateway.engine", trace.headers()) as engine:
-                request = self._request(call, prompt, request_id, engine.headers())
+                request = self._request(call, prompt, request_id, engine)
                 self.metrics.resolve_s.observe(time.perf_counter() - began_s)
                 yield Resolved(request_id, prompt.spans, len(prompt.token_ids))
                 async with aclosing(self._answer(call, request, prompt, began_s)) as events:
                     async for event in events:
                         if isinstance(event, Finished):
-                            _describe(trace, event)
+                            describe(trace, event.accounting)
+                            trace.set("kintsugi.ttft_ms", round(event.ttft_ms, 3))
+                            add_layers(engine, event.accounting)
                         yield event
 
     @contextmanager
@@ -338,7 +340,7 @@ class Gateway:
         return await self._resolver.prompt(space, call.segments, call.question, self._info.max_model_len)
 
     def _request(
-        self, call: GenerateCall, prompt: ResolvedPrompt, request_id: str, trace: Mapping[str, str]
+        self, call: GenerateCall, prompt: ResolvedPrompt, request_id: str, trace: TraceSpan
     ) -> EngineRequest:
         """Raises `InvalidField` for what no engine would take."""
         assert self._info is not None
@@ -358,6 +360,7 @@ class Gateway:
             selector=call.selector,
             adaptive_mass=call.adaptive_mass,
             explain=call.explain,
+            timeline=trace.is_recording,
         )
         return EngineRequest(
             # The client may send one id twice; in an engine they must differ.
@@ -366,7 +369,7 @@ class Gateway:
             params,
             {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
             checked_priority(call.priority, self.overtaking),
-            trace,
+            trace.headers(),
         )
 
     async def _answer(
@@ -525,14 +528,6 @@ class Gateway:
 def _identity(info: EngineInfo) -> EngineInfo:
     """What chunk spaces depend on: a calibration that passes changes none."""
     return dataclasses.replace(info, blending="")
-
-
-def _describe(trace: TraceSpan, answer: Finished) -> None:
-    """What a waterfall should show of an answer beside its times."""
-    trace.set("kintsugi.ttft_ms", round(answer.ttft_ms, 3))
-    for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
-        if name in answer.accounting:
-            trace.set(f"kintsugi.{name}", answer.accounting[name])
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

@@ -21,6 +21,7 @@ from kintsugi.serving.grpc_server import GatewayServer, served_files
 from kintsugi.serving.http import HttpFront
 from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.ray_backend import RayBackend
+from kintsugi.serving.tracing import export_as_asked
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class Gateway:
     """One replica."""
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
+        if export_as_asked():
+            log.info("spans are exported as the environment says")
         self._backend = RayBackend(engines)
         self._model = load(ModelSpec, model, "model").path
         self._store_url = reachable(store_url)

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -48,6 +48,7 @@ from kintsugi.serving.openai_request import (
     wanted_namespace,
 )
 from kintsugi.serving.recent_info import RecentInfo
+from kintsugi.serving.tracing import TRACE_HEADERS, add_layers, describe, span
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,6 @@ DEFAULT_NAMESPACE = "default"
 """Of callers that may use every namespace and name none, as unmodified clients do."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_TRACE_HEADERS = ("traceparent", "tracestate")
 
 _STATUSES: tuple[tuple[type[KintsugiError], int, str], ...] = (
     (InvalidField, 400, "BadRequestError"),
@@ -282,7 +282,7 @@ class HttpFront:
         headers = request.headers
         body = _parsed(raw)
         namespace = namespace_of(caller, wanted_namespace(body, headers.get(NAMESPACE_HEADER)))
-        trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
 
         def parse() -> OpenAICall:
             known = self._known
@@ -326,6 +326,22 @@ class HttpFront:
         raise AssertionError("the last attempt returns or raises")
 
     async def _streamed(self, call: OpenAICall, outgoing: _Outgoing) -> None:
+        with span("gateway.openai", call.trace) as trace:
+            trace.set("kintsugi.namespace", call.params.namespace)
+            trace.set("kintsugi.request_id", call.request_id)
+            params = replace(call.params, timeline=call.params.timeline or trace.is_recording)
+            accounting = await self._passed(replace(call, params=params, trace=trace.headers()), outgoing)
+            if accounting is not None:
+                describe(trace, accounting)
+                add_layers(trace, accounting)
+        await outgoing.end()
+        if accounting is not None:
+            self.metrics.accounted(accounting)
+            if accounting.get("tokens_missed") or not accounting.get("chunks_hit"):
+                self._missed(call)
+
+    async def _passed(self, call: OpenAICall, outgoing: _Outgoing) -> Mapping[str, Any] | None:
+        """Send the pieces of an answer on as they come; what it cost, where it says so."""
         started_s = time.monotonic()
         accounting: Mapping[str, Any] | None = None
         async with aclosing(self._backend.openai(call)) as items:
@@ -338,11 +354,7 @@ class HttpFront:
                     started_s = 0.0
                 accounting = accounting_in(item) or accounting
                 await outgoing.piece(item)
-        await outgoing.end()
-        if accounting is not None:
-            self.metrics.accounted(accounting)
-            if accounting.get("tokens_missed") or not accounting.get("chunks_hit"):
-                self._missed(call)
+        return accounting
 
     def _missed(self, call: OpenAICall) -> None:
         """Follow up on chunks that were computed, once the answer is out."""

@@ -77,8 +77,12 @@ class StoreShard:
         self._server = serve_shard(spec, self._shard)
         host, _, port = self._server.address.rpartition(":")
         address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
-        self._announcer = Announcer(dict(store), self._shard.shard_id, address)
+        self._announcer = Announcer(dict(store), self._shard.shard_id, address, self._is_empty)
         self._stopped = False
+
+    def _is_empty(self) -> bool:
+        with self._shard.lock:
+            return not any(tier.allocator.used_bytes for tier in self._shard.tiers)
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve calls it at start and when `user_config` changes."""

@@ -7,9 +7,12 @@ with span("gateway.generate", incoming) as current:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from kintsugi.core.errors import Unavailable
 
 propagate: Any = None
 trace: Any = None
@@ -17,6 +20,34 @@ with suppress(ImportError):  # without the extra `serving` there is nothing to t
     from opentelemetry import propagate, trace
 
 TRACE_HEADERS = ("traceparent", "tracestate")
+EXPORTED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""OpenTelemetry's own variables: where to. Its others say the rest, sampling and TLS for example."""
+
+
+def export_as_asked() -> bool:
+    """Send this process's spans where its environment says; whether it says so. Once per process.
+
+    An SDK that was set up before, by `opentelemetry-instrument` say, is left as it is. Raises `Unavailable`
+    where the environment asks for what is not installed.
+    """
+    if not any(os.environ.get(name) for name in EXPORTED):
+        return False
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise Unavailable(
+            f"traces are asked for and cannot be exported ({error}); install opentelemetry-exporter-otlp, or "
+            f"unset {' and '.join(EXPORTED)}"
+        ) from error
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        name = os.environ.get("OTEL_SERVICE_NAME", "kintsugi-gateway")
+        provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        trace.set_tracer_provider(provider)
+    return True
 
 
 class Span:
@@ -25,6 +56,19 @@ class Span:
     def __init__(self, span: Any, context: Any) -> None:
         self._span = span
         self._context = context
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether anybody will see it."""
+        return self._span is not None and bool(self._span.is_recording())
+
+    def past(self, name: str, began_ns: int, ended_ns: int) -> Span:
+        """A span below this one of what is over. Nanoseconds since 1970."""
+        if self._span is None:
+            return self
+        over = trace.get_tracer("kintsugi").start_span(name, context=self._context, start_time=began_ns)
+        over.end(max(began_ns, ended_ns))
+        return Span(over, trace.set_span_in_context(over, self._context))
 
     def set(self, name: str, value: str | int | float | bool) -> None:
         if self._span is not None:
@@ -59,3 +103,30 @@ def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Span]
         raise
     finally:
         started.end()
+
+
+def describe(trace: Span, accounting: Mapping[str, Any]) -> None:
+    """What a waterfall should show of an answer beside its times."""
+    for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
+        if name in accounting:
+            trace.set(f"kintsugi.{name}", accounting[name])
+
+
+def add_layers(engine: Span, accounting: Mapping[str, Any]) -> None:
+    """A blend below its request's `engine` span, and each of its layers below it: its loading, then its
+    computing. Nothing where nobody looks, or where the accounting has no timeline.
+
+    The times are those of the engine's host; its clock may differ from the gateway's.
+    """
+    timeline, began_s = accounting.get("timeline"), accounting.get("began_unix_s")
+    if not engine.is_recording or not timeline or began_s is None:
+        return
+    began_ns = int(began_s * 1e9)
+
+    def at(since_ms: Any) -> int:
+        return began_ns + int(since_ms * 1e6)
+
+    blend = engine.past("engine.blend", began_ns, at(accounting["blend_ms"]))
+    for layer, timing in enumerate(timeline):
+        for part in ("load", "compute"):
+            blend.past(f"layer {layer} {part}", at(timing[f"{part}_start_ms"]), at(timing[f"{part}_end_ms"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +89,27 @@ def test_what_a_silent_shard_owns_is_not_called_missing(stack: ExitStack) -> Non
     nowhere = stack.enter_context(closing(ShardedStore(FixedDirectory(ShardMap(1, ())))))
     with pytest.raises(Unavailable, match="shard map is empty"):
         nowhere.tiers("acme", keys)
+
+
+def test_what_a_new_shard_is_not_yet_given_stays_in_view(stack: ExitStack) -> None:
+    servers = [serve(stack, f"shard-{i}") for i in range(3)]
+    old = shard_map(servers[:2])
+    directory = FixedDirectory(old)
+    store = stack.enter_context(closing(ShardedStore(directory)))
+    chunks = fill(store, 48)
+    keys = [manifest.key for manifest, _ in chunks]
+    whole = shard_map(servers)
+    in_view = []
+    for share in (0.25, 0.5, 1.0):
+        directory.shards = replace(whole, version=2, shares=(1.0, 1.0, share))
+        moved = [directory.shards.owners(key) != old.owners(key) for key in keys]
+        found = store.lookup("acme", keys)
+        assert [manifest is None for manifest in found] == moved
+        in_view.append(len(keys) - sum(moved))
+    assert len(keys) > in_view[0] > in_view[1] > in_view[2]
+    for manifest, frames in chunks:
+        store.put(manifest, frames)
+    assert all(store.lookup("acme", keys))
 
 
 def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> None:

@@ -9,7 +9,14 @@ import pytest
 
 from kintsugi.client import directory as directory_module
 from kintsugi.client.breaker import CircuitBreaker
-from kintsugi.client.directory import FileDirectory, ShardAddress, ShardMap, ranked
+from kintsugi.client.directory import (
+    FileDirectory,
+    ShardAddress,
+    ShardMap,
+    map_from_wire,
+    map_to_wire,
+    ranked,
+)
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.spaces import ChunkKey
 
@@ -36,6 +43,35 @@ def test_replicas_are_distinct() -> None:
     assert len({owner.shard_id for owner in owners}) == 3
 
 
+def test_a_shard_that_is_given_more_takes_chunks_from_those_who_had_them_alone() -> None:
+    """Until it is given a chunk, the owner is who it would be without the shard."""
+    without = ShardMap(1, SHARDS[1:])
+    given: set[ChunkKey] = set()
+    for thirteenths in range(1, 14):
+        share = thirteenths / 13
+        shards = ShardMap(1, SHARDS, shares=(share, 1.0, 1.0, 1.0, 1.0))
+        owners = {key: shards.owners(key)[0] for key in KEYS}
+        mine = {key for key, owner in owners.items() if owner == SHARDS[0]}
+        assert all(owner == without.owners(key)[0] for key, owner in owners.items() if key not in mine)
+        assert given <= mine
+        assert abs(len(mine) - share * len(KEYS) / 5) < 60
+        given = mine
+    assert {key: ShardMap(1, SHARDS).owners(key) for key in KEYS} == {
+        key: ShardMap(1, SHARDS, shares=(1.0,) * 5).owners(key) for key in KEYS
+    }
+
+
+def test_replicas_are_as_many_even_where_no_shard_is_given_much() -> None:
+    few = ShardMap(1, SHARDS[:2], replicas=2, shares=(0.01, 0.01))
+    for key in KEYS[:100]:
+        assert {owner.shard_id for owner in few.owners(key)} == {"shard-0", "shard-1"}
+
+
+def test_shares_travel_with_their_map() -> None:
+    shards = ShardMap(3, SHARDS[:2], 2, (0.25, 1.0))
+    assert map_from_wire(map_to_wire(shards)) == shards
+
+
 def test_a_map_file_is_read_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "FILE_POLL_S", 0.0)
     file = tmp_path / "map.json"
@@ -57,6 +93,9 @@ def test_a_map_file_is_read_again_when_it_changes(tmp_path: Path, monkeypatch: p
         ("{", "JSON"),
         ('{"version": 1, "shard": []}', "shards"),
         ('{"version": 1, "replicas": 0}', "replicas"),
+        ('{"version": 1, "shards": [{"shard_id": "a", "address": ""}], "shares": [0.0]}', "above 0"),
+        ('{"version": 1, "shards": [{"shard_id": "a", "address": ""}], "shares": [NaN]}', "above 0"),
+        ('{"version": 1, "shares": [1.0]}', "1 for 0 shards"),
         (
             '{"version": 1, "shards": [{"shard_id": "a", "address": ""}, {"shard_id": "a", "address": ""}]}',
             "same",

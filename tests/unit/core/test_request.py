@@ -68,6 +68,7 @@ def test_everything_is_read() -> None:
         ({"version": 2}, "version", "is not 1"),
         ({"version": True}, "kintsugi.version", "integer"),
         ({"explain": "maybe"}, "kintsugi.explain", "boolean"),
+        ({"timeline": 1}, "kintsugi.timeline", "boolean"),
         ({"tier": "ram"}, "tier", "op=save alone"),
         ({"op": "save", "spans": [[0, 4]], "tier": "x" * 65}, "tier", "at most 64"),
         ({"namespace": ""}, "namespace", "mandatory"),
@@ -162,6 +163,7 @@ def params(draw: st.DrawFn) -> KintsugiParams:
         selector=draw(st.none() | st.sampled_from(SelectorName)),
         adaptive_mass=draw(st.none() | st.floats(0.01, 1.0)),
         explain=draw(st.booleans()),
+        timeline=draw(st.booleans()),
         tier=draw(st.sampled_from(["", "auto", "ram", "nvme"])) if one else "",
     )
 

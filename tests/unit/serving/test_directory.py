@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kintsugi.client.directory import ShardAddress
@@ -76,3 +78,56 @@ def test_the_number_of_shards_is_bounded(clock: Clock) -> None:
         members.heard("one more", "h:1")
     members.heard("s0", "h:0")
     assert len(members.current().shards) == SHARDS_MAX
+
+
+RAMP_S = 120.0
+
+
+def beating(members: Membership, clock: Clock, seconds: int, **shards: bool) -> Iterator[tuple[float, ...]]:
+    """Every second a heartbeat of each of the shards, empty or not; the shares after it."""
+    for _ in range(seconds):
+        for name, is_empty in shards.items():
+            members.heard(name, f"{name}:1", is_empty)
+        yield members.current().shares
+        clock.now_s += 1.0
+
+
+def test_an_empty_shard_that_joins_others_is_given_its_chunks_step_by_step(clock: Clock) -> None:
+    members = Membership(clock=clock, ramp_s=RAMP_S)
+    assert set(beating(members, clock, 121, a=True, b=True)) == {()}, "they start together"
+    before = members.current().version
+    shares = list(beating(members, clock, 130, a=False, b=False, c=True))
+    assert shares[0] == pytest.approx((1.0, 1.0, 1 / 13))
+    assert shares[:120] == [(1.0, 1.0, (1 + second // 10) / 13) for second in range(120)]
+    assert shares[120:] == [()] * 10
+    assert members.current().version == before + 13
+
+
+@pytest.mark.parametrize(
+    ("away_s", "is_empty", "ramps"), [(10, True, False), (130, True, True), (130, False, False)]
+)
+def test_a_shard_that_returns_ramps_if_others_had_time_to_take_its_place(
+    clock: Clock, away_s: int, is_empty: bool, ramps: bool
+) -> None:
+    members = Membership(clock=clock, ramp_s=RAMP_S)
+    list(beating(members, clock, 125, a=False, b=False))
+    list(beating(members, clock, away_s, a=False))
+    (shares,) = beating(members, clock, 1, a=False, b=is_empty)
+    assert bool(shares) is ramps
+
+
+def test_without_a_ramp_a_shard_is_given_all_at_once(clock: Clock) -> None:
+    members = Membership(clock=clock)
+    list(beating(members, clock, 5, a=False))
+    assert list(beating(members, clock, 1, a=False, b=True)) == [()]
+
+
+def test_what_is_remembered_of_shards_that_left_is_bounded(clock: Clock) -> None:
+    members = Membership(clock=clock, ramp_s=RAMP_S)
+    list(beating(members, clock, 125, a=False, first=False))
+    members.left("first")
+    for index in range(SHARDS_MAX):
+        members.heard(f"s{index}", "h:1")
+        members.left(f"s{index}")
+    members.heard("first", "h:1", is_empty=True)
+    assert members.current().shares == (1.0, 1 / 13), "forgotten, so it counts as new"

@@ -27,6 +27,7 @@ from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answ
 from tests.integration.store.test_tls import issue
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 DEADLINE_S = 20.0
 
 
@@ -88,9 +89,9 @@ def test_answers_pass_through() -> None:
             response = await post(backend, {"messages": [], "prompt": "x"}, path)
             assert response.json()["choices"][0]["text"] == path
             assert response.headers["x-request-id"] == backend.calls[-1].request_id
-        given = await post(backend, CHAT, headers={"x-request-id": "mine-1", "traceparent": "00-a-b-01"})
+        given = await post(backend, CHAT, headers={"x-request-id": "mine-1", **TRACE})
         assert given.headers["x-request-id"] == "mine-1"
-        assert backend.calls[-1].trace == {"traceparent": "00-a-b-01"}
+        assert backend.calls[-1].trace == TRACE
         await post(backend, CHAT, headers={"x-request-id": "not one\tof ours"})
         assert len(backend.calls[-1].request_id) == 32
 

@@ -1,32 +1,43 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import sys
 from collections.abc import Iterator
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
 from kintsugi.client.in_process import InProcessStore
 from kintsugi.client.ram import RamStore
+from kintsugi.core.accounting import LayerTiming
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.exchange import EngineRequest
 from kintsugi.serving import tracing
 from kintsugi.serving.access import ANYONE
 from kintsugi.serving.gateway import Gateway, GenerateCall
 from kintsugi.serving.segments import Segment
 from kintsugi.serving.stub import StubBackend
+from tests.recorded_spans import recorded
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+BLENDED = {
+    "outcome": "blended",
+    "blend_ms": 7.5,
+    "began_unix_s": 1_700_000_000.5,
+    "timeline": [
+        dataclasses.asdict(timing) for timing in (LayerTiming(0, 1, 1, 3.5), LayerTiming(1, 4, 4, 7.25))
+    ],
+}
 
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing.trace, "get_tracer", provider.get_tracer)
-    yield exporter
-    provider.shutdown()
+    with recorded(monkeypatch) as exporter:
+        yield exporter
 
 
 def test_a_span_is_a_child_of_what_came_and_the_parent_of_what_goes(exported: InMemorySpanExporter) -> None:
@@ -42,17 +53,19 @@ def test_a_span_is_a_child_of_what_came_and_the_parent_of_what_goes(exported: In
     assert headers["traceparent"].split("-")[2] == f"{span.get_span_context().span_id:016x}"
 
 
-def test_a_request_is_a_waterfall(exported: InMemorySpanExporter) -> None:
-    async def ask() -> str:
-        backend = StubBackend()
-        gateway = Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text])
-        call = GenerateCall("tenant", (Segment(text="chunk"),), Segment(text="why?"), trace=PARENT)
-        async for _ in gateway.generate(ANYONE, call):
-            pass
-        await gateway.close()
-        return backend.seen.requests[0].trace["traceparent"]
+async def _sent_to_the_engine() -> EngineRequest:
+    """Of a call with `PARENT`'s headers."""
+    backend = StubBackend()
+    gateway = Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text])
+    call = GenerateCall("tenant", (Segment(text="chunk"),), Segment(text="why?"), trace=PARENT)
+    async for _ in gateway.generate(ANYONE, call):
+        pass
+    await gateway.close()
+    return backend.seen.requests[0]
 
-    sent = asyncio.run(ask())
+
+def test_a_request_is_a_waterfall(exported: InMemorySpanExporter) -> None:
+    sent = asyncio.run(_sent_to_the_engine()).trace["traceparent"]
     spans = {span.name: span for span in exported.get_finished_spans()}
     assert set(spans) == {"gateway.generate", "gateway.resolve", "gateway.engine"}
     whole = spans["gateway.generate"]
@@ -81,3 +94,59 @@ def test_without_the_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) ->
         current.set("name", 1)
         current.failed(ValueError())
         assert current.headers() == {}
+        assert not current.is_recording
+        tracing.add_layers(current, BLENDED)
+
+
+def test_layers_are_below_their_blend_at_the_times_of_the_engine(exported: InMemorySpanExporter) -> None:
+    with tracing.span("gateway.engine") as engine:
+        tracing.add_layers(engine, BLENDED)
+        tracing.add_layers(engine, {"outcome": "declined"})
+    spans = {span.name: span for span in exported.get_finished_spans()}
+    assert list(spans) == [
+        *("engine.blend", "layer 0 load", "layer 0 compute", "layer 1 load", "layer 1 compute"),
+        "gateway.engine",
+    ]
+    blend = spans["engine.blend"]
+    assert blend.parent is not None
+    assert blend.parent.span_id == spans["gateway.engine"].get_span_context().span_id
+    began_ns = 1_700_000_000_500_000_000
+    assert (blend.start_time, blend.end_time) == (began_ns, began_ns + 7_500_000)
+    computed = spans["layer 1 compute"]
+    assert (computed.start_time, computed.end_time) == (began_ns + 4_000_000, began_ns + 7_250_000)
+    for name in list(spans)[1:5]:
+        parent = spans[name].parent
+        assert parent is not None
+        assert parent.span_id == blend.get_span_context().span_id
+
+
+@pytest.mark.parametrize(("sampler", "asked"), [(ALWAYS_ON, True), (ALWAYS_OFF, False)])
+def test_an_engine_is_asked_for_times_only_where_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, sampler: Sampler, asked: bool
+) -> None:
+    with recorded(monkeypatch, sampler) as exporter:
+        assert asyncio.run(_sent_to_the_engine()).params.timeline is asked
+        assert bool(exporter.get_finished_spans()) is asked
+
+
+def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up: list[TracerProvider] = []
+    monkeypatch.setattr(tracing.trace, "set_tracer_provider", set_up.append)
+    for name in tracing.EXPORTED:
+        monkeypatch.delenv(name, raising=False)
+    assert not tracing.export_as_asked()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    assert tracing.export_as_asked()
+    (provider,) = set_up
+    assert provider.resource.attributes["service.name"] == "kintsugi-gateway"
+    provider.shutdown()
+    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
+    assert tracing.export_as_asked()
+    assert set_up == [provider]
+
+
+def test_spans_that_cannot_be_exported_are_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(Unavailable, match="install opentelemetry-exporter-otlp"):
+        tracing.export_as_asked()

@@ -58,18 +58,24 @@ class ShardMap(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Grows with every change."""
     replicas: builtins.int
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardAddress]: ...
+    @property
+    def shares(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Of each shard, in their order, the share in (0, 1] of its chunks that it is given; none: all of them."""
+
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         shards: collections.abc.Iterable[global___ShardAddress] | None = ...,
         replicas: builtins.int = ...,
+        shares: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["replicas", b"replicas", "shards", b"shards", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replicas", b"replicas", "shards", b"shards", "shares", b"shares", "version", b"version"]) -> None: ...
 
 global___ShardMap = ShardMap

@@ -14,10 +14,12 @@ import pytest
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
 from kintsugi.client.chunking import Chunker, ChunkingConfig
+from kintsugi.client.registry import open_store
 from kintsugi.core.deploy import GatewaySpec, OpenAISpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
+from kintsugi.quality import reports
 from kintsugi.serving.access import ANYONE
 from kintsugi.serving.gateway import Gateway, PutState
 from kintsugi.serving.grpc_server import GatewayServer
@@ -57,6 +59,7 @@ class Served:
 
     address: str
     grpc_address: str
+    store_url: str
     model: str
     chunker: Chunker
     info: EngineInfo
@@ -113,7 +116,16 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
         grpc = GatewayServer(gateway, GatewaySpec(grpc_port=0))
         run(grpc.start())
         yield Served(
-            server.address, grpc.address, BUNDLED_NAME, chunker, engine.info(), engine, gateway, backend, loop
+            server.address,
+            grpc.address,
+            f"grpc://{shard.address}",
+            BUNDLED_NAME,
+            chunker,
+            engine.info(),
+            engine,
+            gateway,
+            backend,
+            loop,
         )
         run(grpc.stop())
         run(server.stop())
@@ -128,14 +140,23 @@ async def _gateway(backend: NotingBackend, store: str) -> Gateway:
     return await Gateway.open(GatewaySpec(), backend, store, BUNDLED_CHECKPOINT)
 
 
+def publish_report(store_url: str) -> None:
+    """Where engines look: the report that ships with the bundled model."""
+    store = open_store(store_url)
+    try:
+        reports.publish(store, reports.read(BUNDLED_REPORT))
+    finally:
+        store.close()
+
+
 async def _engine(store: str) -> AsyncEngine:
     spec = AsyncSpec(
         str(BUNDLED_CHECKPOINT),
         BUNDLED_NAME,
         store,
         # The controller would rather prefill in full: this model takes no time for what these tests hit.
-        extra_config={"report": str(BUNDLED_REPORT), "loading_controller": False, **PATIENT},
+        extra_config={"loading_controller": False, "report_poll_ms": 100, **PATIENT},
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
         openai=OpenAISpec(tool_call_parser="hermes"),
     )
-    return await AsyncEngine.start(spec)
+    return await AsyncEngine.start(spec, lambda binding: publish_report(store))

@@ -1,0 +1,113 @@
+"""Answers that somebody wants to look at, on their way through an engine's client: gRPC's and OpenAI's alike.
+
+A sampled request asks vLLM for logprobs, which its answer does not show to whoever asked: vLLM's handlers
+look at what the caller wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.engine.local import Generation, Prompt
+
+
+class Watcher(Protocol):
+    """What is needed of `quality.shadow.Shadow`."""
+
+    def marked(self, request_id: str, prompt: Prompt) -> Prompt: ...
+
+    def take(self, request_id: str, prompt: Prompt, generation: Generation) -> bool: ...
+
+
+class WatchedClient:
+    """A `vllm.v1.engine.async_llm.AsyncLLM`, and a watcher of its answers where there is one."""
+
+    def __init__(self, client: Any) -> None:
+        self.watcher: Watcher | None = None
+        self._client = client
+        known = int(client.model_config.max_logprobs)
+        self._logprobs_max = known if known >= 0 else int(client.model_config.get_vocab_size())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, **more: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As vLLM's. Closing it ends the work in the engine."""
+        watcher = self.watcher
+        asked = None if watcher is None else self._marked(watcher, prompt, sampling, request_id)
+        if asked is not None:
+            sampling.logprobs = asked.top_logprobs
+        first: dict[int, float] = {}
+        async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
+            async for output in outputs:
+                if watcher is not None and asked is not None:
+                    first = first or _first_logprobs(output, asked.top_logprobs)
+                    if output.finished and first:
+                        accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
+                        watcher.take(request_id, asked, _generation(output, first, accounting))
+                yield output
+
+    def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, request_id: str) -> Prompt | None:
+        """A blend as the watcher wants it; None where it does not, or the caller wants other logprobs."""
+        asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
+        params = asked.get(PARAMS_KEY)
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if params is None or params["op"] != Op.BLEND or not token_ids or sampling.n != 1:
+            return None
+        if sampling.logprobs is not None or sampling.logprob_token_ids:
+            return None
+        plain = Prompt(token_ids, KintsugiParams(params["namespace"]))
+        marked = watcher.marked(request_id, plain)
+        return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
+
+
+def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:
+    """An answer of which only the first position counts: it does not depend on what was drawn there."""
+    best = max(first, key=lambda token: first[token])
+    return Generation(
+        token_ids=[best],
+        text="",
+        ttft_s=float("nan"),
+        itl_s=[],
+        logprobs=[first[best]],
+        top_logprobs=[first],
+        finish_reason=output.outputs[0].finish_reason,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        accounting=accounting,
+    )
+
+
+def _first_logprobs(output: Any, limit: int) -> dict[int, float]:
+    positions = output.outputs[0].logprobs
+    if not positions or positions[0] is None:
+        return {}
+    found = {int(token): float(entry.logprob) for token, entry in positions[0].items()}
+    # A drawn token that is none of the best is reported, too, and would count as the least likely of them.
+    best = sorted(found, key=lambda token: -found[token])[:limit]
+    return {token: found[token] for token in best}
+
+
+async def answered_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
+    """The first position of a full prefill, without us and without what lies in the prefix cache."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        logprobs=prompt.top_logprobs,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=True,
+    )
+    tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+    async with aclosing(client.generate(tokens, sampling, request_id, priority=priority)) as outputs:
+        async for output in outputs:
+            if output.finished:
+                return _generation(output, _first_logprobs(output, prompt.top_logprobs), None)
+    raise AssertionError("vLLM ends an answer, or raises")

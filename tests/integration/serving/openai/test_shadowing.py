@@ -1,0 +1,135 @@
+"""An engine that serves finds out that its store is damaged, and stops blending."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kintsugi.checkpoints.bundled import showcase
+from kintsugi.client.interface import ChunkStore, LayerFrame
+from kintsugi.client.registry import open_store
+from kintsugi.core.deploy import EngineSpec
+from kintsugi.core.layout import HeadRange
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.serving.shadowing import Shadowing, shadowing_of
+from tests.integration.serving.openai.conftest import Served, publish_report
+
+pytestmark = pytest.mark.engine
+
+WAIT_S = 60.0
+HEALTHY = 6
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def shadowing(served: Served, registry: CollectorRegistry) -> Iterator[Shadowing]:
+    async def start() -> Shadowing | None:
+        return shadowing_of(EngineSpec(shadow_share=1.0), served.engine, registry)
+
+    shadowing = served.run(start())
+    assert shadowing is not None
+    yield shadowing
+    served.run(shadowing.close())
+    publish_report(served.store_url)
+    assert _within(lambda: served.engine.info().blending == "on")
+
+
+def test_a_damaged_store_trips_the_gate_through_serving(
+    served: Served, shadowing: Shadowing, registry: CollectorRegistry
+) -> None:
+    show = showcase()
+    orders = itertools.permutations(show.chunks)
+    served.store("sound", show.chunks)
+    for order in itertools.islice(orders, HEALTHY):
+        assert _asked(served, "sound", order) == "blended"
+    assert _within(lambda: shadowing.counts.compared == HEALTHY)
+    assert shadowing.counts.trips == 0
+
+    served.store("damaged", show.chunks)
+    _damage(served, "damaged", show.chunks)
+    for order in itertools.islice(orders, 60):
+        outcome = _asked(served, "damaged", order)
+        if shadowing.counts.trips:
+            break
+        assert outcome == "blended"
+    assert _within(lambda: registry.get_sample_value("kintsugi_shadow_trips_total") == 1)
+    assert shadowing.counts.compared < HEALTHY + 60
+    assert _within(lambda: served.engine.info().blending.startswith("drift"))
+    assert _asked(served, "sound", next(orders)) == "declined"
+
+
+def test_an_answer_does_not_show_what_a_shadow_asked_for(served: Served, shadowing: Shadowing) -> None:
+    show = showcase()
+    served.store("unseen", show.chunks)
+    body = _body(served, show.chunks, max_tokens=2)
+    answer = served.post("/v1/chat/completions", body, "unseen").json()
+    assert answer["kv_transfer_params"]["kintsugi"]["outcome"] == "blended"
+    assert answer["choices"][0]["logprobs"] is None
+    assert _within(lambda: shadowing.counts.compared == 1)
+    wanted = _body(served, show.chunks[::-1], max_tokens=2, logprobs=True, top_logprobs=3)
+    answer = served.post("/v1/chat/completions", wanted, "unseen").json()
+    assert [len(token["top_logprobs"]) for token in answer["choices"][0]["logprobs"]["content"]] == [3, 3]
+    assert shadowing.counts.compared == 1
+
+
+@pytest.mark.parametrize("spec", [EngineSpec(shadow_share=0.0), EngineSpec(allow_uncalibrated=True)])
+def test_nothing_is_shadowed_without_a_share_or_a_calibration(served: Served, spec: EngineSpec) -> None:
+    assert shadowing_of(spec, served.engine) is None
+
+
+def _body(served: Served, chunks: tuple[str, ...], **more: object) -> dict[str, object]:
+    message = {"role": "user", "content": "".join(chunks) + showcase().question}
+    return {"model": served.model, "messages": [message], "temperature": 0, **more}
+
+
+def _asked(served: Served, namespace: str, chunks: tuple[str, ...]) -> str:
+    body = _body(served, chunks, max_tokens=1)
+    answer = served.post("/v1/chat/completions", body, namespace).json()
+    return str(answer["kv_transfer_params"]["kintsugi"]["outcome"])
+
+
+def _damage(served: Served, namespace: str, texts: tuple[str, ...]) -> None:
+    """Under each chunk's key, with sound digests, the KV of the same tokens in another order."""
+    space = served.space(namespace)
+    chunks = [tuple(served.chunker.token_ids(text)) for text in texts]
+    wrong = [chunk[::-1] for chunk in chunks]
+    served.run(served.engine.save("wrong", namespace, wrong))
+    store = open_store(served.store_url)
+    try:
+        for right, other in zip(chunks, wrong, strict=True):
+            _copy(store, namespace, ChunkKey.of(space, other), ChunkKey.of(space, right))
+    finally:
+        store.close()
+
+
+def _copy(store: ChunkStore, namespace: str, source: ChunkKey, target: ChunkKey) -> None:
+    held, replaced = store.lookup(namespace, [source, target])
+    assert held is not None
+    assert replaced is not None
+    layout = held.layout
+    stream = store.stream(
+        namespace, [source], range(layout.num_layers), HeadRange(0, layout.num_kv_heads), WAIT_S
+    )
+    # Copied as they come: a frame's memory is the stream's.
+    frames = [bytes(item.data) for item in stream if isinstance(item, LayerFrame)]
+    assert store.delete(namespace, [target]) == 1
+    assert store.put(dataclasses.replace(held, key=target, anchor=replaced.anchor), frames)
+
+
+def _within(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

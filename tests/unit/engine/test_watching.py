@@ -1,0 +1,132 @@
+"""Which requests are marked for a watcher, and what it is shown, over a client that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.spaces import Span
+from kintsugi.engine.local import Generation, Prompt
+from kintsugi.engine.watching import WatchedClient
+
+ACCOUNTING = {"outcome": "blended"}
+
+
+class ScriptedClient:
+    """Two outputs: a first token that was drawn from far behind the best, and the end."""
+
+    def __init__(self, max_logprobs: int = 20) -> None:
+        self.model_config = SimpleNamespace(max_logprobs=max_logprobs, get_vocab_size=lambda: 1000)
+        self.closed = 0
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, **more: Any
+    ) -> AsyncGenerator[Any, None]:
+        try:
+            best = {token: SimpleNamespace(logprob=-float(token)) for token in range(1, 21)}
+            first = [{500: SimpleNamespace(logprob=-30.0), **best}]
+            yield _output(first if sampling.logprobs else None, finished=False)
+            yield _output([{7: SimpleNamespace(logprob=0.0)}] if sampling.logprobs else None, finished=True)
+        finally:
+            self.closed += 1
+
+
+def _output(logprobs: Any, finished: bool) -> Any:
+    completion = SimpleNamespace(logprobs=logprobs, finish_reason="length" if finished else None)
+    transfer = {"kintsugi": ACCOUNTING} if finished else None
+    return SimpleNamespace(
+        outputs=[completion], finished=finished, kv_transfer_params=transfer, num_cached_tokens=3
+    )
+
+
+class Noting:
+    """Wants every request."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, Prompt, Generation]] = []
+
+    def marked(self, request_id: str, prompt: Prompt) -> Prompt:
+        return Prompt(prompt.token_ids, prompt.params, top_logprobs=20)
+
+    def take(self, request_id: str, prompt: Prompt, generation: Generation) -> bool:
+        self.taken.append((request_id, prompt, generation))
+        return True
+
+
+def sampling(params: KintsugiParams | None = KintsugiParams("acme"), **more: Any) -> Any:
+    extra = None if params is None else {"kv_transfer_params": params.to_mapping()}
+    values = {"extra_args": extra, "n": 1, "logprobs": None, "logprob_token_ids": None, **more}
+    return SimpleNamespace(**values)
+
+
+def ask(client: WatchedClient, wanted: Any, pieces: int = 2) -> None:
+    async def run() -> None:
+        prompt = {"prompt_token_ids": [1, 2, 3]}
+        async with aclosing(client.generate(prompt, wanted, "r")) as outputs:
+            for _ in range(pieces):
+                await anext(outputs)
+            if pieces == 2:
+                assert [one async for one in outputs] == []
+
+    asyncio.run(run())
+
+
+def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
+    client, watcher = WatchedClient(ScriptedClient()), Noting()
+    client.watcher = watcher
+    wanted = sampling()
+    ask(client, wanted)
+    assert wanted.logprobs == 20
+    ((request_id, prompt, seen),) = watcher.taken
+    assert (request_id, list(prompt.token_ids)) == ("r", [1, 2, 3])
+    assert prompt.params is not None
+    assert prompt.params.namespace == "acme"
+    assert seen.top_logprobs == [{token: -float(token) for token in range(1, 21)}], "without the drawn one"
+    assert (seen.token_ids, seen.accounting, seen.finish_reason) == ([1], ACCOUNTING, "length")
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        sampling(None),
+        sampling(KintsugiParams("acme", Op.OFF)),
+        sampling(KintsugiParams("acme", Op.SAVE, (Span(0, 2),))),
+        sampling(n=2),
+        sampling(logprobs=0),
+        sampling(logprobs=3),
+        sampling(logprob_token_ids=[5]),
+    ],
+)
+def test_what_is_no_single_blend_or_asks_for_logprobs_is_left_alone(wanted: Any) -> None:
+    client, watcher = WatchedClient(ScriptedClient()), Noting()
+    client.watcher = watcher
+    before = wanted.logprobs
+    ask(client, wanted)
+    assert wanted.logprobs == before
+    assert watcher.taken == []
+
+
+@pytest.mark.parametrize(("max_logprobs", "watched"), [(20, True), (-1, True), (19, False)])
+def test_no_more_logprobs_are_asked_for_than_the_engine_gives(max_logprobs: int, watched: bool) -> None:
+    client, watcher = WatchedClient(ScriptedClient(max_logprobs)), Noting()
+    client.watcher = watcher
+    ask(client, sampling())
+    assert bool(watcher.taken) is watched
+
+
+def test_without_a_watcher_or_an_end_nobody_is_shown_anything() -> None:
+    scripted, watcher = ScriptedClient(), Noting()
+    client = WatchedClient(scripted)
+    wanted = sampling()
+    ask(client, wanted)
+    assert wanted.logprobs is None
+    client.watcher = watcher
+    ask(client, sampling(), pieces=1)
+    assert watcher.taken == []
+    assert scripted.closed == 2, "closing reaches the engine"
