@@ -36,8 +36,8 @@ from tests.e2e.kubernetes.rendering import HELMS, NAMESPACE, RELEASE, REPOSITORY
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1500)]
 
-MEMORY_FREE_GIB = 6
-"""What the pods of the profile take together at their peaks, and a little more."""
+MEMORY_FREE_GIB = 8
+"""The peaks of the profile's pods add up to 6."""
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 TEXTS = [
     "The tide comes in twice a day in most harbours of the coast, and twice a day it goes.",
