@@ -27,6 +27,9 @@ TORCH := $(shell sed -n '/^torch==/p' locks/cpu.txt)
 # Published only as CUDA builds that break a CPU installation; nothing here imports them.
 CPU_EXCLUDE := torchvision torchaudio torchcodec
 
+# A quarter of what would be in the image for CPUs, and nothing compiles for a GPU there.
+GPU_ONLY := triton
+
 BENCHMARKS := $(wildcard benchmarks/*.py)
 
 .PHONY: help setup demo test test-full check proto bench lock images tools
@@ -94,7 +97,7 @@ lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in
 	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
 	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt
-	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --exclude $(CPU_EXCLUDE)
+	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
 	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt
 
 # $(call make_venv,FOLDER): an environment of the first suitable interpreter, unless there is a working one.

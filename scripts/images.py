@@ -10,6 +10,7 @@ CycloneDX JSON to build/images/NAME/sbom.cdx.json.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -29,10 +30,11 @@ REPOSITORY = Path(__file__).parents[1]
 CONTEXTS = REPOSITORY / "build" / "images"
 BUILDERS = ("buildah", "podman", "docker")
 BASE = "python:3.11-slim-bookworm"
-MADE_BASE = "localhost/kintsugi-base:bookworm"
 SUITE = "bookworm"
 """Its Python is 3.11, for which the wheels are."""
 SUITE_PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
+MADE_BASE = f"localhost/kintsugi-base:{SUITE}-{hashlib.sha256(SUITE_PACKAGES.encode()).hexdigest()[:8]}"
+"""Another list of packages is another base."""
 UNNEEDED = (
     "usr/share/doc",
     "usr/share/man",

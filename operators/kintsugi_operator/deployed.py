@@ -119,7 +119,8 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             tls_cert=f"{TLS}/tls.crt" if tls.secret else "",
             tls_key=f"{TLS}/tls.key" if tls.secret else "",
             tls_client_ca=f"{TLS}/ca.crt" if tls.secret and tls.require_client else "",
-            insecure=gateway.insecure,
+            # The API asks for tokens or `gateway.insecure`, and says that TLS is the user's to add.
+            insecure=not tls.secret or gateway.insecure,
             fill_on_miss=str(gateway.fill_on_miss),
             read_only=gateway.read_only,
             overtaking=gateway.overtaking,

@@ -30,16 +30,18 @@ def compose() -> dict[str, Any]:
     return document
 
 
-def inline(compose: dict[str, Any], name: str) -> Any:
-    return yaml.safe_load(compose["configs"][name]["content"])
+def mounted(compose: dict[str, Any], service: str, target: str) -> Any:
+    """What a service finds at a path."""
+    sources = dict(reversed(one.split(":")[:2]) for one in compose["services"][service]["volumes"])
+    return yaml.safe_load((COMPOSE.parent / sources[target]).read_text())
 
 
 def service_of(compose: dict[str, Any]) -> ServiceSpec:
-    return spec_from_yaml_mapping(inline(compose, "service"))
+    return spec_from_yaml_mapping(mounted(compose, "kintsugi", "/etc/kintsugi/service.yaml"))
 
 
 def test_every_key_is_one_of_composes(compose: dict[str, Any]) -> None:
-    assert set(compose) <= {"name", "services", "volumes", "configs", "networks"}
+    assert set(compose) <= {"name", "services", "volumes", "networks"}
     known = {"image", "command", "entrypoint", "user", "read_only", "cap_drop", "security_opt", "restart"}
     known |= {
         "stop_grace_period",
@@ -47,7 +49,6 @@ def test_every_key_is_one_of_composes(compose: dict[str, Any]) -> None:
         "tmpfs",
         "environment",
         "ports",
-        "configs",
         "volumes",
         "depends_on",
     }
@@ -59,24 +60,27 @@ def test_every_key_is_one_of_composes(compose: dict[str, Any]) -> None:
 
 def test_what_services_refer_to_is_there(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
-        assert {one["source"] for one in service.get("configs", [])} <= set(compose["configs"])
-        assert {one.split(":")[0] for one in service.get("volumes", [])} <= set(compose["volumes"])
+        for source in (one.split(":")[0] for one in service.get("volumes", [])):
+            assert source in compose["volumes"] or (COMPOSE.parent / source).is_file()
         assert set(service.get("depends_on", [])) <= set(compose["services"])
-    for config in compose["configs"].values():
-        assert "content" in config or (COMPOSE.parent / config["file"]).is_file()
 
 
-def test_nothing_is_published_beyond_loopback_and_nothing_of_the_host_is_mounted(
+def test_nothing_is_published_beyond_loopback_and_only_files_of_ours_are_mounted(
     compose: dict[str, Any],
 ) -> None:
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
-        assert not any(volume.startswith((".", "/", "~")) for volume in service.get("volumes", []))
+        for volume in service.get("volumes", []):
+            source, _, mode = volume.partition(":")
+            if source not in compose["volumes"]:
+                assert (COMPOSE.parent / source).resolve().is_relative_to(REPOSITORY)
+                assert mode.endswith(":ro")
         assert service.get("network_mode") in (None, "none", "service:kintsugi")
 
 
 def test_the_service_is_one_that_we_know_and_only_its_gateway_is_reachable(compose: dict[str, Any]) -> None:
     spec = service_of(compose)
+    assert f"--model={spec.model.path}" in compose["services"]["kintsugi"]["command"]
     assert spec.store.host == "127.0.0.1"
     published = {int(port.rsplit(":", 1)[1]) for port in compose["services"]["kintsugi"]["ports"]}
     assert {spec.gateway.grpc_port, spec.gateway.http_port} < published
@@ -86,7 +90,7 @@ def test_the_service_is_one_that_we_know_and_only_its_gateway_is_reachable(compo
 
 def test_prometheus_asks_the_ports_that_answer(compose: dict[str, Any]) -> None:
     spec = service_of(compose)
-    (job,) = inline(compose, "prometheus")["scrape_configs"]
+    (job,) = mounted(compose, "prometheus", "/etc/prometheus/prometheus.yml")["scrape_configs"]
     targets = {each["labels"]["part"]: each["targets"] for each in job["static_configs"]}
     assert targets == {
         "gateway": [f"127.0.0.1:{spec.gateway.http_port}"],

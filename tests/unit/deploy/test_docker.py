@@ -95,6 +95,9 @@ def test_without_a_builder_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 OPTIONAL = {"langchain_text_splitters", "langchain_core", "llama_index", "matplotlib", "fsspec"}
 """Extras that services do without: adapters for other frameworks, plots, remote corpora's file systems."""
+GPU_ONLY = {"triton"}
+KERNELS = "services/kintsugi/fusor/kernels"
+"""Imported where tensors lie on a GPU, and by nothing else."""
 
 
 def imported_by(folder: Path) -> set[str]:
@@ -119,6 +122,17 @@ def imported_by(folder: Path) -> set[str]:
 def test_whatever_is_imported_is_in_the_image(name: str, folders: list[str]) -> None:
     pins = {line.split("==")[0] for line in IMAGES[name].lock.read_text().splitlines() if line[:1] != "#"}
     distributions = packages_distributions()
-    for module in set().union(*(imported_by(REPOSITORY / folder) for folder in folders)) - OPTIONAL:
+    left_out = OPTIONAL | GPU_ONLY
+    for module in set().union(*(imported_by(REPOSITORY / folder) for folder in folders)) - left_out:
         names = {one.lower().replace("_", "-").replace(".", "-") for one in distributions.get(module, [])}
         assert names & {pin.replace(".", "-") for pin in pins}, f"{module} ({names or 'not installed here'})"
+
+
+def test_only_kernels_import_what_images_for_cpus_leave_out() -> None:
+    services = REPOSITORY / "services" / "kintsugi"
+    importing = {
+        str(path.parent.relative_to(REPOSITORY))
+        for path in services.rglob("*.py")
+        if re.search(rf"^\s*(import|from) ({'|'.join(GPU_ONLY)})\b", path.read_text(), re.M)
+    }
+    assert importing == {KERNELS}

@@ -88,11 +88,20 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-gateways = st.fixed_dictionaries(
-    {"insecure": st.just(True)},
+@st.composite
+def gateways(draw: st.DrawFn) -> dict[str, Any]:
+    tokens = draw(optional)
+    return {
+        "tokensSecret": tokens,
+        "insecure": not tokens or draw(st.booleans()),
+        **draw(gateway_options),
+    }
+
+
+gateway_options = st.fixed_dictionaries(
+    {},
     optional={
         "replicas": st.integers(1, 4),
-        "tokensSecret": optional,
         "serviceType": st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
         "grpcPort": st.just(7501),
         "fillOnMiss": st.sampled_from(["off", "background"]),
@@ -129,7 +138,7 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
         "image": draw(images),
         "engines": draw(engines),
         "store": draw(stores()),
-        "gateway": draw(gateways),
+        "gateway": draw(gateways()),
         "network": draw(networks),
         "tls": {"secret": secret, "requireClient": bool(secret) and draw(st.booleans())},
         "imagePullSecrets": draw(st.lists(objects, max_size=2)),

@@ -16,8 +16,9 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
+from kintsugi.serving.access import checked_exposure
 from kintsugi_operator.api import BlendServiceSpec
-from kintsugi_operator.deployed import Revision
+from kintsugi_operator.deployed import Revision, service_spec
 from kintsugi_operator.desired import desired
 from kintsugi_operator.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX, matches
 from kintsugi_operator.network import OPERATOR
@@ -399,6 +400,24 @@ def test_another_ray_version_of_the_store_is_said_and_not_done() -> None:
     (condition,) = [one for one in result.status.conditions if one.type == "ShardsUpToDate"]
     assert condition.reason == "RestartNeeded"
     assert "acme-store" in condition.message
+
+
+@PROPERTY
+@given(specs)
+def test_what_is_told_to_gateways_and_shards_lets_them_listen(spec: BlendServiceSpec) -> None:
+    told = service_spec(spec)
+    gateway, store = told.gateway, told.store
+    for port in (gateway.grpc_port, gateway.http_port):
+        listen = f"{gateway.host}:{port}"
+        checked_exposure(listen, bool(gateway.tokens_file), bool(gateway.tls_cert), gateway.insecure)
+    assert store.insecure or store.tls_cert
+
+
+def test_tokens_are_asked_for_with_and_without_tls() -> None:
+    for tls in ({}, {"secret": "certificates"}):
+        told = service_spec(spec_of(tls=tls)).gateway
+        assert told.tokens_file == "/etc/kintsugi/tokens/tokens.yaml"
+        assert told.insecure is not bool(tls)
 
 
 def test_the_store_speaks_tls_where_a_secret_is_named() -> None:
