@@ -162,8 +162,9 @@ def plain_batches(at: Setting, texts: list[str]) -> list[list[list[int]]]:
 class Turns:
     """A job that runs and rests: what it does between `begin` and a rest is one turn.
 
-    As the job's ``on_progress`` it pauses the job once every worker has its hands full. When all of that is
-    done, `at_rest` is called, on the job's thread, and the job goes on.
+    As the job's ``on_progress`` it pauses the job once it has given out batches: as many as its workers may
+    have, where they do not finish one at once. When all of them are done, `at_rest` is called, on the job's
+    thread, and the job goes on.
     """
 
     def __init__(self, at_rest: Callable[[Progress], None]) -> None:
@@ -179,7 +180,7 @@ class Turns:
         pool = self.job._pool
         if pool is None or progress.state.is_final:
             return
-        if not self._paused and not pool.has_room:
+        if not self._paused and pool.in_flight:
             self.job.pause()
             self._paused = True
         elif self._paused and not pool.in_flight:
@@ -281,7 +282,7 @@ def cpu_per_token(quick: bool) -> list[Figure]:
     costs = {}
     for workers in (1, 2):
         with setting(quick) as at:
-            at.passages(100)
+            at.passages(200)
             ensure_ray(2, 1.0)
             seen: list[tuple[int, float]] = []
 
