@@ -221,6 +221,9 @@ class Engines:
     """Blend without a calibration report."""
     calibrate: bool = True
     """Calibrate a model without a report in a job of its own, and switch to a new model only after that."""
+    shadow_share: float = bounded(0.005, minimum=0, maximum=1)
+    """Of the blended requests, computed once more in full while nobody waits, to see whether blends are still
+    what was calibrated."""
     connector: Mapping[str, Any] = field(default_factory=dict)
     """More of the plugin's configuration."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
@@ -277,6 +280,8 @@ class Store:
     shards: int = bounded(1, minimum=1, maximum=SHARDS_MAX)
     replication: int = bounded(1, minimum=1, maximum=8)
     """Shards that hold each chunk."""
+    ramp_seconds: float = bounded(60.0, minimum=0, maximum=86400)
+    """How long a shard that joins empty takes to be given all its chunks."""
     ram_gib: float = bounded(4.0, minimum=0.1, maximum=65536)
     """RAM tier of each shard."""
     tiers: tuple[Tier, ...] = bounded((), maxItems=8, mapKey="name")

@@ -99,6 +99,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             allow_uncalibrated=engines.allow_uncalibrated,
             # A job of its own calibrates, so that engines do nothing but serve.
             calibrate=False,
+            shadow_share=engines.shadow_share,
             metrics_port=ENGINE_METRICS_PORT,
             connector=dict(engines.connector),
             vllm=vllm,
@@ -139,6 +140,7 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
     return StoreSpec(
         shards=store.shards,
         replication=store.replication,
+        ramp_s=store.ramp_seconds,
         ram_gib=store.ram_gib,
         tiers=tuple(TierSpec(f"{TIERS}/{tier.name}", tier.gib) for tier in store.tiers),
         data_dir=DATA,
