@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ def measure(
 ) -> None:
     """Call the sections that were asked for with ``given``, and report with ``config`` as it is then."""
     chosen = arguments.only.split(",") if arguments.only else list(sections)
+    if unknown := [section for section in chosen if section not in sections]:
+        sys.exit(f"--only {','.join(unknown)}: the sections are {', '.join(sections)}")
     figures: list[Figure] = []
     for section in chosen:
         figures += sections[section](**given)

@@ -46,3 +46,9 @@ def test_what_a_section_notes_is_reported(
     arguments = parser_of("A toy.", {"noted": noted}, "fewer").parse_args([])
     measure("toy", arguments, {"noted": noted}, {"details": details}, setup="mine")
     assert json.loads(capsys.readouterr().out)["config"]["details"] == {"mine": 5}
+
+
+def test_an_unknown_section_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--only", "speed,sizes"])
+    with pytest.raises(SystemExit, match="--only sizes: the sections are speed, size"):
+        run("toy", "A toy.", SECTIONS)
