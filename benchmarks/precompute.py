@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import random
@@ -51,8 +50,6 @@ from kintsugi.precompute.worker import StubPrefiller
 ROOT = Path(__file__).resolve().parent.parent
 MUSIQUE = ROOT.parent / "shared/data/musique_s.json"
 NAMESPACE = "bench"
-PLAIN_EVERY = 4
-"""Plain vLLM prefills beside every fourth turn of the job: as many tokens as the job does in one."""
 
 
 def say(text: str) -> None:
@@ -210,18 +207,16 @@ def throughput(quick: bool) -> list[Figure]:
         prefix = ModelFacts.of(at.spec()).space.prefix_token_ids
         arguments = {"dtype": "bfloat16", **at.engine}
         with PlainPrefill(at.model, arguments, prefix, plain_batches(at, texts)) as plain:
-            rests = itertools.count()
 
             def at_rest(progress: Progress) -> None:
-                if next(rests) % PLAIN_EVERY == 0:
-                    plain.turn(plain.tokens + 2 * JobSpec.batch_tokens)
+                plain.turn(progress.tokens_filled)
                 ours_s = turns.seconds - progress.engine_start_s
                 say(f"{progress.tokens_filled} tokens: {ours_s:.1f} s, plain {plain.seconds:.1f} s")
 
             say(f"the job and plain vLLM on {at.shape}, by turns")
             turns = Turns(at_rest)
             first = turns.run(at.spec(), at.folder)
-            plain.turn(1)
+            plain.turn(first.tokens_filled)
             ours = first.tokens_filled / (turns.seconds - first.engine_start_s)
             theirs = plain.tokens / plain.seconds
         say("the job again")
@@ -230,9 +225,9 @@ def throughput(quick: bool) -> list[Figure]:
         os.utime(at.folder / "corpus.jsonl")
         _, reread_s = timed_job(at.spec(), at.folder)
         detail = (
-            f"{ours:.0f} and {theirs:.0f} tokens/s by turns, of {first.tokens} and the same {plain.tokens} "
-            f"tokens; {first.chunks} chunks "
-            f"of {len(texts)} passages, {at.shape}; reading, chunking, puts included, engine starts left out"
+            f"{ours:.0f} and {theirs:.0f} tokens/s by turns, {first.tokens} tokens each; {first.chunks} "
+            f"chunks of {len(texts)} passages, {at.shape}; reading, chunking and puts included, engine starts "
+            "left out"
         )
         again = (
             f"{turns.seconds:.1f} s, then {second_s:.2f} s; {reread_s:.2f} s where the files have to be read "
