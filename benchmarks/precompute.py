@@ -226,7 +226,7 @@ def throughput(quick: bool) -> list[Figure]:
         _, reread_s = timed_job(at.spec(), at.folder)
         detail = (
             f"{ours:.0f} and {theirs:.0f} tokens/s by turns, {first.tokens} tokens each; {first.chunks} "
-            f"chunks of {len(texts)} passages, {at.shape}; reading, chunking and puts included, engine starts "
+            f"chunks of {len(texts)} passages, {at.shape}; reading, chunking, puts included, engine starts "
             "left out"
         )
         again = (
