@@ -6,6 +6,7 @@ look at what the caller wanted.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -39,7 +40,9 @@ class WatchedClient:
     ) -> AsyncGenerator[Any, None]:
         """As vLLM's. Closing it ends the work in the engine."""
         watcher = self.watcher
-        asked = None if watcher is None else self._marked(watcher, prompt, sampling, request_id)
+        # Callers choose their request's id: by it they could choose to be looked at, too.
+        ticket = uuid.uuid4().hex
+        asked = None if watcher is None else self._marked(watcher, prompt, sampling, ticket)
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         first: dict[int, float] = {}
@@ -49,10 +52,10 @@ class WatchedClient:
                     first = first or _first_logprobs(output, asked.top_logprobs)
                     if output.finished and first:
                         accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
-                        watcher.take(request_id, asked, _generation(output, first, accounting))
+                        watcher.take(ticket, asked, _generation(output, first, accounting))
                 yield output
 
-    def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, request_id: str) -> Prompt | None:
+    def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
         """A blend as the watcher wants it; None where it does not, or the caller wants other logprobs."""
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
         params = asked.get(PARAMS_KEY)
@@ -62,7 +65,7 @@ class WatchedClient:
         if sampling.logprobs is not None or sampling.logprob_token_ids:
             return None
         plain = Prompt(token_ids, KintsugiParams(params["namespace"]))
-        marked = watcher.marked(request_id, plain)
+        marked = watcher.marked(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
 
 

@@ -49,9 +49,11 @@ class Noting:
     """Wants every request."""
 
     def __init__(self) -> None:
+        self.marks: list[str] = []
         self.taken: list[tuple[str, Prompt, Generation]] = []
 
     def marked(self, request_id: str, prompt: Prompt) -> Prompt:
+        self.marks.append(request_id)
         return Prompt(prompt.token_ids, prompt.params, top_logprobs=20)
 
     def take(self, request_id: str, prompt: Prompt, generation: Generation) -> bool:
@@ -61,8 +63,8 @@ class Noting:
 
 def sampling(params: KintsugiParams | None = KintsugiParams("acme"), **more: Any) -> Any:
     extra = None if params is None else {"kv_transfer_params": params.to_mapping()}
-    values = {"extra_args": extra, "n": 1, "logprobs": None, "logprob_token_ids": None, **more}
-    return SimpleNamespace(**values)
+    values = {"n": 1, "logprobs": None, "logprob_token_ids": None, **more}
+    return SimpleNamespace(extra_args=extra, **values)
 
 
 def ask(client: WatchedClient, wanted: Any, pieces: int = 2) -> None:
@@ -83,8 +85,8 @@ def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
     wanted = sampling()
     ask(client, wanted)
     assert wanted.logprobs == 20
-    ((request_id, prompt, seen),) = watcher.taken
-    assert (request_id, list(prompt.token_ids)) == ("r", [1, 2, 3])
+    ((_, prompt, seen),) = watcher.taken
+    assert list(prompt.token_ids) == [1, 2, 3]
     assert prompt.params is not None
     assert prompt.params.namespace == "acme"
     assert seen.top_logprobs == [{token: -float(token) for token in range(1, 21)}], "without the drawn one"
@@ -118,6 +120,16 @@ def test_no_more_logprobs_are_asked_for_than_the_engine_gives(max_logprobs: int,
     client.watcher = watcher
     ask(client, sampling())
     assert bool(watcher.taken) is watched
+
+
+def test_callers_do_not_choose_whether_they_are_looked_at() -> None:
+    client, watcher = WatchedClient(ScriptedClient()), Noting()
+    client.watcher = watcher
+    for _ in range(2):
+        ask(client, sampling())
+    taken = [ticket for ticket, _, _ in watcher.taken]
+    assert taken == watcher.marks
+    assert len({"r", *taken}) == 3, "of one request id"
 
 
 def test_without_a_watcher_or_an_end_nobody_is_shown_anything() -> None:
