@@ -14,6 +14,9 @@ from typing import Any, Protocol
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.engine.local import Generation, Prompt
 
+RAW = "raw_logprobs"
+"""vLLM's default `logprobs_mode`."""
+
 
 class Watcher(Protocol):
     """What is needed of `quality.shadow.Shadow`."""
@@ -29,8 +32,7 @@ class WatchedClient:
     def __init__(self, client: Any) -> None:
         self.watcher: Watcher | None = None
         self._client = client
-        known = int(client.model_config.max_logprobs)
-        self._logprobs_max = known if known >= 0 else int(client.model_config.get_vocab_size())
+        self._logprobs_max = _logprobs_max(client.model_config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -56,17 +58,27 @@ class WatchedClient:
                 yield output
 
     def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
-        """A blend as the watcher wants it; None where it does not, or the caller wants other logprobs."""
+        """A blend as the watcher wants it; None where it does not, the caller wants other logprobs, or a
+        grammar bounds the answer: vLLM masks logits with it before it takes their logprobs."""
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
         params = asked.get(PARAMS_KEY)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if params is None or params["op"] != Op.BLEND or not token_ids or sampling.n != 1:
             return None
-        if sampling.logprobs is not None or sampling.logprob_token_ids:
+        if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
         plain = Prompt(token_ids, KintsugiParams(params["namespace"]))
         marked = watcher.marked(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
+
+
+def _logprobs_max(model_config: Any) -> int:
+    """How many may be asked for; 0 where what vLLM reports is not the model's own, but what sampling made of
+    it, or no logprobs."""
+    if model_config.logprobs_mode != RAW:
+        return 0
+    known = int(model_config.max_logprobs)
+    return known if known >= 0 else int(model_config.get_vocab_size())
 
 
 def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:

@@ -21,8 +21,10 @@ ACCOUNTING = {"outcome": "blended"}
 class ScriptedClient:
     """Two outputs: a first token that was drawn from far behind the best, and the end."""
 
-    def __init__(self, max_logprobs: int = 20) -> None:
-        self.model_config = SimpleNamespace(max_logprobs=max_logprobs, get_vocab_size=lambda: 1000)
+    def __init__(self, max_logprobs: int = 20, mode: str = "raw_logprobs") -> None:
+        self.model_config = SimpleNamespace(
+            max_logprobs=max_logprobs, logprobs_mode=mode, get_vocab_size=lambda: 1000
+        )
         self.closed = 0
 
     async def generate(
@@ -63,7 +65,7 @@ class Noting:
 
 def sampling(params: KintsugiParams | None = KintsugiParams("acme"), **more: Any) -> Any:
     extra = None if params is None else {"kv_transfer_params": params.to_mapping()}
-    values = {"n": 1, "logprobs": None, "logprob_token_ids": None, **more}
+    values = {"n": 1, "logprobs": None, "logprob_token_ids": None, "structured_outputs": None, **more}
     return SimpleNamespace(extra_args=extra, **values)
 
 
@@ -103,9 +105,12 @@ def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
         sampling(logprobs=0),
         sampling(logprobs=3),
         sampling(logprob_token_ids=[5]),
+        sampling(structured_outputs=SimpleNamespace(choice=["yes", "no"])),
     ],
 )
-def test_what_is_no_single_blend_or_asks_for_logprobs_is_left_alone(wanted: Any) -> None:
+def test_what_is_no_single_blend_asks_for_logprobs_or_is_bound_to_a_grammar_is_left_alone(
+    wanted: Any,
+) -> None:
     client, watcher = WatchedClient(ScriptedClient()), Noting()
     client.watcher = watcher
     before = wanted.logprobs
@@ -120,6 +125,16 @@ def test_no_more_logprobs_are_asked_for_than_the_engine_gives(max_logprobs: int,
     client.watcher = watcher
     ask(client, sampling())
     assert bool(watcher.taken) is watched
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
+def test_what_is_not_the_models_own_logprobs_is_shown_to_nobody(mode: str) -> None:
+    client, watcher = WatchedClient(ScriptedClient(mode=mode)), Noting()
+    client.watcher = watcher
+    wanted = sampling()
+    ask(client, wanted)
+    assert wanted.logprobs is None
+    assert watcher.taken == []
 
 
 def test_callers_do_not_choose_whether_they_are_looked_at() -> None:
