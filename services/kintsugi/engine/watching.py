@@ -16,6 +16,8 @@ from kintsugi.engine.local import Generation, Prompt
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
+SELECTING = ("ratio", "selector", "adaptive_mass")
+"""Of a request's parameters, those that choose another selection than calibration did."""
 
 
 class Watcher(Protocol):
@@ -58,12 +60,18 @@ class WatchedClient:
                 yield output
 
     def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
-        """A blend as the watcher wants it; None where it does not, the caller wants other logprobs, or a
-        grammar bounds the answer: vLLM masks logits with it before it takes their logprobs."""
+        """A blend as the watcher wants it.
+
+        None where it does not; where the caller chose how to blend, so that what calibration saw of its own
+        choice says nothing; where the caller wants other logprobs; where a grammar bounds the answer: vLLM
+        masks logits with it before it takes their logprobs.
+        """
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
         params = asked.get(PARAMS_KEY)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if params is None or params["op"] != Op.BLEND or not token_ids or sampling.n != 1:
+            return None
+        if any(params.get(name) is not None for name in SELECTING):
             return None
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.engine.watching import WatchedClient
@@ -101,6 +101,9 @@ def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
         sampling(None),
         sampling(KintsugiParams("acme", Op.OFF)),
         sampling(KintsugiParams("acme", Op.SAVE, (Span(0, 2),))),
+        sampling(KintsugiParams("acme", ratio=0.4)),
+        sampling(KintsugiParams("acme", selector=SelectorName.HKVD)),
+        sampling(KintsugiParams("acme", adaptive_mass=0.9)),
         sampling(n=2),
         sampling(logprobs=0),
         sampling(logprobs=3),
@@ -108,7 +111,7 @@ def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
         sampling(structured_outputs=SimpleNamespace(choice=["yes", "no"])),
     ],
 )
-def test_what_is_no_single_blend_asks_for_logprobs_or_is_bound_to_a_grammar_is_left_alone(
+def test_what_cannot_be_compared_with_what_was_calibrated_is_left_alone(
     wanted: Any,
 ) -> None:
     client, watcher = WatchedClient(ScriptedClient()), Noting()
