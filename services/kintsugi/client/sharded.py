@@ -249,14 +249,21 @@ class AsyncShardedStore(AsyncChunkStore):
     async def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
+        shards = await self.shard_map()
+        answers = await self._ask_all(
+            (shard, lambda store: store.lookup_anchors(namespace, space_digest, anchors))
+            for shard in shards.shards
+        )
         found: dict[int, dict[ChunkKey, ChunkManifest]] = {}
-        answers = await self._broadcast(lambda store: store.lookup_anchors(namespace, space_digest, anchors))
-        for answer in answers:
-            for anchor, manifests in answer.items():
-                found.setdefault(anchor, {}).update({m.key: m for m in manifests})
+        for shard, answer in zip(shards.shards, answers, strict=True):
+            for anchor, manifests in (answer or {}).items():
+                # What a shard still holds and another owns by now is not read there: it is a miss here, too.
+                owned = {m.key: m for m in manifests if shard in shards.owners(m.key)}
+                found.setdefault(anchor, {}).update(owned)
         return {
             anchor: sorted(manifests.values(), key=lambda m: -m.num_tokens)[:ANCHOR_CANDIDATES_MAX]
             for anchor, manifests in found.items()
+            if manifests
         }
 
     async def _broadcast(

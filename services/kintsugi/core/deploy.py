@@ -334,13 +334,13 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
         ),
         "ray_actor_options": _actor(store.cpus, 0.0, placement.shard),
         # The directory hears of it without a restart.
-        "user_config": {"replication": store.replication},
+        "user_config": {"replication": store.replication, "ramp_s": store.ramp_s},
         **_health(store.drain_s),
     }
     return _application(
         STORE_APP,
         STORE_BUILDER,
-        {"store": changed(store, "shards", "shards_max", "replication", "cpus")},
+        {"store": changed(store, "shards", "shards_max", "replication", "ramp_s", "cpus")},
         shard,
     )
 

@@ -6,12 +6,18 @@ look at what the caller wanted.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.engine.local import Generation, Prompt
+
+RAW = "raw_logprobs"
+"""vLLM's default `logprobs_mode`."""
+SELECTING = ("ratio", "selector", "adaptive_mass")
+"""Of a request's parameters, those that choose another selection than calibration did."""
 
 
 class Watcher(Protocol):
@@ -28,8 +34,7 @@ class WatchedClient:
     def __init__(self, client: Any) -> None:
         self.watcher: Watcher | None = None
         self._client = client
-        known = int(client.model_config.max_logprobs)
-        self._logprobs_max = known if known >= 0 else int(client.model_config.get_vocab_size())
+        self._logprobs_max = _logprobs_max(client.model_config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -39,7 +44,9 @@ class WatchedClient:
     ) -> AsyncGenerator[Any, None]:
         """As vLLM's. Closing it ends the work in the engine."""
         watcher = self.watcher
-        asked = None if watcher is None else self._marked(watcher, prompt, sampling, request_id)
+        # Callers choose their request's id: by it they could choose to be looked at, too.
+        ticket = uuid.uuid4().hex
+        asked = None if watcher is None else self._marked(watcher, prompt, sampling, ticket)
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         first: dict[int, float] = {}
@@ -49,21 +56,37 @@ class WatchedClient:
                     first = first or _first_logprobs(output, asked.top_logprobs)
                     if output.finished and first:
                         accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
-                        watcher.take(request_id, asked, _generation(output, first, accounting))
+                        watcher.take(ticket, asked, _generation(output, first, accounting))
                 yield output
 
-    def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, request_id: str) -> Prompt | None:
-        """A blend as the watcher wants it; None where it does not, or the caller wants other logprobs."""
+    def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
+        """A blend as the watcher wants it.
+
+        None where it does not; where the caller chose how to blend, so that what calibration saw of its own
+        choice says nothing; where the caller wants other logprobs; where a grammar bounds the answer: vLLM
+        masks logits with it before it takes their logprobs.
+        """
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
         params = asked.get(PARAMS_KEY)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if params is None or params["op"] != Op.BLEND or not token_ids or sampling.n != 1:
             return None
-        if sampling.logprobs is not None or sampling.logprob_token_ids:
+        if any(params.get(name) is not None for name in SELECTING):
+            return None
+        if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
         plain = Prompt(token_ids, KintsugiParams(params["namespace"]))
-        marked = watcher.marked(request_id, plain)
+        marked = watcher.marked(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
+
+
+def _logprobs_max(model_config: Any) -> int:
+    """How many may be asked for; 0 where what vLLM reports is not the model's own, but what sampling made of
+    it, or no logprobs."""
+    if model_config.logprobs_mode != RAW:
+        return 0
+    known = int(model_config.max_logprobs)
+    return known if known >= 0 else int(model_config.get_vocab_size())
 
 
 def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:

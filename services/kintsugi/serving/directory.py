@@ -49,6 +49,14 @@ class _Member:
     ramps: bool
 
 
+@dataclass(frozen=True)
+class Configured:
+    """What may change of a store without a restart, on its way from Serve over shards to the directory."""
+
+    replicas: int
+    ramp_s: float
+
+
 class Membership(ShardDirectory):
     """The shards that were heard of lately. For one thread."""
 
@@ -59,10 +67,10 @@ class Membership(ShardDirectory):
         clock: Callable[[], float] = time.monotonic,
         ramp_s: float = 0.0,
     ) -> None:
-        """``settling``: shards are out there that are yet to be heard of; give no map for one lease.
-        ``ramp_s``: how long a shard that joins empty takes to be given all its chunks."""
+        """``settling``: shards are out there that are yet to be heard of; give no map for one lease."""
         self._lease_s = lease_s
-        self._ramp_s = ramp_s
+        self.ramp_s = ramp_s
+        """How long a shard that joins empty takes to be given all its chunks."""
         self._clock = clock
         self._settled_s = clock() + lease_s if settling else clock()
         self._members: dict[str, _Member] = {}
@@ -88,8 +96,8 @@ class Membership(ShardDirectory):
         """Whether others may hold what is about to be this shard's: they are there long enough, and it was
         not, or not lately. Shards that start together, or again, find nothing to be spared."""
         away_s = now_s - self._left_s.get(shard_id, -math.inf)
-        settled = any(now_s - member.joined_s >= self._ramp_s for member in self._members.values())
-        return settled and away_s >= self._ramp_s
+        settled = any(now_s - member.joined_s >= self.ramp_s for member in self._members.values())
+        return settled and away_s >= self.ramp_s
 
     def left(self, shard_id: str) -> None:
         """A shard is about to stop; unknown ones are none of our business."""
@@ -109,7 +117,7 @@ class Membership(ShardDirectory):
         members = sorted(self._members.items())
         shards = tuple(ShardAddress(name, member.address) for name, member in members)
         shares = tuple(
-            share_at(now_s - member.joined_s, self._ramp_s) if member.ramps else 1.0 for _, member in members
+            share_at(now_s - member.joined_s, self.ramp_s) if member.ramps else 1.0 for _, member in members
         )
         if all(share == 1 for share in shares):
             shares = ()
@@ -130,6 +138,7 @@ class DirectoryActor:
 
         spec = load(StoreSpec, store, "store")
         again = ray.get_runtime_context().was_current_actor_reconstructed
+        # The default until a shard has been told: shards that start together are to find that they do.
         self._membership = Membership(settling=again, ramp_s=spec.ramp_s)
         self._listen = joined(spec.host, spec.directory_port)
         self._tls = tls_of(spec)
@@ -163,11 +172,15 @@ class DirectoryActor:
         host, _, port = self._listen.rpartition(":")
         return f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._listen
 
-    async def heartbeat(self, shard_id: str, address: str, replicas: int, is_empty: bool) -> None:
-        """A shard is alive, and each chunk is to be on so many."""
+    async def heartbeat(
+        self, shard_id: str, address: str, is_empty: bool, configured: Configured | None
+    ) -> None:
+        """A shard is alive, and has been told this of the store; None: nothing yet."""
         await self.start()
+        if configured is not None:
+            self._membership.replicas = configured.replicas
+            self._membership.ramp_s = configured.ramp_s
         self._membership.heard(shard_id, address, is_empty)
-        self._membership.replicas = replicas
 
     async def leave(self, shard_id: str) -> None:
         self._membership.left(shard_id)
@@ -251,22 +264,22 @@ class Announcer:
         self._is_empty = is_empty
         self._shard_id = shard_id
         self._address = address
-        self._replicas = 1
+        self._configured: Configured | None = None
         self._closed = threading.Event()
         self._directory = ensure_directory(store)
         self._tell()
         self._thread = threading.Thread(target=self._run, name="kintsugi-announcer", daemon=True)
         self._thread.start()
 
-    def replicate(self, replicas: int) -> None:
-        self._replicas = replicas
+    def configure(self, configured: Configured) -> None:
+        self._configured = configured
         self._tell()
 
     def _tell(self) -> None:
         import ray
 
         told = self._directory.heartbeat.remote(
-            self._shard_id, self._address, self._replicas, self._is_empty()
+            self._shard_id, self._address, self._is_empty(), self._configured
         )
         ray.get(told, timeout=CALL_TIMEOUT_S)
 

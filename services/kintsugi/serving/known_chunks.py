@@ -41,13 +41,14 @@ log = logging.getLogger(__name__)
 WINDOW_CHARS = FOUND_CHARS_MIN
 """A power of two: the hash of a window is made of those of its halves."""
 CHUNKS_MAX = 200_000
-"""190 MB of memory for the index (95 MB measured for half as many), and 2 KiB of token ids a chunk of 512:
-on disk, or in memory too."""
+"""190 MB of memory for the index (95 MB measured for half as many), 640 MB where every chunk has a namespace
+of its own (64 MB measured for a tenth), and 2 KiB of token ids a chunk of 512: on disk, or in memory too."""
 TOKENS_MAX = 128 << 20
 """Of all chunks together, 512 MiB: chunks may be long."""
 NAMESPACE_SHARE_MAX = 0.5
 """Of chunks and of tokens, one namespace's: two tenants never notice each other. Where more of them fill it,
-the one that holds most gives way: who holds less than an even share loses nothing to others."""
+the one that holds most gives way: who holds less than an even share loses nothing to others.
+Shares are even between namespaces, not callers: one that may use a thousand of them has a thousand shares."""
 CANDIDATES_MAX = 16
 """Chunks that begin alike, the longest first: a bound on what a hostile corpus can make us try."""
 COMPARISONS_MAX = 4096

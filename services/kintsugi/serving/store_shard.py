@@ -16,7 +16,7 @@ from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
 from kintsugi.serving.addresses import free_port, is_wildcard, joined, tls_of
-from kintsugi.serving.directory import SHARDS_MAX, Announcer
+from kintsugi.serving.directory import SHARDS_MAX, Announcer, Configured
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.server import ServerOptions, ShardServer
 from kintsugi.store.shard import Shard
@@ -86,7 +86,7 @@ class StoreShard:
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve calls it at start and when `user_config` changes."""
-        self._announcer.replicate(int(config["replication"]))
+        self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
 
     def check_health(self) -> None:
         if self._shard.failure is not None:

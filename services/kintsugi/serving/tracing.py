@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
 
 propagate: Any = None
 trace: Any = None
@@ -22,32 +23,47 @@ with suppress(ImportError):  # without the extra `serving` there is nothing to t
 TRACE_HEADERS = ("traceparent", "tracestate")
 EXPORTED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """OpenTelemetry's own variables: where to. Its others say the rest, sampling and TLS for example."""
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+"""How: as the first that is set says, else over gRPC."""
+EXPORTERS = {
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+}
 
 
 def export_as_asked() -> bool:
     """Send this process's spans where its environment says; whether it says so. Once per process.
 
     An SDK that was set up before, by `opentelemetry-instrument` say, is left as it is. Raises `Unavailable`
-    where the environment asks for what is not installed.
+    where the environment asks for what is not installed, `InvalidField` for a protocol that there is not.
     """
     if not any(os.environ.get(name) for name in EXPORTED):
         return False
     try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter_class = exporter_class_as_asked()
     except ImportError as error:
         raise Unavailable(
             f"traces are asked for and cannot be exported ({error}); install opentelemetry-exporter-otlp, or "
             f"unset {' and '.join(EXPORTED)}"
         ) from error
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
-        name = os.environ.get("OTEL_SERVICE_NAME", "kintsugi-gateway")
-        provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        ours = Resource.create({SERVICE_NAME: "kintsugi-gateway"})
+        provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
+        provider.add_span_processor(BatchSpanProcessor(exporter_class()))
         trace.set_tracer_provider(provider)
     return True
+
+
+def exporter_class_as_asked() -> Any:
+    """Of the protocol that the environment names. Raises `InvalidField`, and `ImportError`."""
+    protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")
+    if protocol not in EXPORTERS:
+        raise InvalidField(PROTOCOLS[-1], f"{protocol!r} is none of {', '.join(EXPORTERS)}")
+    return import_module(EXPORTERS[protocol]).OTLPSpanExporter
 
 
 class Span:

@@ -115,8 +115,10 @@ def test_serve_accepts_every_configuration(spec: ServiceSpec, groups: bool) -> N
 def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
     store = load(StoreSpec, store_application(spec)["args"]["store"])
     assert store == dataclasses.replace(
-        spec.store, shards=1, shards_max=None, replication=1, cpus=StoreSpec().cpus
+        spec.store, shards=1, shards_max=None, replication=1, ramp_s=StoreSpec().ramp_s, cpus=StoreSpec().cpus
     )
+    told = deployments(store_application(spec))[SHARD_DEPLOYMENT]["user_config"]
+    assert told == {"replication": spec.store.replication, "ramp_s": spec.store.ramp_s}
     service = service_application(spec)
     assert load(ModelSpec, service["args"]["model"]) == spec.model
     engines = load(EngineSpec, service["args"]["engines"])
@@ -134,7 +136,7 @@ def args_of(spec: ServiceSpec) -> tuple[Any, Any]:
     "other",
     [
         dataclasses.replace(SMALL, engines=EngineSpec(replicas=Scale(1, 4), cpus=8.0)),
-        dataclasses.replace(SMALL, store=StoreSpec(shards=4, shards_max=6, replication=2)),
+        dataclasses.replace(SMALL, store=StoreSpec(shards=4, shards_max=6, replication=2, ramp_s=5.0)),
         dataclasses.replace(SMALL, gateway=GatewaySpec(replicas=2, read_only=True, fill_on_miss="off")),
     ],
 )

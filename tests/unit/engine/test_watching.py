@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.engine.watching import WatchedClient
@@ -21,8 +21,10 @@ ACCOUNTING = {"outcome": "blended"}
 class ScriptedClient:
     """Two outputs: a first token that was drawn from far behind the best, and the end."""
 
-    def __init__(self, max_logprobs: int = 20) -> None:
-        self.model_config = SimpleNamespace(max_logprobs=max_logprobs, get_vocab_size=lambda: 1000)
+    def __init__(self, max_logprobs: int = 20, mode: str = "raw_logprobs") -> None:
+        self.model_config = SimpleNamespace(
+            max_logprobs=max_logprobs, logprobs_mode=mode, get_vocab_size=lambda: 1000
+        )
         self.closed = 0
 
     async def generate(
@@ -49,9 +51,11 @@ class Noting:
     """Wants every request."""
 
     def __init__(self) -> None:
+        self.marks: list[str] = []
         self.taken: list[tuple[str, Prompt, Generation]] = []
 
     def marked(self, request_id: str, prompt: Prompt) -> Prompt:
+        self.marks.append(request_id)
         return Prompt(prompt.token_ids, prompt.params, top_logprobs=20)
 
     def take(self, request_id: str, prompt: Prompt, generation: Generation) -> bool:
@@ -61,8 +65,8 @@ class Noting:
 
 def sampling(params: KintsugiParams | None = KintsugiParams("acme"), **more: Any) -> Any:
     extra = None if params is None else {"kv_transfer_params": params.to_mapping()}
-    values = {"extra_args": extra, "n": 1, "logprobs": None, "logprob_token_ids": None, **more}
-    return SimpleNamespace(**values)
+    values = {"n": 1, "logprobs": None, "logprob_token_ids": None, "structured_outputs": None, **more}
+    return SimpleNamespace(extra_args=extra, **values)
 
 
 def ask(client: WatchedClient, wanted: Any, pieces: int = 2) -> None:
@@ -83,8 +87,8 @@ def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
     wanted = sampling()
     ask(client, wanted)
     assert wanted.logprobs == 20
-    ((request_id, prompt, seen),) = watcher.taken
-    assert (request_id, list(prompt.token_ids)) == ("r", [1, 2, 3])
+    ((_, prompt, seen),) = watcher.taken
+    assert list(prompt.token_ids) == [1, 2, 3]
     assert prompt.params is not None
     assert prompt.params.namespace == "acme"
     assert seen.top_logprobs == [{token: -float(token) for token in range(1, 21)}], "without the drawn one"
@@ -97,13 +101,19 @@ def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
         sampling(None),
         sampling(KintsugiParams("acme", Op.OFF)),
         sampling(KintsugiParams("acme", Op.SAVE, (Span(0, 2),))),
+        sampling(KintsugiParams("acme", ratio=0.4)),
+        sampling(KintsugiParams("acme", selector=SelectorName.HKVD)),
+        sampling(KintsugiParams("acme", adaptive_mass=0.9)),
         sampling(n=2),
         sampling(logprobs=0),
         sampling(logprobs=3),
         sampling(logprob_token_ids=[5]),
+        sampling(structured_outputs=SimpleNamespace(choice=["yes", "no"])),
     ],
 )
-def test_what_is_no_single_blend_or_asks_for_logprobs_is_left_alone(wanted: Any) -> None:
+def test_what_cannot_be_compared_with_what_was_calibrated_is_left_alone(
+    wanted: Any,
+) -> None:
     client, watcher = WatchedClient(ScriptedClient()), Noting()
     client.watcher = watcher
     before = wanted.logprobs
@@ -118,6 +128,26 @@ def test_no_more_logprobs_are_asked_for_than_the_engine_gives(max_logprobs: int,
     client.watcher = watcher
     ask(client, sampling())
     assert bool(watcher.taken) is watched
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
+def test_what_is_not_the_models_own_logprobs_is_shown_to_nobody(mode: str) -> None:
+    client, watcher = WatchedClient(ScriptedClient(mode=mode)), Noting()
+    client.watcher = watcher
+    wanted = sampling()
+    ask(client, wanted)
+    assert wanted.logprobs is None
+    assert watcher.taken == []
+
+
+def test_callers_do_not_choose_whether_they_are_looked_at() -> None:
+    client, watcher = WatchedClient(ScriptedClient()), Noting()
+    client.watcher = watcher
+    for _ in range(2):
+        ask(client, sampling())
+    taken = [ticket for ticket, _, _ in watcher.taken]
+    assert taken == watcher.marks
+    assert len({"r", *taken}) == 3, "of one request id"
 
 
 def test_without_a_watcher_or_an_end_nobody_is_shown_anything() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kintsugi.client.directory import ShardAddress
 from kintsugi.core.errors import ResourceExhausted, Unavailable
-from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Membership
+from kintsugi.serving import directory
+from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Announcer, Configured, Membership
 
 
 class Clock:
@@ -131,3 +134,20 @@ def test_what_is_remembered_of_shards_that_left_is_bounded(clock: Clock) -> None
         members.left(f"s{index}")
     members.heard("first", "h:1", is_empty=True)
     assert members.current().shares == (1.0, 1 / 13), "forgotten, so it counts as new"
+
+
+def test_a_shard_says_nothing_of_the_store_before_serve_has_told_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each that joins would have the others' chunks on one shard alone, for a moment."""
+    ray = pytest.importorskip("ray")
+    told: list[Any] = []
+    handle = SimpleNamespace(
+        heartbeat=SimpleNamespace(remote=lambda *values: told.append(values)),
+        leave=SimpleNamespace(remote=lambda *values: told.append(values)),
+    )
+    monkeypatch.setattr(directory, "ensure_directory", lambda store: handle)
+    monkeypatch.setattr(directory, "HEARTBEAT_S", 600.0)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: None)
+    announcer = Announcer({}, "a", "h:1", lambda: True)
+    announcer.configure(Configured(2, 5.0))
+    announcer.close()
+    assert told == [("a", "h:1", True, None), ("a", "h:1", True, Configured(2, 5.0)), ("a",)]

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from kintsugi.client.in_process import InProcessStore
 from kintsugi.client.ram import RamStore
 from kintsugi.core.accounting import LayerTiming
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import EngineRequest
 from kintsugi.serving import tracing
 from kintsugi.serving.access import ANYONE
@@ -143,6 +143,40 @@ def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
     assert tracing.export_as_asked()
     assert set_up == [provider]
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, "kintsugi-gateway"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=east"}, "east"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=east", "OTEL_SERVICE_NAME": "west"}, "west"),
+    ],
+)
+def test_the_environment_names_the_service(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], name: str
+) -> None:
+    set_up: list[TracerProvider] = []
+    monkeypatch.setattr(tracing.trace, "set_tracer_provider", set_up.append)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert tracing.export_as_asked()
+    assert [provider.resource.attributes["service.name"] for provider in set_up] == [name]
+    set_up[0].shutdown()
+
+
+def test_the_environment_says_in_which_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in tracing.PROTOCOLS:
+        monkeypatch.delenv(name, raising=False)
+    assert ".proto.grpc." in tracing.exporter_class_as_asked().__module__
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    assert ".proto.http." in tracing.exporter_class_as_asked().__module__
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    assert ".proto.grpc." in tracing.exporter_class_as_asked().__module__
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
+    with pytest.raises(InvalidField, match="none of grpc, http/protobuf"):
+        tracing.exporter_class_as_asked()
 
 
 def test_spans_that_cannot_be_exported_are_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
