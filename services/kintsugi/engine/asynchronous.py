@@ -259,9 +259,11 @@ class AsyncEngine:
         """vLLM's outputs, and its errors as ours."""
         from vllm import TokensPrompt
 
+        # Also where nothing is blended: who shares a prefix cache learns from its times what others ask.
+        salt = request.params.namespace
         try:
             outputs = self._watched.generate(
-                TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)),
+                TokensPrompt(prompt_token_ids=list(request.prompt_token_ids), cache_salt=salt),
                 sampling,
                 ticket,
                 trace_headers=dict(request.trace) or None,

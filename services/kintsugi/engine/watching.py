@@ -129,6 +129,8 @@ async def answered_in_full(client: Any, prompt: Prompt, request_id: str, priorit
         skip_reading_prefix_cache=True,
     )
     tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+    if prompt.cache_salt is not None:
+        tokens["cache_salt"] = prompt.cache_salt
     async with aclosing(client.generate(tokens, sampling, request_id, priority=priority)) as outputs:
         async for output in outputs:
             if output.finished:

@@ -161,10 +161,13 @@ class Shadow:
         return len(some)
 
     def _in_full(self, prompt: Prompt, generation: Generation) -> Prompt:
+        assert prompt.params is not None
         forced = tuple(generation.token_ids[: self._config.positions])
         return Prompt(
             prompt.token_ids,
             None,
+            # What it leaves in the prefix cache is its tenant's alone.
+            cache_salt=prompt.params.namespace,
             max_tokens=len(forced),
             top_logprobs=TOP_LOGPROBS,
             ignore_eos=True,

@@ -85,6 +85,7 @@ def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
     shadow.take("a", prompt(1), answer(5, 0.9, BLENDED, prompt(1)))
     assert shadow.run_pending() == 1
     (full,) = engine.submitted
+    assert full.cache_salt == "acme"
     assert (full.params, full.forced, full.max_tokens) == (None, (5, 5), 2)
     assert shadow.run_pending() == 0
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import pytest
 
 from kintsugi.core.errors import Unavailable
+from kintsugi.core.exchange import EngineRequest
+from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.serving.local_backend import LocalBackend
 from tests.contracts.backend_contract import BackendContract, Engines
 from tests.integration.serving.openai.conftest import Served
@@ -42,3 +44,19 @@ class TestLocalBackend(BackendContract):
         with pytest.raises(Unavailable):
             engines.run(engines.backend.info())
         served.engine.check_health()
+
+    def test_plain_prompts_share_the_prefix_cache_within_a_namespace(self, engines: LocalEngines) -> None:
+        """Also where nothing is to be blended: else one tenant's times tell what another has asked."""
+        prompt = (0, *range(40, 140))
+
+        async def cached_tokens(namespace: str, number: int) -> int:
+            params = KintsugiParams(namespace, op=Op.OFF)
+            request = EngineRequest(f"plain-{number}", prompt, params, {"max_tokens": 1})
+            async for delta in engines.backend.generate(request):
+                last = delta
+            assert last.usage is not None
+            return last.usage.cached_tokens
+
+        seen = [engines.run(cached_tokens(name, n)) for n, name in enumerate(("ours", "ours", "theirs"))]
+        assert seen[0] == seen[2] == 0
+        assert seen[1] > 0
