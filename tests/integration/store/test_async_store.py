@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -62,6 +62,12 @@ class Loop:
         self._loop.close()
 
 
+def in_this_thread(ours: Callable[[Any], Any], others: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`ours` for the caller's thread: an engine that lives as long as the tests asks its store all the time."""
+    mine = threading.current_thread()
+    return lambda awaited: (ours if threading.current_thread() is mine else others)(awaited)
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
@@ -87,8 +93,8 @@ def store(
 ) -> Iterator[BlockingStore]:
     """The blocking face, driven by an event loop instead of to the end at once."""
     loop = Loop()
-    monkeypatch.setattr(blocking, "finished", loop.run)
-    monkeypatch.setattr(blocking, "iterate", loop.iterate)
+    for name, drive in (("finished", loop.run), ("iterate", loop.iterate)):
+        monkeypatch.setattr(blocking, name, in_this_thread(drive, getattr(blocking, name)))
 
     async def opened() -> AsyncChunkStore:
         if request.param == "sharded":
