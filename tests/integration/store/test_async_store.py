@@ -63,7 +63,7 @@ class Loop:
 
 
 def in_this_thread(ours: Callable[[Any], Any], others: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`ours` for the caller's thread: an engine that lives as long as the tests asks its store all the time."""
+    """`ours` for the caller's thread: an engine that outlives a test asks its own store all the time."""
     mine = threading.current_thread()
     return lambda awaited: (ours if threading.current_thread() is mine else others)(awaited)
 
