@@ -27,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import uvloop
+
 from benchmarks.support.figures import Figure, report
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 from kintsugi.client.chunking import Chunker
@@ -206,6 +208,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--serve"]:
-        asyncio.run(_gateway())
+        uvloop.run(_gateway())  # the loop that Ray gives its replicas
     else:
         main()
