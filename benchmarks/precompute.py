@@ -1,6 +1,6 @@
 """What precomputing a corpus costs: against vLLM's own prefill, run again, killed, a million documents long.
 
-    python benchmarks/precompute.py [--quick] [--only FIGURE …] [--save]
+    python benchmarks/precompute.py [--quick] [--only FIGURE …] [--passages N] [--save]
 
 Each figure runs in a process of its own: Ray, vLLM and what they keep end with it. `driver_memory_growth` and
 `double_prefills` stub the prefill out; the others run vLLM. `--quick` uses tiny sizes and models: it shows
@@ -82,6 +82,9 @@ def model_for_passages(shape: str, folder: Path) -> Path:
 class Setting:
     """Sizes, a folder, and the shard that a figure runs against."""
 
+    passages_max: int | None = None
+    """Fewer than a figure wants, where its hour is not to be had."""
+
     def __init__(self, quick: bool, folder: Path, address: str) -> None:
         self.quick = quick
         self.folder = folder
@@ -103,7 +106,7 @@ class Setting:
 
     def passages(self, count: int) -> list[str]:
         """Distinct passages of MuSiQue, written as the source; a few where it has to be quick."""
-        texts = musique()[: 32 if self.quick else count]
+        texts = musique()[: 32 if self.quick else min(count, self.passages_max or count)]
         rows = (json.dumps({"id": f"p{n}", "text": text}) for n, text in enumerate(texts))
         (self.folder / "corpus.jsonl").write_text("".join(row + "\n" for row in rows))
         return texts
@@ -396,10 +399,12 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; says nothing about speed")
     parser.add_argument("--only", nargs="*", choices=list(MEASURES), help="these measurements alone")
+    parser.add_argument("--passages", type=int, help="at most so many; the bars are for 1,000")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     parser.add_argument("--child", choices=list(MEASURES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
+        Setting.passages_max = options.passages
         figures = MEASURES[options.child](options.quick)
         print("FIGURES " + json.dumps([figure.__dict__ for figure in figures]))
         return
@@ -407,11 +412,13 @@ def main() -> None:
     for name in options.only or MEASURES:
         say(f"== {name}")
         command = [sys.executable, __file__, "--child", name, *(["--quick"] if options.quick else [])]
+        command += ["--passages", str(options.passages)] if options.passages else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         line = next(line for line in done.stdout.splitlines() if line.startswith("FIGURES "))
         found += [Figure(**values) for values in json.loads(line.removeprefix("FIGURES "))]
-    config = {"quick": options.quick, "cores": os.cpu_count()}
-    report("precompute", config, found, "precompute" if options.save else None)
+    config = {"quick": options.quick, "cores": os.cpu_count(), "passages_max": options.passages}
+    part = "-" + "-".join(options.only) if options.only else ""
+    report("precompute", config, found, f"precompute{part}" if options.save else None)
 
 
 if __name__ == "__main__":
