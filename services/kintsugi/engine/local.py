@@ -24,6 +24,8 @@ from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span
 
 if TYPE_CHECKING:
+    from vllm import TokensPrompt
+
     from kintsugi.engine.scheduler import SchedulerSide
 
 CONNECTOR = "KintsugiConnector"
@@ -281,7 +283,7 @@ class LocalEngine:
             )
 
     def _submit(self, request_id: str, prompt: Prompt) -> None:
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         extra_args: dict[str, Any] = {}
@@ -297,10 +299,18 @@ class LocalEngine:
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args or None,
         )
-        tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        if prompt.cache_salt is not None:
-            tokens["cache_salt"] = prompt.cache_salt
+        tokens = tokens_prompt(prompt)
         self.llm.llm_engine.add_request(request_id, tokens, sampling, priority=prompt.priority)
+
+
+def tokens_prompt(prompt: Prompt) -> TokensPrompt:
+    """What vLLM computes, and for whom its prefix cache keeps it."""
+    from vllm import TokensPrompt
+
+    tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+    if prompt.cache_salt is not None:
+        tokens["cache_salt"] = prompt.cache_salt
+    return tokens
 
 
 def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:

@@ -102,12 +102,12 @@ class Lookups:
         codecs = self._codecs()
         return in_codecs(match(self._store, space, where), codecs)
 
-    def result(self, lookup: Lookup, is_alone: bool) -> Match | None:
+    def result(self, lookup: Lookup, is_alone: Callable[[], bool]) -> Match | None:
         """The answer once it is there, None before. Raises `NotBlendable` where it is given up.
 
         ``is_alone``: whether nothing else could be computed meanwhile.
         """
-        if lookup.is_waiting and not self._has_waited and is_alone:
+        if lookup.is_waiting and not self._has_waited and is_alone():
             self._has_waited = True
             wait((lookup.future,), IDLE_WAIT_S)
         if lookup.is_waiting:

@@ -273,7 +273,7 @@ class SchedulerSide:
         """The lookup's result once it is there; None while waiting, or when it was given up."""
         assert state.lookup is not None
         try:
-            match = self._lookups.result(state.lookup, self._timing.is_alone(request.request_id))
+            match = self._lookups.result(state.lookup, lambda: self._timing.is_alone(request.request_id))
         except NotBlendable as given_up:
             state.accounting = Accounting(Outcome.DECLINED, reason=str(given_up))
             return None

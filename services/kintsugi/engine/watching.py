@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.engine.local import Generation, Prompt
+from kintsugi.engine.local import Generation, Prompt, tokens_prompt
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
@@ -45,7 +45,7 @@ class WatchedClient:
         """As vLLM's. Closing it ends the work in the engine."""
         watcher = self.watcher
         # Callers choose their request's id: by it they could choose to be looked at, too.
-        ticket = uuid.uuid4().hex
+        ticket = "" if watcher is None else uuid.uuid4().hex
         asked = None if watcher is None else self._marked(watcher, prompt, sampling, ticket)
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
@@ -117,7 +117,7 @@ def _first_logprobs(output: Any, limit: int) -> dict[int, float]:
 
 async def answered_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
     """The first position of a full prefill, without us and without what lies in the prefix cache."""
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling = SamplingParams(
@@ -128,10 +128,8 @@ async def answered_in_full(client: Any, prompt: Prompt, request_id: str, priorit
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True,
     )
-    tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-    if prompt.cache_salt is not None:
-        tokens["cache_salt"] = prompt.cache_salt
-    async with aclosing(client.generate(tokens, sampling, request_id, priority=priority)) as outputs:
+    answering = client.generate(tokens_prompt(prompt), sampling, request_id, priority=priority)
+    async with aclosing(answering) as outputs:
         async for output in outputs:
             if output.finished:
                 return _generation(output, _first_logprobs(output, prompt.top_logprobs), None)

@@ -121,11 +121,11 @@ def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Span]
         started.end()
 
 
-def describe(trace: Span, accounting: Mapping[str, Any]) -> None:
+def describe(request: Span, accounting: Mapping[str, Any]) -> None:
     """What a waterfall should show of an answer beside its times."""
     for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
         if name in accounting:
-            trace.set(f"kintsugi.{name}", accounting[name])
+            request.set(f"kintsugi.{name}", accounting[name])
 
 
 def add_layers(engine: Span, accounting: Mapping[str, Any]) -> None:

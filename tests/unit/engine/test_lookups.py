@@ -60,7 +60,7 @@ def asked(lookups: Lookups) -> Lookup:
 def answered(lookups: Lookups) -> Match:
     lookup = asked(lookups)
     lookup.future.exception(10)
-    match = lookups.result(lookup, is_alone=False)
+    match = lookups.result(lookup, lambda: False)
     assert match is not None
     assert match is lookup.answer
     lookups.take(lookup)
@@ -71,14 +71,14 @@ def given_up(lookups: Lookups) -> str:
     lookup = asked(lookups)
     lookup.future.exception(10)
     with pytest.raises(NotBlendable) as caught:
-        lookups.result(lookup, is_alone=False)
+        lookups.result(lookup, lambda: False)
     assert lookup.answer is None
     return str(caught.value)
 
 
 def polled(lookups: Lookups, lookup: Lookup) -> Match:
     while True:
-        match = lookups.result(lookup, is_alone=True)
+        match = lookups.result(lookup, lambda: True)
         if match is not None:
             return match
 
@@ -87,12 +87,12 @@ def test_an_answer_is_there_or_not_yet(store: StubStore, lookups: Lookups) -> No
     assert answered(lookups).spans == SPANS
     store.may_answer.clear()
     lookup = asked(lookups)
-    for is_alone in (False, True):
+    for is_alone in (lambda: False, lambda: True):
         assert lookups.result(lookup, is_alone) is None
         assert lookup.answer is None
     store.may_answer.set()
     lookup.future.result(10)
-    assert lookups.result(lookup, is_alone=False) is not None
+    assert lookups.result(lookup, lambda: False) is not None
 
 
 def test_who_takes_too_long_is_not_waited_for(store: StubStore) -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -376,22 +376,20 @@ def test_the_process_leads_and_gives_the_lease_back(tmp_path: Path, unused_port:
 
     async def main() -> int:
         conversation = Conversation(found)
-        async with held(conversation), aiohttp.ClientSession() as session:
-            process = await started(conversation.url, tmp_path, unused_port)
-            try:
-                async with asyncio.timeout(60):
-                    while not await _is_leader(session, unused_port):
-                        assert process.returncode is None
-                        await asyncio.sleep(0.05)
-                    assert kept["spec"]["holderIdentity"] == "operator-0"
-                    # kopf takes the signal once it runs.
-                    await until(lambda: any(one.path == "/apis" for one in conversation.asked))
-                    process.terminate()
-                    return await process.wait()
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
+        async with (
+            held(conversation),
+            aiohttp.ClientSession() as session,
+            started(conversation.url, tmp_path, unused_port) as process,
+            asyncio.timeout(60),
+        ):
+            while not await _is_leader(session, unused_port):
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+            assert kept["spec"]["holderIdentity"] == "operator-0"
+            # kopf takes the signal once it runs.
+            await until(lambda: any(one.path == "/apis" for one in conversation.asked))
+            process.terminate()
+            return await process.wait()
 
     assert asyncio.run(main()) == 0
     assert kept["spec"]["holderIdentity"] == ""
@@ -404,23 +402,18 @@ def test_a_standby_ends_when_it_is_told_to(tmp_path: Path, unused_port: int) -> 
 
     async def main() -> int:
         conversation = Conversation({("GET", lease): (200, held_by_another)})
-        async with held(conversation):
-            process = await started(conversation.url, tmp_path, unused_port)
-            try:
-                await until(lambda: any(one.path == lease for one in conversation.asked), 60)
-                process.terminate()
-                async with asyncio.timeout(20):
-                    return await process.wait()
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
+        async with held(conversation), started(conversation.url, tmp_path, unused_port) as process:
+            await until(lambda: any(one.path == lease for one in conversation.asked), 60)
+            process.terminate()
+            async with asyncio.timeout(20):
+                return await process.wait()
 
     assert asyncio.run(main()) == 0
 
 
-async def started(url: str, folder: Path, health_port: int) -> asyncio.subprocess.Process:
-    """The operator's process, for an API server."""
+@contextlib.asynccontextmanager
+async def started(url: str, folder: Path, health_port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The operator's process, for an API server. Killed if it has not ended by itself."""
     config = {
         "current-context": "x",
         "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
@@ -431,9 +424,15 @@ async def started(url: str, folder: Path, health_port: int) -> asyncio.subproces
     environ = {**os.environ, "KUBECONFIG": str(folder / "config"), "POD_NAMESPACE": "team"}
     environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "POD_NAME": "operator-0"}
     arguments = ["--namespace=team", "--lease=l", "--metrics-port=0", f"--health-port={health_port}"]
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kintsugi_operator", *arguments, env=environ
     )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def _is_leader(session: aiohttp.ClientSession, port: int) -> bool:

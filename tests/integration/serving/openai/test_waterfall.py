@@ -44,12 +44,19 @@ def over_grpc(served: Served) -> None:
 
 
 def over_http(served: Served) -> None:
+    blended_over_http(served, "spans-http", max_tokens=2)
+
+
+def blended_over_http(served: Served, namespace: str, max_tokens: int) -> Mapping[str, Any]:
+    """What the answer says of itself."""
     show = showcase()
-    served.store("spans-http", show.chunks)
+    served.store(namespace, show.chunks)
     message = {"role": "user", "content": "".join(show.chunks) + show.question}
-    body = {"model": served.model, "messages": [message], "max_tokens": 2}
-    answer = served.post("/v1/chat/completions", body, "spans-http").json()
-    assert answer["kv_transfer_params"]["kintsugi"]["outcome"] == "blended"
+    body = {"model": served.model, "messages": [message], "max_tokens": max_tokens}
+    answer = served.post("/v1/chat/completions", body, namespace).json()
+    accounting: Mapping[str, Any] = answer["kv_transfer_params"]["kintsugi"]
+    assert accounting["outcome"] == "blended"
+    return accounting
 
 
 @pytest.mark.parametrize(("ask", "parent"), [(over_grpc, "gateway.engine"), (over_http, "gateway.openai")])
@@ -75,13 +82,7 @@ def test_layers_lie_within_their_request_and_load_ahead(
 
 
 def test_an_answer_that_nobody_traces_says_no_times(served: Served) -> None:
-    show = showcase()
-    served.store("no-spans", show.chunks)
-    message = {"role": "user", "content": "".join(show.chunks) + show.question}
-    body = {"model": served.model, "messages": [message], "max_tokens": 1}
-    answer = served.post("/v1/chat/completions", body, "no-spans").json()
-    accounting = answer["kv_transfer_params"]["kintsugi"]
-    assert accounting["outcome"] == "blended"
+    accounting = blended_over_http(served, "no-spans", max_tokens=1)
     assert not {"timeline", "began_unix_s"} & set(accounting)
 
 
