@@ -365,6 +365,9 @@ class AsyncEngine:
             self._metrics.shutdown()
             self._metrics.server_close()
         await asyncio.to_thread(client.shutdown)
+        # vLLM closes its sockets and leaves their context to the garbage collector: two threads, and a
+        # warning at whatever runs then.
+        await asyncio.to_thread(client.engine_core.resources.ctx.term)
 
 
 def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:

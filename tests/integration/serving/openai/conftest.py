@@ -130,7 +130,9 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
         run(grpc.stop())
         run(server.stop())
         run(gateway.close())
+        sockets = engine.client.engine_core.resources.ctx
         run(engine.stop())
+        assert sockets.closed
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
