@@ -23,6 +23,7 @@ import yaml
 
 from benchmarks.support.engines import say
 from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.engine.asynchronous import UNIPROC
 from kintsugi.serving.load_run import Endpoint
 
 NAME = "measured"
@@ -114,6 +115,8 @@ def plain_server(model: Path, setting: Setting) -> Iterator[Server]:
     command += ["--port", str(port), "--model", str(model), "--served-model-name", NAME, "--enforce-eager"]
     command += ["--dtype", "bfloat16", "--max-model-len", str(setting.max_model_len)]
     command += ["--kv-cache-memory-bytes", str(setting.kv_cache_bytes), "--disable-uvicorn-access-log"]
+    # As our engines have it: a worker's process of its own would take turns with the core's.
+    command += ["--distributed-executor-backend", UNIPROC]
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", NAME)
     # An installed plugin would register our connector; unasked it does nothing, but plain means plain.
     environment = {"VLLM_PLUGINS": ""}

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
+from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineRequest
 from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.engine.asynchronous import BIND, UNIPROC, AsyncSpec, arguments_for
 from kintsugi.serving.local_backend import LocalBackend
 from tests.contracts.backend_contract import BackendContract, Engines
 from tests.integration.serving.openai.conftest import Served
@@ -60,3 +63,33 @@ class TestLocalBackend(BackendContract):
         seen = [engines.run(cached_tokens(name, n)) for n, name in enumerate(("ours", "ours", "theirs"))]
         assert seen[0] == seen[2] == 0
         assert seen[1] > 0
+
+
+def test_one_worker_lives_in_the_cores_process(served: Served) -> None:
+    (core,) = served.engine.client.engine_core.resources.engine_manager.processes
+    spawned = [
+        child for child in psutil.Process(core.pid).children(recursive=True) if _is_spawned(child.cmdline())
+    ]
+    assert spawned == []
+
+
+def _is_spawned(command: list[str]) -> bool:
+    return any("spawn_main" in part for part in command)
+
+
+@pytest.mark.parametrize(
+    ("bind", "vllm_args", "executor"),
+    [
+        (None, {}, UNIPROC),
+        (None, {"tensor_parallel_size": 1}, UNIPROC),
+        (None, {"tensor_parallel_size": 2}, None),
+        (None, {"distributed_executor_backend": "mp"}, "mp"),
+        ("auto", {}, None),
+    ],
+)
+def test_workers_that_are_several_or_bound_have_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, bind: str | None, vllm_args: dict[str, Any], executor: str | None
+) -> None:
+    monkeypatch.setenv(BIND, bind or "nobind")
+    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "m", "grpc://127.0.0.1:1", vllm_args=vllm_args)
+    assert arguments_for(spec).get("distributed_executor_backend") == executor
