@@ -1,6 +1,6 @@
 """What precomputing a corpus costs: against vLLM's own prefill, run again, killed, a million documents long.
 
-    python benchmarks/precompute.py [--quick] [--only FIGURE …] [--passages N] [--save]
+    python benchmarks/precompute.py [--quick] [--only FIGURE …] [--passages N] [--plain-every N] [--save]
 
 Each figure runs in a process of its own: Ray, vLLM and what they keep end with it. `driver_memory_growth` and
 `double_prefills` stub the prefill out; the others run vLLM. `--quick` uses tiny sizes and models: it shows
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -84,6 +85,9 @@ class Setting:
 
     passages_max: int | None = None
     """Fewer than a figure wants, where its hour is not to be had."""
+    plain_every = 1
+    """Of so many turns of the job, plain vLLM prefills one turn's chunks: spread over the whole run, they
+    tell its rate as well as all would, in less time."""
 
     def __init__(self, quick: bool, folder: Path, address: str) -> None:
         self.quick = quick
@@ -203,23 +207,24 @@ class Turns:
 
 
 def throughput(quick: bool) -> list[Figure]:
-    """Also the second run and the hits, which need the filled store."""
-    with setting(quick, ssd="16GiB") as at:
+    """Also the second run and the hits, which need the filled store: 41 KB a token."""
+    with setting(quick, ssd="30GiB") as at:
         texts = at.passages(1_000)
         ensure_ray(1, 1.0)
         prefix = ModelFacts.of(at.spec()).space.prefix_token_ids
         arguments = {"dtype": "bfloat16", **at.engine}
         with PlainPrefill(at.model, arguments, prefix, plain_batches(at, texts)) as plain:
+            numbers = itertools.count()
 
             def at_rest(progress: Progress) -> None:
-                plain.turn(progress.tokens_filled)
+                plain.turn(progress.tokens_filled, measured=next(numbers) % at.plain_every == 0)
                 ours_s = turns.seconds - progress.engine_start_s
                 say(f"{progress.tokens_filled} tokens: {ours_s:.1f} s, plain {plain.seconds:.1f} s")
 
             say(f"the job and plain vLLM on {at.shape}, by turns")
             turns = Turns(at_rest)
             first = turns.run(at.spec(), at.folder)
-            plain.turn(first.tokens_filled)
+            plain.turn(first.tokens_filled, measured=at.plain_every == 1)
             ours = first.tokens_filled / (turns.seconds - first.engine_start_s)
             theirs = plain.tokens / plain.seconds
         say("the job again")
@@ -228,9 +233,9 @@ def throughput(quick: bool) -> list[Figure]:
         os.utime(at.folder / "corpus.jsonl")
         _, reread_s = timed_job(at.spec(), at.folder)
         detail = (
-            f"{ours:.0f} and {theirs:.0f} tokens/s by turns, {first.tokens} tokens each; {first.chunks} "
-            f"chunks of {len(texts)} passages, {at.shape}; reading, chunking, puts included, engine starts "
-            "left out"
+            f"{ours:.0f} and {theirs:.0f} tokens/s by turns, {first.tokens} and {plain.tokens} tokens; "
+            f"{first.chunks} chunks of {len(texts)} passages, {at.shape}; reading, chunking, puts included, "
+            "engine starts left out"
         )
         again = (
             f"{turns.seconds:.1f} s, then {second_s:.2f} s; {reread_s:.2f} s where the files have to be read "
@@ -400,11 +405,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes; says nothing about speed")
     parser.add_argument("--only", nargs="*", choices=list(MEASURES), help="these measurements alone")
     parser.add_argument("--passages", type=int, help="at most so many; the bars are for 1,000")
+    parser.add_argument("--plain-every", type=int, default=1, help="plain vLLM beside one turn of so many")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     parser.add_argument("--child", choices=list(MEASURES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        Setting.passages_max = options.passages
+        Setting.passages_max, Setting.plain_every = options.passages, options.plain_every
         figures = MEASURES[options.child](options.quick)
         print("FIGURES " + json.dumps([figure.__dict__ for figure in figures]))
         return
@@ -413,10 +419,12 @@ def main() -> None:
         say(f"== {name}")
         command = [sys.executable, __file__, "--child", name, *(["--quick"] if options.quick else [])]
         command += ["--passages", str(options.passages)] if options.passages else []
+        command += ["--plain-every", str(options.plain_every)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         line = next(line for line in done.stdout.splitlines() if line.startswith("FIGURES "))
         found += [Figure(**values) for values in json.loads(line.removeprefix("FIGURES "))]
     config = {"quick": options.quick, "cores": os.cpu_count(), "passages_max": options.passages}
+    config["plain_every"] = options.plain_every
     part = "-" + "-".join(options.only) if options.only else ""
     report("precompute", config, found, f"precompute{part}" if options.save else None)
 

@@ -32,6 +32,7 @@ class PlainPrefill:
         self._prefix = list(prefix)
         self._batches = list(batches)
         self._next = 0
+        self._reached = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, model, json.dumps(engine)],
             stdin=subprocess.PIPE,
@@ -51,13 +52,15 @@ class PlainPrefill:
         self._process.kill()
         self._process.communicate()
 
-    def turn(self, tokens: int) -> None:
-        """Go on until `tokens` are prefilled in all, whole batches at a time."""
-        while self.tokens < tokens and self._next < len(self._batches):
+    def turn(self, tokens: int, measured: bool) -> None:
+        """Go on until `tokens` are prefilled in all, whole batches at a time; passed over if not measured."""
+        while self._reached < tokens and self._next < len(self._batches):
             batch = self._batches[self._next]
             self._next += 1
-            self.seconds += self._ask(batch)
-            self.tokens += sum(map(len, batch))
+            self._reached += sum(map(len, batch))
+            if measured:
+                self.seconds += self._ask(batch)
+                self.tokens += sum(map(len, batch))
 
     def _ask(self, batch: Sequence[Sequence[int]]) -> float:
         assert self._process.stdin is not None
