@@ -129,7 +129,7 @@ def run(
     )
     ledger = Ledger(state_folder(state))
     try:
-        with _shown(as_json) as (show, note):
+        with _shown() as (show, note):
             if dry_run:
                 progress = survey(spec, show)
             else:
@@ -170,7 +170,7 @@ def coverage(
         dtype=dtype,
         errors_share_max=1.0,
     )
-    with _shown(as_json) as (show, _):
+    with _shown() as (show, _):
         progress = survey(spec, show)
     if as_json:
         print(json.dumps(progress.to_mapping(), indent=2))
@@ -277,7 +277,7 @@ def _cancelled_by_signals(job: Job, note: Callable[[str], None]) -> Iterator[Non
 
 
 @contextmanager
-def _shown(as_json: bool) -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
+def _shown() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
     """Live progress on stderr; in a file or pipe, a line at every tenth second. Yields what shows it and what
     adds a remark."""
     console = Console(stderr=True)
