@@ -19,6 +19,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from kintsugi.cli.exits import ExitCode, reported
+from kintsugi.cli.render import counted
 from kintsugi.cli.store import human
 from kintsugi.client.chunking import ChunkingConfig
 from kintsugi.core.errors import InvalidField
@@ -172,14 +173,7 @@ def coverage(
     )
     with _shown() as (show, _):
         progress = survey(spec, show)
-    if as_json:
-        print(json.dumps(progress.to_mapping(), indent=2))
-        return
-    Console().print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
-    table = Table("tier", "chunks", "share")
-    for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:
-        table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
-    Console().print(table)
+    _report_coverage(progress, as_json)
 
 
 @app.command()
@@ -344,6 +338,34 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
     for row in [*rows, ("time", f"{progress.elapsed_s:.1f} s")]:
         table.add_row(*row)
     console.print(table)
+    _print_failures(console, progress)
+
+
+def _report_coverage(progress: Progress, as_json: bool) -> None:
+    """What can be read may fail in part, but all of nothing is no coverage. Raises `InvalidField`."""
+    if progress.documents_failed and not progress.documents:
+        first = progress.failures[0]
+        raise InvalidField(
+            "source",
+            f"none of {progress.documents_failed} documents can be read ({_place(first)}: {first.reason})",
+        )
+    if as_json:
+        print(json.dumps(progress.to_mapping(), indent=2))
+        return
+    console = Console()
+    console.print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
+    table = Table("tier", "chunks", "share")
+    for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:
+        table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
+    console.print(table)
+    if progress.documents_failed:
+        failed = counted(progress.documents_failed, "document")
+        console.print(f"not counting {failed} that cannot be read:", highlight=False)
+    _print_failures(console, progress)
+
+
+def _print_failures(console: Console, progress: Progress) -> None:
+    """The first ones by name, the others by number."""
     for failure in progress.failures:
         line = f"{_place(failure)}: {failure.reason}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)

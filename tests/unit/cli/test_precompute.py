@@ -10,6 +10,7 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.cli import precompute as command
+from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.readers import Failure
 
@@ -67,3 +68,22 @@ def test_the_final_table_names_some_failures_and_counts_the_rest(
 def test_a_dry_run_shows_what_is_missing_rather_than_a_rate_of_nothing() -> None:
     assert command._line(Progress(dry=True, bytes_missing=2 << 20))[1] == "2 MiB missing"
     assert "tokens/s" in command._line(Progress())[1]
+
+
+def test_a_coverage_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [Failure("file:///a", 0, "no column 'text'")]
+    progress = Progress(
+        corpus="tea", documents=1, chunks=2, chunks_resident=2, documents_failed=1, failures=failures
+    )
+    command._report_coverage(progress, as_json=False)
+    said = capsys.readouterr().out
+    assert "100.0% resident" in said
+    assert "not counting 1 document that" in said
+    assert said.rstrip().endswith("/a: no column 'text'")
+
+
+def test_the_coverage_of_a_corpus_that_cannot_be_read_is_an_error() -> None:
+    progress = Progress(documents_failed=3, failures=[Failure("file:///a", 0, "no column 'text'")])
+    for as_json in (False, True):
+        with pytest.raises(InvalidField, match=r"none of 3 documents can be read \(/a: no column"):
+            command._report_coverage(progress, as_json)
