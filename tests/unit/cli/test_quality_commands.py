@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import offline_longbench
 from typer.testing import CliRunner
 
 from kintsugi.cli import calibrate, evaluate
@@ -209,6 +210,46 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
         "hkvd r=0.3 @1",
     ]
     assert len(document["rates"]) == 3
+
+
+@pytest.fixture
+def longbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """The example as it is run, over one small data set; its exit code."""
+    questions(tmp_path, 4).rename(tmp_path / "musique.jsonl")
+    fixed = ["--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--datasets", "musique"]
+
+    def run(*more: str) -> int:
+        monkeypatch.setattr("sys.argv", ["offline_longbench.py", *fixed, "--rates", "2", *more])
+        return offline_longbench.main()
+
+    return run
+
+
+def test_the_papers_figures_are_one_command(
+    engine: RunningEngine, longbench: Callable[..., int], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert longbench("--ratios", "0.3", "--selectors", "hkvd") == 0
+    document = json.loads((tmp_path / "out/musique.json").read_text())
+    assert [row["method"] for row in document["rows"]][2:] == ["hkvd r=0.3 @1"]
+    assert (tmp_path / "out/musique/ttft-rate.svg").is_file()
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        (("--ratios", "x"), "comma-separated"),
+        (("--selectors", "best"), "is not one of"),
+        (("--datasets", "none"), "is not a file"),
+    ],
+)
+def test_the_example_explains_bad_input(
+    longbench: Callable[..., int], capsys: pytest.CaptureFixture[str], more: tuple[str, ...], word: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert longbench(*more) == 1
+    assert word in " ".join(capsys.readouterr().out.split())
 
 
 def test_lists() -> None:
