@@ -14,6 +14,7 @@ from kintsugi.client.arena import ArenaMap
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.client.registry import open_store
+from kintsugi.client.same_host import Lease, LeasedFrame
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
@@ -147,6 +148,23 @@ def test_a_token_opens_the_door_once() -> None:
             ArenaMap(opened)
     finally:
         door.close()
+
+
+@pytest.mark.parametrize("beyond", ["frame", "generation"])
+def test_what_would_lie_outside_the_arena_is_not_read(beyond: str) -> None:
+    ram = RamTier(1 << 20)
+    door = ArenaDoor(ram.arena)
+    end = ram.arena.file_bytes
+    try:
+        opened = pb.OpenArenaResponse(socket_path=str(door.path), token=door.issue(), arena_bytes=end)
+        first = pb.LeaseLayersResponse(generation_offset=end - 4 if beyond == "generation" else 0)
+        lease = Lease(ArenaMap(opened), first)
+    finally:
+        door.close()
+    manifest, frames = make_chunk(range(40))
+    size = len(frames[0])
+    frame = LeasedFrame(0, 0, end - 4 if beyond == "frame" else 0, size, "")
+    assert not lease.copy(frame, memoryview(bytearray(size)), manifest, HeadRange(0, 4))
 
 
 def test_the_door_outlives_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
