@@ -24,7 +24,7 @@ def prepare(folder: Path) -> None:
     """Make the folder. Whoever measures for long asks before: raises `Unavailable` where plots cannot be
     drawn here, `InvalidField` where the folder cannot be made."""
     if find_spec("matplotlib") is None:
-        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or leave --plots out")
+        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or ask for none")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
