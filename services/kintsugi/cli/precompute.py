@@ -224,6 +224,7 @@ def list_corpora(state: State_ = None, as_json: AsJson = False) -> None:
 def serve(
     listen: Annotated[str, typer.Option(help="host:port, on loopback.")] = "127.0.0.1:7410",
     state: State_ = None,
+    as_json: AsJson = False,
 ) -> None:
     """Serve the gRPC service Precompute until told to stop."""
     manager = JobManager(state_folder(state))
@@ -235,7 +236,8 @@ def serve(
         await stop.wait()
 
     def ready(address: str) -> None:
-        print(f"precompute listens on {address}", flush=True)
+        said = json.dumps({"address": address}) if as_json else f"precompute listens on {address}"
+        print(said, flush=True)
 
     try:
         asyncio.run(serve_jobs(manager, listen, ready, signalled))

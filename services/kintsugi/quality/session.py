@@ -56,7 +56,7 @@ def prefix_of_file(model: str, path: Path) -> tuple[int, ...]:
     if not path.is_file():
         raise NotFound(f"{path} is not a file; name a text file with the system prompt")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # reading as text would change the ends of lines
     except UnicodeDecodeError:
         raise InvalidField("system", f"{path} is not UTF-8 text; convert it first") from None
     tokenizer, _ = tokenizer_of(model)
