@@ -33,7 +33,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import psutil
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.support import precompute_rates
+from benchmarks.support import musique, precompute_rates
 from benchmarks.support.figures import Figure, report
 from benchmarks.support.plain_prefill import PlainPrefill
 from kintsugi.checkpoints.factory import cached_checkpoint
@@ -48,20 +48,11 @@ from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import StubPrefiller
 
-ROOT = Path(__file__).resolve().parent.parent
-MUSIQUE = ROOT.parent / "shared/data/musique_s.json"
 NAMESPACE = "bench"
 
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
-@functools.cache
-def musique() -> list[str]:
-    """Its distinct passages."""
-    questions = json.loads(MUSIQUE.read_text())
-    return list(dict.fromkeys(ctx["text"] for question in questions for ctx in question["ctxs"]))
 
 
 def model_for_passages(shape: str, folder: Path) -> Path:
@@ -72,7 +63,7 @@ def model_for_passages(shape: str, folder: Path) -> Path:
     for path in checkpoint.iterdir():
         (folder / path.name).symlink_to(path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    trained = tokenizer.train_new_from_iterator(musique(), len(tokenizer))
+    trained = tokenizer.train_new_from_iterator(musique.passages(), len(tokenizer))
     for name in trained.save_pretrained(folder / "tokenizer"):
         (folder / Path(name).name).unlink(missing_ok=True)
         Path(name).rename(folder / Path(name).name)
@@ -110,7 +101,7 @@ class Setting:
 
     def passages(self, count: int) -> list[str]:
         """Distinct passages of MuSiQue, written as the source; a few where it has to be quick."""
-        texts = musique()[: 32 if self.quick else min(count, self.passages_max or count)]
+        texts = musique.passages()[: 32 if self.quick else min(count, self.passages_max or count)]
         rows = (json.dumps({"id": f"p{n}", "text": text}) for n, text in enumerate(texts))
         (self.folder / "corpus.jsonl").write_text("".join(row + "\n" for row in rows))
         return texts
@@ -396,6 +387,7 @@ MEASURES: dict[str, Callable[[bool], list[Figure]]] = {
     "cpu": cpu_per_token,
     "rates": rates,
 }
+WITHOUT_PASSAGES = ("crashes",)
 
 
 def main() -> None:
@@ -415,7 +407,7 @@ def main() -> None:
         print("FIGURES " + json.dumps([figure.__dict__ for figure in figures]))
         return
     found: list[Figure] = []
-    for name in options.only or MEASURES:
+    for name in musique.measurable(options.only or list(MEASURES), WITHOUT_PASSAGES):
         say(f"== {name}")
         command = [sys.executable, __file__, "--child", name, *(["--quick"] if options.quick else [])]
         command += ["--passages", str(options.passages)] if options.passages else []

@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 
 from kintsugi.cli.evaluate import Task, run
+from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import SelectorName
@@ -61,19 +62,19 @@ def main() -> int:
 
 
 def task_of(dataset: str, arguments: argparse.Namespace) -> Task:
-    """What to measure on one dataset."""
+    """What to measure on one dataset. Raises `InvalidField`."""
     return Task(
         spec=EngineSpec(arguments.model, store=arguments.chunk_store, vllm_args={"dtype": arguments.dtype}),
         questions=arguments.data / f"{dataset}.jsonl",
         limit=arguments.limit,
-        selectors=[SelectorName(name) for name in arguments.selectors.split(",")],
-        ratios=[float(ratio) for ratio in arguments.ratios.split(",")],
-        check_layers=[int(layer) for layer in arguments.check_layers.split(",")],
+        selectors=selector_names(arguments.selectors),
+        ratios=floats("ratios", arguments.ratios),
+        check_layers=integers("check_layers", arguments.check_layers),
         axes={
             "chunk_tokens": [arguments.chunk_tokens],
             "chunk_counts": [arguments.chunks],
             "batches": [1],
-            "rates_per_s": [float(rate) for rate in arguments.rates.split(",") if rate],
+            "rates_per_s": floats("rates", arguments.rates),
         },
         plots=arguments.out / dataset,
         max_tokens=ANSWER_TOKENS.get(dataset, 32),

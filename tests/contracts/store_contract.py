@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
-from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.report import REPORT_BYTES_MAX
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
@@ -225,6 +226,9 @@ class StoreContract:
         store.put_report(FINGERPRINT, "gate", b"two")
         assert store.get_report(FINGERPRINT, "gate") == b"two"
         assert store.get_report(other, "gate") is None
+        with pytest.raises(ResourceExhausted, match="at most"):
+            store.put_report(FINGERPRINT, "gate", bytes(REPORT_BYTES_MAX + 1))
+        assert store.get_report(FINGERPRINT, "gate") == b"two"
 
     def test_stats_count_what_is_held(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))

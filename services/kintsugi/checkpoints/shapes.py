@@ -90,10 +90,6 @@ class ModelShape:
         """The same layers, another number of them."""
         return dataclasses.replace(self, layers=layers)
 
-    def with_dtype(self, dtype: str) -> ModelShape:
-        """The same shape with weights stored as `dtype`."""
-        return dataclasses.replace(self, dtype=dtype)
-
     @property
     def layer_types(self) -> list[str]:
         """transformers' name of each layer's attention."""

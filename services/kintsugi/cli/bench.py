@@ -112,14 +112,20 @@ def serve(
 
 def measure(screen: Screen, task: Task) -> bool:
     """Run every load and show the result; whether any request was answered."""
+    # All of them before the first is run: a slip in the last would cost what was measured until then.
+    arrivals_s = [_arrivals(task, rate) for rate in task.rates_per_s]
+    if task.plot is not None:
+        from kintsugi.quality.plots import prepare  # who draws nothing does not wait for its imports
+
+        prepare(task.plot.parent)
     with screen.step("Writing the corpus"):
         texts = corpus(task.workload, _counter(task.tokenizer))
     if task.warm_address:
         _store(screen, task, texts)
     endpoint = asyncio.run(_resolved(task.endpoint))
     summaries = []
-    for rate in task.rates_per_s:
-        samples = _loaded(screen, task, endpoint, texts, rate)
+    for rate, times_s in zip(task.rates_per_s, arrivals_s, strict=True):
+        samples = _loaded(screen, task, endpoint, texts, rate, times_s)
         summaries.append(summarised(samples, task.slo_s))
     pictures = [] if task.plot is None else draw(task.plot, {endpoint.model: summaries}, task.slo_s)
     document = {
@@ -166,16 +172,25 @@ async def _resolved(endpoint: Endpoint) -> Endpoint:
         return dataclasses.replace(endpoint, model=await served_model(client))
 
 
+def _arrivals(task: Task, rate: float) -> list[float]:
+    """Seconds from the beginning. Raises `InvalidField`, and `NotFound` for a trace that is not there."""
+    if task.trace is not None:
+        return trace_arrivals(task.trace, rate, task.count)
+    return poisson_arrivals(rate, task.count, task.workload.seed)
+
+
 def _loaded(
-    screen: Screen, task: Task, endpoint: Endpoint, texts: Sequence[str], rate: float
+    screen: Screen,
+    task: Task,
+    endpoint: Endpoint,
+    texts: Sequence[str],
+    rate: float,
+    arrivals_s: Sequence[float],
 ) -> list[Sample]:
     workload = task.workload
+    name = f"{rate:g} requests/s"
     if task.trace is not None:
-        arrivals_s = trace_arrivals(task.trace, rate, task.count)
         name = f"{task.trace.name} at {rate:g} times its speed"
-    else:
-        arrivals_s = poisson_arrivals(rate, task.count, workload.seed)
-        name = f"{rate:g} requests/s"
     coming: list[Request] = requests(workload, arrivals_s)
     prompts = [prompt_of(request, texts) for request in coming]
     with screen.step(name) as say:

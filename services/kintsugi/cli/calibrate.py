@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,8 @@ def run(screen: Screen, task: Task) -> ExitCode:
         reports.write(task.out, report)
         screen.note(f"wrote {task.out}")
     if task.store is not None:
-        reports.publish(open_store(task.store), report)
+        with closing(open_store(task.store)) as store:
+            reports.publish(store, report)
         screen.note(f"published as {report.binding.report_name} in {task.store}")
     document = {**json.loads(report.to_bytes()), "warnings": calibration.warnings}
     screen.show(document, lambda console: render(console, report))
@@ -67,12 +68,18 @@ def run(screen: Screen, task: Task) -> ExitCode:
 
 
 def _check_destination(task: Task) -> None:
+    """Before minutes are spent. Raises `InvalidField`, and `Unavailable` for a store that does not answer."""
     if task.store is None and task.out is None:
         raise InvalidField("store", "give --store URL, where engines look, or --out FILE, or both")
     if task.store is not None and is_process_local(task.store):
         raise InvalidField("store", f"{task.store!r} ends with this process; name a shard, or use --out FILE")
     if task.out is not None and not task.out.parent.is_dir():
         raise InvalidField("out", f"{task.out.parent} is not a folder; make it first")
+    if task.out is not None and task.out.is_dir():
+        raise InvalidField("out", f"{task.out} is a folder; name a file in it")
+    if task.store is not None:
+        with closing(open_store(task.store)) as store:
+            store.stats()
 
 
 def measured(screen: Screen, engine: LocalEngine, task: Task, given: list[Question] | None) -> Calibration:

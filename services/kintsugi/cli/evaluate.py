@@ -15,7 +15,6 @@ from rich.table import Table
 
 from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
-from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid, plots
 from kintsugi.quality.evaluate import Axes, RateRow, Row, best_by_selector, evaluate, rate_rows, reshaped
@@ -58,8 +57,8 @@ class Evaluation:
 
 def run(screen: Screen, task: Task) -> Evaluation:
     """Measure, show, draw."""
-    if task.plots is not None and task.plots.exists() and not task.plots.is_dir():
-        raise InvalidField("plots", f"{task.plots} is a file; name a folder")
+    if task.plots is not None:
+        plots.prepare(task.plots)
     evaluation = measured(screen, task)
     for warning in dict.fromkeys(evaluation.warnings):
         screen.note(f"kintsugi: warning: {warning}")

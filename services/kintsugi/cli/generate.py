@@ -26,6 +26,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import UNCALIBRATED_NOTE, Model, Session, Trust, named_model, opened
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import RagPrompt
+from kintsugi.quality import reports
 from kintsugi.quality.questions import asked
 
 
@@ -46,8 +47,7 @@ class Task:
 
 def run(screen: Screen, task: Task) -> ExitCode:
     """`NOT_BLENDABLE` where the answer is an ordinary full prefill's."""
-    if task.html is not None and not task.html.parent.is_dir():
-        raise InvalidField("html", f"{task.html.parent} is not a folder; make it first")
+    _check_files(task)
     texts = [read_chunk(path) for path in task.chunks]
     ending = asked(task.question)
     model = named_model(task.model)
@@ -69,6 +69,16 @@ def run(screen: Screen, task: Task) -> ExitCode:
     if task.trust.regardless:
         screen.note(f"kintsugi: {UNCALIBRATED_NOTE}")
     return ExitCode.OK
+
+
+def _check_files(task: Task) -> None:
+    """Before an engine is started. Raises `InvalidField`, and what reading the report raises."""
+    if task.html is not None and not task.html.parent.is_dir():
+        raise InvalidField("html", f"{task.html.parent} is not a folder; make it first")
+    if task.html is not None and task.html.is_dir():
+        raise InvalidField("html", f"{task.html} is a folder; name a file in it")
+    if task.trust.report is not None:
+        reports.read(task.trust.report)
 
 
 def _measure(session: Session, task: Task, say: Callable[[str], None]) -> list[Measurement]:

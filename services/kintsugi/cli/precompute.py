@@ -19,6 +19,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from kintsugi.cli.exits import ExitCode, reported
+from kintsugi.cli.render import counted
 from kintsugi.cli.store import human
 from kintsugi.client.chunking import ChunkingConfig
 from kintsugi.core.errors import InvalidField
@@ -129,7 +130,7 @@ def run(
     )
     ledger = Ledger(state_folder(state))
     try:
-        with _shown(as_json) as (show, note):
+        with _shown() as (show, note):
             if dry_run:
                 progress = survey(spec, show)
             else:
@@ -170,16 +171,9 @@ def coverage(
         dtype=dtype,
         errors_share_max=1.0,
     )
-    with _shown(as_json) as (show, _):
+    with _shown() as (show, _):
         progress = survey(spec, show)
-    if as_json:
-        print(json.dumps(progress.to_mapping(), indent=2))
-        return
-    Console().print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
-    table = Table("tier", "chunks", "share")
-    for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:
-        table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
-    Console().print(table)
+    _report_coverage(progress, as_json)
 
 
 @app.command()
@@ -230,6 +224,7 @@ def list_corpora(state: State_ = None, as_json: AsJson = False) -> None:
 def serve(
     listen: Annotated[str, typer.Option(help="host:port, on loopback.")] = "127.0.0.1:7410",
     state: State_ = None,
+    as_json: AsJson = False,
 ) -> None:
     """Serve the gRPC service Precompute until told to stop."""
     manager = JobManager(state_folder(state))
@@ -241,7 +236,8 @@ def serve(
         await stop.wait()
 
     def ready(address: str) -> None:
-        print(f"precompute listens on {address}", flush=True)
+        said = json.dumps({"address": address}) if as_json else f"precompute listens on {address}"
+        print(said, flush=True)
 
     try:
         asyncio.run(serve_jobs(manager, listen, ready, signalled))
@@ -277,7 +273,7 @@ def _cancelled_by_signals(job: Job, note: Callable[[str], None]) -> Iterator[Non
 
 
 @contextmanager
-def _shown(as_json: bool) -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
+def _shown() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
     """Live progress on stderr; in a file or pipe, a line at every tenth second. Yields what shows it and what
     adds a remark."""
     console = Console(stderr=True)
@@ -344,6 +340,34 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
     for row in [*rows, ("time", f"{progress.elapsed_s:.1f} s")]:
         table.add_row(*row)
     console.print(table)
+    _print_failures(console, progress)
+
+
+def _report_coverage(progress: Progress, as_json: bool) -> None:
+    """What can be read may fail in part, but all of nothing is no coverage. Raises `InvalidField`."""
+    if progress.documents_failed and not progress.documents:
+        first = progress.failures[0]
+        raise InvalidField(
+            "source",
+            f"none of {progress.documents_failed} documents can be read ({_place(first)}: {first.reason})",
+        )
+    if as_json:
+        print(json.dumps(progress.to_mapping(), indent=2))
+        return
+    console = Console()
+    console.print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
+    table = Table("tier", "chunks", "share")
+    for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:
+        table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
+    console.print(table)
+    if progress.documents_failed:
+        failed = counted(progress.documents_failed, "document")
+        console.print(f"not counting {failed} that cannot be read:", highlight=False)
+    _print_failures(console, progress)
+
+
+def _print_failures(console: Console, progress: Progress) -> None:
+    """The first ones by name, the others by number."""
     for failure in progress.failures:
         line = f"{_place(failure)}: {failure.reason}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import RagPrompt
 from kintsugi.engine.local import LocalEngine
+from kintsugi.quality.session import tokenizer_of
 
 DEMO_SHAPE = "llama-210m"
 
@@ -89,7 +90,7 @@ def opened(
 ) -> Iterator[Session]:
     """Tokenise, start a shard and the engine, store the chunks; close both afterwards."""
     with screen.step("Reading the tokenizer"):
-        tokenizer, positions_max = _tokenizer_of(model)
+        tokenizer, positions_max = tokenizer_of(model.path)
         prompt = build_prompt(tokenizer, texts, ending)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:
@@ -116,21 +117,6 @@ def opened(
             with screen.step(f"Storing {counted(len(prompt.chunks), 'chunk')}"):
                 reason = _store_chunks(engine, prompt, namespace)
             yield Session(engine, tokenizer, prompt, reason)
-
-
-def _tokenizer_of(model: Model) -> tuple[Any, int]:
-    """The tokenizer, and how many tokens the model reads."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        config = AutoConfig.from_pretrained(model.path).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(model.path)
-    except (OSError, ValueError) as error:
-        raise NotFound(
-            f"{model.path} is neither a checkpoint folder nor a model that can be downloaded "
-            f"({type(error).__name__}); check the name"
-        ) from None
-    return tokenizer, int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
 
 def _store_chunks(engine: LocalEngine, prompt: RagPrompt, namespace: str) -> str | None:

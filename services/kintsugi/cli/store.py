@@ -15,11 +15,11 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import reported
+from kintsugi.cli.exits import ExitCode, reported
 from kintsugi.cli.screen import Screen
 from kintsugi.client.admin import ShardAdmin, Verified
 from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.tls import TlsFiles
+from kintsugi.client.tls import TlsFiles, checked_address
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.admission import ShardConfig
@@ -31,7 +31,7 @@ from kintsugi.store.simulate import Belady, read_trace, replay
 app = typer.Typer(help="Shards of the chunk KV-cache store.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
-Address = Annotated[str, typer.Option(help="Shard, as host:port.")]
+Address = Annotated[str, typer.Option(help="Shard, as host:port or grpc://host:port.")]
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Tenant whose chunks are meant.")]
 TlsCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that signs both sides.")]
 TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")]
@@ -55,6 +55,9 @@ def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles 
 
 @contextmanager
 def admin(address: str, tls: TlsFiles | None) -> Iterator[ShardAdmin]:
+    """`address` may also be the URL by which other commands name a shard. Raises `InvalidField`."""
+    address = address.removeprefix("grpc://")
+    checked_address("address", address)
     store = GrpcStore(address, GrpcOptions(tls=tls))
     try:
         yield ShardAdmin(store)
@@ -297,7 +300,7 @@ def verify(
     tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
-    """Read chunks from every tier; damaged copies are quarantined, and the exit status is 1."""
+    """Read chunks from every tier; damaged copies are quarantined, and the exit code is 5."""
     screen = Screen(as_json)
     found: list[Verified] = []
     with (
@@ -316,7 +319,7 @@ def verify(
         console.print(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
 
     screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, render)
-    raise typer.Exit(1 if damaged else 0)
+    raise typer.Exit(ExitCode.CORRUPTED if damaged else ExitCode.OK)
 
 
 def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:

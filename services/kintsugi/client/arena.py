@@ -17,6 +17,7 @@ import struct
 from kintsugi.core.layout import DIGEST_BYTES, ChunkManifest, HeadRange, digests_of
 from kintsugi.rpc.v1 import store_pb2 as pb
 
+GENERATION_BYTES = 8
 _CONNECT_TIMEOUT_S = 2.0
 
 
@@ -46,6 +47,7 @@ class ArenaMap:
         return offset >= 0 and offset + size <= len(self._view)
 
     def generation(self, offset: int) -> int:
+        """Of the lease whose generation lies at `offset`, which the arena must hold."""
         value: int = struct.unpack_from("<Q", self._view, offset)[0]
         return value
 

@@ -144,7 +144,8 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Keep a small document (a calibration report) by fingerprint; replaces an older one."""
+        """Keep a small document (a calibration report) by fingerprint; replaces an older one. Raises
+        `ResourceExhausted` beyond `core.report.REPORT_BYTES_MAX`, or where too many are kept."""
 
     @abstractmethod
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:

@@ -17,6 +17,7 @@ from kintsugi.client.interface import (
 )
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.report import REPORT_BYTES_MAX
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 
 REPORTS_MAX = 1024
@@ -148,6 +149,8 @@ class RamStore(ChunkStore):
         return [m for m in mine if after is None or m.key > after][:limit]
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        if len(document) > REPORT_BYTES_MAX:
+            raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
         with self._lock:
             if len(self._reports) >= REPORTS_MAX and (fingerprint, name) not in self._reports:
                 raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")

@@ -59,6 +59,7 @@ def _directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
     """Who knows the shards of `url`, and how to talk to them."""
     from kintsugi.client.directory import FileDirectory, GrpcDirectory
     from kintsugi.client.grpc_store import options_of
+    from kintsugi.client.tls import checked_address
 
     parts = urlsplit(url)
     options = options_of(parts.query)
@@ -66,6 +67,7 @@ def _directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
         return FileDirectory(Path(parts.path)), options
     if not parts.netloc:
         raise InvalidField("store", f"{url!r} must name a directory as shards://host:port")
+    checked_address("store", parts.netloc)
     return GrpcDirectory(parts.netloc, options.tls), options
 
 

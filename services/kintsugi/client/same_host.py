@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kintsugi.client.arena import ArenaMap
+from kintsugi.client.arena import GENERATION_BYTES, ArenaMap
 from kintsugi.core.errors import DeadlineExceeded
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
@@ -52,12 +52,16 @@ class Lease:
     ) -> bool:
         """Copy a frame; whether its digests are right. Raises `DeadlineExceeded` once the lease is over."""
         start, stop = manifest.head_range_bytes(heads)
-        if frame.size_bytes != stop - start or not self._arena.holds(frame.offset, frame.size_bytes):
+        held = self._arena.holds(frame.offset, frame.size_bytes)
+        if frame.size_bytes != stop - start or not held or not self._has_generation():
             return False
         intact = self._arena.copy_frame(frame.offset, into, manifest, frame.layer, heads)
         if self._arena.generation(self._first.generation_offset) != self._first.generation:
             raise DeadlineExceeded(f"the lease of {self._first.lease_s:.0f} s ended while it was read")
         return intact
+
+    def _has_generation(self) -> bool:
+        return self._arena.holds(self._first.generation_offset, GENERATION_BYTES)
 
 
 class SameHost:

@@ -77,7 +77,11 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
     metadata = dict(tuple(entry) for entry in failure.trailing_metadata() or ())
     name = metadata.get(ERROR_METADATA)
     details = failure.details() or str(failure.code())
-    return error_of(failure.code(), details if name else f"{where}: {details}", name)
+    if name is None:
+        details = f"{where}: {details}"
+        if failure.code() == grpc.StatusCode.UNAVAILABLE:  # gRPC's own word: nobody of ours answered
+            details += "; check that it runs, and that this is its address"
+    return error_of(failure.code(), details, name)
 
 
 class errors_of:  # noqa: N801 - reads as the statement it is used in

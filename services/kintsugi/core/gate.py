@@ -24,7 +24,6 @@ class GateState:
     """What a request without wishes gets; None: the engine's configuration decides."""
     limits: Mapping[str, Selection] | None = field(default=None)
     """By selector; None: anything goes."""
-    report_digest: str | None = None
 
     @staticmethod
     def uncalibrated(detail: str) -> GateState:
@@ -97,17 +96,11 @@ def decide(document: bytes | None, binding: Binding) -> GateState:
         return GateState("calibration_unreadable", f"{error}; {CALIBRATE}")
     difference = binding.difference(report.binding)
     if difference is not None:
-        return GateState(
-            "calibration_of_another",
-            f"the calibration report's {difference}; {CALIBRATE}",
-            None,
-            None,
-            report.digest,
-        )
+        return GateState("calibration_of_another", f"the calibration report's {difference}; {CALIBRATE}")
     if report.tripped is not None:
         detail = f"{report.tripped.reason} (at {report.tripped.at}); {CALIBRATE}"
-        return GateState("drift", detail, None, None, report.digest)
+        return GateState("drift", detail)
     choice = report.choice
     if choice.selection is None:
-        return GateState("calibration_failed", choice.why, None, None, report.digest)
-    return GateState(None, choice.why, choice.selection, choice.limits, report.digest)
+        return GateState("calibration_failed", choice.why)
+    return GateState(None, choice.why, choice.selection, choice.limits)

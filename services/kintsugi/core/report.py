@@ -25,7 +25,7 @@ from kintsugi.core.spaces import ModelFingerprint, token_bytes
 
 REPORT_VERSION = 1
 REPORT_BYTES_MAX = 1 << 20
-"""What a store keeps of one report; a larger document is not even parsed."""
+"""What a store keeps of one document; a larger one is not even parsed."""
 
 RATIO_TOLERANCE = 1e-9
 

@@ -40,7 +40,7 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
 
     Counts gated MLPs of three matrices, as all supported decoders have.
     """
-    values = _text_config(config)
+    values = text_config(config)
     if values.get("kv_lora_rank"):
         raise NotBlendable("mla", "latent KV has no separate keys to rotate; such models are served in full")
     hidden = _positive(values, "hidden_size")
@@ -48,20 +48,19 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
     heads = _positive(values, "num_attention_heads")
     kv_heads = _positive(values, "num_key_value_heads", heads)
     head_dim = _positive(values, "head_dim", hidden // heads or 1)
-    element = _element(values, dtype)
     projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     width = _positive(values, "intermediate_size", 4 * hidden)
     if values.get("num_experts_per_tok"):
         width = _positive(values, "moe_intermediate_size", width)
     experts = _positive(values, "num_experts_per_tok", 1)
     return ModelSize(
-        KVLayout(layers, kv_heads, head_dim, element),
+        KVLayout(layers, kv_heads, head_dim, engine_dtype(config, dtype)),
         heads,
         layers * (projections + 3 * hidden * width * experts),
     )
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Models of several modalities keep the decoder's part by itself."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
@@ -77,11 +76,14 @@ def _positive(values: Mapping[str, Any], name: str, default: int | None = None) 
     return value
 
 
-def _element(values: Mapping[str, Any], dtype: str) -> str:
+def engine_dtype(config: Mapping[str, Any], dtype: str = "auto") -> str:
+    """The element type that vLLM runs a checkpoint in, where it is told `dtype`."""
     if dtype != "auto":
         return dtype
-    stored = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
-    return ENGINE_DTYPES.get(str(stored), str(stored))
+    places = (config, text_config(config))
+    stored = (place.get(name) for place in places for name in ("dtype", "torch_dtype"))
+    found = str(next(filter(None, stored), "bfloat16"))
+    return ENGINE_DTYPES.get(found, found)
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,6 @@ class EngineConfig:
     """How chunks are stored: `raw`, or `int8` or `fp8` for half the bytes; `int8_sinks` and `fp8_sinks`
     keep a chunk's first tokens in 16 bit. What is loaded is decoded as it was stored, whatever this says."""
 
-    match_content: bool = True
-    """Find known chunks at any offset of prompts that come without spans."""
-
     loading_controller: bool = True
     """Prefill a prompt in full where a blend is predicted to be slower, recompute chunks that load slowly,
     and raise the ratio where loading hides it. Off: blend whatever can be, as asked; for measuring."""

@@ -22,13 +22,13 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.engine.plugin import CONNECTOR
 
 if TYPE_CHECKING:
     from vllm import TokensPrompt
 
     from kintsugi.engine.scheduler import SchedulerSide
 
-CONNECTOR = "KintsugiConnector"
 FORCED_KEY = "kintsugi_forced"
 FORCING = "kintsugi.engine.forcing:TeacherForcing"
 """For vLLM's argument `logits_processors`: what `Prompt.forced` needs."""

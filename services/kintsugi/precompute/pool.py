@@ -24,24 +24,29 @@ def ensure_ray(workers: int, cpus_per_worker: float) -> None:
     """Join the Ray that runs, or the one at `$RAY_ADDRESS`, or start one here, on loopback alone.
 
     One that is started here has more CPUs than the machine: the workers' hold theirs for good, and reading
-    needs some beside them.
+    needs some beside them. Raises `Unavailable` where none is reached, or starts.
     """
     import ray
 
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level="ERROR")
-        return
-    ray.init(
-        address="local",
-        num_cpus=(os.cpu_count() or 1) + math.ceil(workers * cpus_per_worker),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-    )
+    address = os.environ.get("RAY_ADDRESS")
+    here = {
+        "address": "local",
+        "num_cpus": (os.cpu_count() or 1) + math.ceil(workers * cpus_per_worker),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_node_ip_address": "127.0.0.1",
+    }
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **({} if address else here))
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RaySystemError) as error:
+        what = (
+            f"no Ray answers at RAY_ADDRESS={address}; check that it runs, or unset it to start one here"
+            if address
+            else "Ray does not start here; make room for it, or join one that runs: set RAY_ADDRESS"
+        )
+        raise Unavailable(f"{what} ({error})") from error
 
 
 class Pool:

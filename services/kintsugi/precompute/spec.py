@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint
+from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint, read_config
 from kintsugi.client.chunking import ChunkingConfig
 from kintsugi.client.registry import is_process_local
-from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec, KVLayout
 from kintsugi.core.schema import STRICT
+from kintsugi.core.sizing import engine_dtype, model_size, text_config
 from kintsugi.core.spaces import ChunkSpace, checked_namespace
 from kintsugi.precompute.files import Format
 from kintsugi.precompute.readers import Columns
 
+POSITIONS_UNKNOWN = 1 << 20
+"""Where neither the engine nor the checkpoint bounds a prompt."""
 _CORPUS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -111,21 +115,20 @@ class ModelFacts:
     dtype: str
     space: ChunkSpace
     layout: KVLayout
-    positions_max: int
 
     @staticmethod
     def of(spec: JobSpec) -> ModelFacts:
         """Cost of the first call: every weight file is read once (see `client.checkpoint`).
 
         Raises `NotFound`, `Corrupted` and `InvalidField` where the folder is no checkpoint, or chunks
-        would be longer than the model's context.
+        would be longer than the model's context; `NotBlendable` for a model whose chunks nobody could use.
         """
-        config = _config(Path(spec.model))
-        text = config.get("text_config") or config
-        dtype = spec.dtype or _dtype(config, text)
+        config = read_config(spec.model_folder)
+        dtype = engine_dtype(config, spec.dtype or "auto")
+        layout = model_size(config, dtype).layout
+        text = text_config(config)
         quantization = (config.get("quantization_config") or {}).get("quant_method")
         cache_dtype = str(spec.engine.get("kv_cache_dtype", "auto"))
-        fingerprint = model_fingerprint(spec.model, kv_dtype_of(dtype, cache_dtype, quantization))
         bos = text.get("bos_token_id")
         prefix = (
             spec.prefix_token_ids
@@ -134,45 +137,26 @@ class ModelFacts:
             if isinstance(bos, int)
             else []
         )
-        positions = int(spec.engine.get("max_model_len") or text.get("max_position_embeddings") or 1 << 20)
         # One token follows the chunk, and one is generated.
-        longest = positions - len(prefix) - 2
+        longest = _positions_of(spec, text) - len(prefix) - 2
         if spec.chunking.tokens_max > longest:
             raise InvalidField(
                 "chunking.tokens_max",
                 f"{spec.chunking.tokens_max} exceeds the {longest} that the model reads",
             )
-        try:
-            heads = int(text["num_attention_heads"])
-            layout = KVLayout(
-                num_layers=int(text["num_hidden_layers"]),
-                num_kv_heads=int(text.get("num_key_value_heads") or heads),
-                head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
-                dtype=dtype,
-            )
-        except KeyError as error:
-            raise Corrupted(f"{spec.model}/config.json has no {error}; it is no decoder's") from None
+        fingerprint = model_fingerprint(spec.model, kv_dtype_of(dtype, cache_dtype, quantization))
         space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable)
-        return ModelFacts(dtype, space, layout, positions)
+        return ModelFacts(dtype, space, layout)
 
     def chunk_bytes(self, num_tokens: int) -> int:
         return self.layout.chunk_bytes(Codec.RAW, num_tokens)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise NotFound(f"{folder} has no config.json; name the folder of a checkpoint") from None
-    except ValueError as error:
-        raise Corrupted(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(config, dict):
-        raise Corrupted(f"{path} holds no JSON object; download it again")
-    return config
-
-
-def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
-    """As vLLM decides where it is told nothing: the checkpoint's, but never float32."""
-    found = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16")
-    return "bfloat16" if found == "float32" else found
+def _positions_of(spec: JobSpec, text: Mapping[str, Any]) -> int:
+    """Tokens that the engine reads: as it is told, else as the checkpoint says."""
+    given = spec.engine.get("max_model_len")
+    positions = given or text.get("max_position_embeddings") or POSITIONS_UNKNOWN
+    if not isinstance(positions, int):
+        field = "engine.max_model_len" if given else "max_position_embeddings"
+        raise InvalidField(field, f"{positions!r} is not a number of tokens")
+    return positions

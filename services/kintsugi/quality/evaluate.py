@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import codec_named
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import Chunk, RagPrompt
 from kintsugi.core.report import described
@@ -54,6 +55,8 @@ class Axes:
         for name in ("tier_bytes_per_s", "rates_per_s"):
             if any(value is not None and not value > 0 for value in getattr(self, name)):
                 raise InvalidField(name, "must be above 0")
+        for codec in self.codecs:
+            codec_named(codec)
         if not self.selections:
             raise InvalidField("selectors", "no configuration to measure; name a selector and a ratio")
 

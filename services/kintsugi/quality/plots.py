@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.quality.evaluate import FULL, REUSE, RateRow, Row
 from kintsugi.quality.metrics import Interval
 
@@ -19,13 +20,22 @@ SPAN_MIN = 0.1
 """Of the quality axis: a smaller one would make noise look like a difference."""
 
 
+def prepare(folder: Path) -> None:
+    """Make the folder. Whoever measures for long asks before: raises `Unavailable` where plots cannot be
+    drawn here, `InvalidField` where the folder cannot be made."""
+    if find_spec("matplotlib") is None:
+        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or ask for none")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidField("plots", f"{folder} cannot be made ({error.strerror}); name a folder") from error
+
+
 def _figure() -> tuple[Any, Any]:
     """A figure that needs no display."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unavailable(f"plots need matplotlib ({error}); install it, or leave --plots out") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -36,7 +46,7 @@ def _figure() -> tuple[Any, Any]:
 
 def draw(folder: Path, rows: Sequence[Row], rates: Sequence[RateRow]) -> list[Path]:
     """Write every picture that the rows allow, in each of `FORMATS`; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
     paths = []
     if any(row.selection is not None for row in rows):
         paths += _save(folder, "quality-cost", _quality(rows, against_cost=True))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.errors import NotFound
+from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.layout import codec_named
 from kintsugi.engine.local import FORCING, LocalEngine
 
 PATIENCE_MS = 120_000
@@ -28,14 +29,38 @@ class EngineSpec:
     extra_config: Mapping[str, object] = field(default_factory=dict)
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        codec_named(self.codec)
+
+
+def tokenizer_of(model: str) -> tuple[Any, int]:
+    """The tokenizer, and how many tokens the model reads. Raises `NotFound`."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise NotFound(
+            f"{model} is neither a checkpoint folder nor a model that can be downloaded "
+            f"({type(error).__name__}); check the name"
+        ) from None
+    return tokenizer, int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+
 
 def prefix_of_file(model: str, path: Path) -> tuple[int, ...]:
-    """Token ids of a system prompt in a file, as they begin a real prompt."""
-    from transformers import AutoTokenizer
+    """Token ids of a system prompt in a file, as they begin a real prompt.
 
+    Raises `NotFound` for a file or model that is not there, `InvalidField` for what is no text.
+    """
     if not path.is_file():
         raise NotFound(f"{path} is not a file; name a text file with the system prompt")
-    return tuple(AutoTokenizer.from_pretrained(model)(path.read_text(encoding="utf-8")).input_ids)
+    try:
+        text = path.read_bytes().decode()  # reading as text would change the ends of lines
+    except UnicodeDecodeError:
+        raise InvalidField("system", f"{path} is not UTF-8 text; convert it first") from None
+    tokenizer, _ = tokenizer_of(model)
+    return tuple(tokenizer(text).input_ids)
 
 
 @contextmanager

@@ -29,11 +29,10 @@ from kintsugi.core.report import Binding, CalibrationReport
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import metrics
 from kintsugi.quality.drift import DriftDetector, Observation
+from kintsugi.quality.measure import TOP_LOGPROBS
 from kintsugi.quality.reports import published, trip
 
 logger = logging.getLogger(__name__)
-
-TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)

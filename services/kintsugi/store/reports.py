@@ -9,10 +9,10 @@ import lmdb
 import xxhash
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
+from kintsugi.core.report import REPORT_BYTES_MAX
 from kintsugi.core.spaces import ModelFingerprint
 
 REPORTS_MAX = 1024
-REPORT_BYTES_MAX = 1 << 20
 NAME_CHARS_MAX = 128
 _MAP_BYTES = 2 * REPORTS_MAX * REPORT_BYTES_MAX
 _CHECKSUM_BYTES = 16

@@ -111,7 +111,7 @@ class Belady(EvictionPolicy[str]):
 
 
 def read_trace(path: Path) -> list[Access]:
-    """Raises `InvalidField` naming the file that cannot be read or the line that is no access."""
+    """Raises `InvalidField` naming the file that is empty or cannot be read, or the line that is none."""
     accesses: list[Access] = []
     try:
         lines = path.read_bytes().splitlines()
@@ -122,6 +122,8 @@ def read_trace(path: Path) -> list[Access]:
             accesses += _accesses_of(json.loads(line))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise InvalidField(f"{path}:{number}", f"is no access of a trace ({error!r})") from error
+    if not accesses:
+        raise InvalidField("trace", f"{path} holds no access; write one JSON object per line")
     return accesses
 
 

@@ -31,7 +31,6 @@ class Slab:
         """Raises `ResourceExhausted` where the filesystem has no room for it."""
         self.path = path
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
-        self.direct = True
         self._fd = self._opened()
         self.intact_bytes = os.fstat(self._fd).st_size
         """What the file held when it was opened: less than the capacity if it is new or was cut."""
@@ -52,7 +51,6 @@ class Slab:
             if error.errno != errno.EINVAL:
                 raise
         log.warning("%s: the filesystem refuses O_DIRECT; frames go through the page cache", self.path)
-        self.direct = False
         return os.open(self.path, flags, 0o600)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:

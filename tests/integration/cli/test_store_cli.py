@@ -50,11 +50,24 @@ def test_an_operator_sees_pins_verifies_and_removes_chunks(server: ShardServer) 
     store.close()
     at = ("--address", server.address)
     assert "1 chunks" in run("status", *at)
+    assert "1 chunks" in run("status", "--address", f"grpc://{server.address}")
     assert manifest.key.hex in run("ls", "-n", "acme", *at)
     assert "1 of 1 chunks pinned" in run("pin", "-n", "acme", manifest.key.hex, *at)
     assert "1 intact" in run("verify", "-n", "acme", *at)
     assert "1 chunks forgotten" in run("rm", "-n", "acme", manifest.key.hex, *at)
     assert "0 chunks forgotten" in run("rm", "-n", "acme", "--all", *at)
+
+
+def test_a_damaged_chunk_is_named_and_is_code_5(server: ShardServer) -> None:
+    manifest, frames = make_chunk(range(40))
+    with closing(GrpcStore(server.address)) as store:
+        store.put(manifest, frames)
+    (entry,) = server.shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    assert entry.ram is not None
+    server.shard.ram.frame(entry.ram, 1, 5, 6)[0] ^= 1
+    said = run("verify", "-n", "acme", "--address", server.address, status=ExitCode.CORRUPTED)
+    assert f"quarantined {manifest.key.hex}" in said
 
 
 def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None:
@@ -89,7 +102,9 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
     [
         (("rm", "-n", "acme"), "--all"),
         (("rm", "-n", "acme", "zz"), "hexadecimal"),
-        (("status", "--address", "127.0.0.1:1"), "127.0.0.1:1"),
+        (("status", "--address", "127.0.0.1:1"), "check that it runs"),
+        (("status", "--address", ""), "host:port"),
+        (("ls", "-n", "acme", "--address", "localhost"), "host:port"),
         (("status", "--tls-ca", "ca.pem"), "together"),
         (("serve", "--ram", "much"), "4GiB"),
         (("serve", "--ssd", "nowhere"), "64GiB"),
@@ -132,6 +147,9 @@ def test_a_trace_is_simulated(tmp_path: Path) -> None:
     trace.write_text("".join(f'{{"hash_ids": [{i % 7}, {i}]}}\n' for i in range(100)))
     output = run("simulate", str(trace), "--capacity", "10%")
     assert all(name in output for name in ("lru", "s3fifo", "gdsf", "belady"))
+    trace.write_text("")
+    assert "holds no access" in run("simulate", str(trace), status=ExitCode.BAD_INPUT)
+    trace.write_text('{"hash_ids": [1]}\n')
     assert "percentage" in run("simulate", str(trace), "--capacity", "x%", status=ExitCode.BAD_INPUT)
 
 

@@ -21,6 +21,7 @@ from kintsugi.cli.rag import build_prompt
 from kintsugi.cli.session import Model, Session, Trust
 from kintsugi.core import errors
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
+from tests.unit.core.test_report import entry, report
 
 RUNNER = CliRunner()
 
@@ -88,6 +89,7 @@ def test_help_lists_the_commands_and_exit_codes() -> None:
         (["--namespace", ""], "namespace"),
         (["--chunk", "/does/not/exist"], "/does/not/exist"),
         (["--html", "/does/not/exist/page.html"], "html"),
+        (["--html", "/"], "is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(chunk: Path, arguments: list[str], word: str) -> None:
@@ -192,6 +194,7 @@ def test_generate_trusts_a_report_or_nobody_unless_told(
     monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path
 ) -> None:
     trusted = use_engine(monkeypatch, FakeEngine())
+    (tmp_path / "r.json").write_bytes(report(entry()).to_bytes())
     plain = RUNNER.invoke(app, generate_arguments(chunk))
     told = RUNNER.invoke(app, generate_arguments(chunk, "--allow-uncalibrated"))
     RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
@@ -202,6 +205,22 @@ def test_generate_trusts_a_report_or_nobody_unless_told(
     ]
     assert "without a calibration report" in " ".join(told.stderr.split())
     assert "without a calibration report" not in " ".join(plain.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("kept", "code", "word"),
+    [(0, ExitCode.BAD_INPUT, "is not a file"), (300, ExitCode.CORRUPTED, "calibrate again")],
+)
+def test_a_report_that_cannot_be_read_starts_no_engine(
+    monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path, kept: int, code: ExitCode, word: str
+) -> None:
+    trusted = use_engine(monkeypatch, FakeEngine())
+    if kept:
+        (tmp_path / "r.json").write_bytes(report(entry()).to_bytes()[:kept])
+    result = RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
+    assert result.exit_code == code
+    assert word in " ".join(result.stderr.split())
+    assert not trusted
 
 
 def test_generate_writes_a_page(monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.cli import precompute as command
+from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.readers import Failure
 
@@ -67,3 +72,37 @@ def test_the_final_table_names_some_failures_and_counts_the_rest(
 def test_a_dry_run_shows_what_is_missing_rather_than_a_rate_of_nothing() -> None:
     assert command._line(Progress(dry=True, bytes_missing=2 << 20))[1] == "2 MiB missing"
     assert "tokens/s" in command._line(Progress())[1]
+
+
+def test_a_coverage_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [Failure("file:///a", 0, "no column 'text'")]
+    progress = Progress(
+        corpus="tea", documents=1, chunks=2, chunks_resident=2, documents_failed=1, failures=failures
+    )
+    command._report_coverage(progress, as_json=False)
+    said = capsys.readouterr().out
+    assert "100.0% resident" in said
+    assert "not counting 1 document that" in said
+    assert said.rstrip().endswith("/a: no column 'text'")
+
+
+def test_the_coverage_of_a_corpus_that_cannot_be_read_is_an_error() -> None:
+    progress = Progress(documents_failed=3, failures=[Failure("file:///a", 0, "no column 'text'")])
+    for as_json in (False, True):
+        with pytest.raises(InvalidField, match=r"none of 3 documents can be read \(/a: no column"):
+            command._report_coverage(progress, as_json)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [((), "precompute listens on 127.0.0.1:7410\n"), (("--json",), '{"address": "127.0.0.1:7410"}\n')],
+)
+def test_a_server_says_where_it_listens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    async def served(manager: Any, listen: str, ready: Callable[[str], None], until: Any) -> None:
+        ready(listen)
+
+    monkeypatch.setattr(command, "serve_jobs", served)
+    result = CliRunner().invoke(command.app, ["serve", "--state", str(tmp_path), *more])
+    assert (result.exit_code, result.stdout) == (0, said)

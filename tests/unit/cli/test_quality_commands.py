@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import offline_longbench
 from typer.testing import CliRunner
 
 from kintsugi.cli import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.main import app
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.request import SelectorName
-from kintsugi.quality import reports
-from kintsugi.quality.session import EngineSpec
+from kintsugi.quality import plots, reports
+from kintsugi.quality.session import EngineSpec, prefix_of_file
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
 
@@ -112,10 +113,74 @@ def test_a_report_needs_somewhere_to_go(tmp_path: Path) -> None:
     assert "--store URL" in nowhere.stderr
     missing = RUNNER.invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path / "no/report")])
     assert "is not a folder" in missing.stderr
+    folder = RUNNER.invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path)])
+    assert "is a folder" in " ".join(folder.stderr.split())
     absent = RUNNER.invoke(
         app, ["calibrate", "--model", "m", "--questions", str(tmp_path / "q"), "--out", str(tmp_path / "r")]
     )
     assert "is not a file" in absent.stderr
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(spec: EngineSpec) -> None:
+        raise AssertionError("what cannot end well is found before an engine is started")
+
+    for module in (calibrate, evaluate):
+        monkeypatch.setattr(module, "measuring_engine", started)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_store_that_does_not_answer_is_found_before_minutes_are_spent(tmp_path: Path) -> None:
+    result = calibrated(tmp_path, "--store", "grpc://127.0.0.1:1")
+    assert result.exit_code == ExitCode.UNAVAILABLE, result.stderr
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        (("--codecs", "raw,int9"), "'int9' is not one of"),
+        (("--batches", "0"), "at least 1"),
+        (("--plots", __file__), "cannot be made"),
+    ],
+)
+def test_an_evaluation_that_cannot_end_well_is_not_begun(
+    tmp_path: Path, more: tuple[str, ...], word: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    result = RUNNER.invoke(app, ["eval", "--model", "m", "--questions", str(questions(tmp_path)), *more])
+    assert result.exit_code == ExitCode.BAD_INPUT, result.stderr
+    assert word in " ".join(result.stderr.split())
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--plots", str(tmp_path)]
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == ExitCode.UNAVAILABLE
+    assert "kintsugi-kv[plots]" in " ".join(result.stderr.split())
+
+
+def test_a_system_prompt_that_is_no_text_or_of_no_model_is_explained(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "text").write_text("Be brief.")
+    with pytest.raises(InvalidField, match="not UTF-8"):
+        prefix_of_file("m", tmp_path / "binary")
+    with pytest.raises(NotFound, match="check the name"):
+        prefix_of_file(str(tmp_path / "no model"), tmp_path / "text")
+    with pytest.raises(NotFound, match="is not a file"):
+        prefix_of_file("m", tmp_path)
+
+
+def test_calibrating_in_a_codec_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidField, match="codec"):
+        EngineSpec("m", codec="int9")
 
 
 def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, tmp_path: Path) -> None:
@@ -145,6 +210,46 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
         "hkvd r=0.3 @1",
     ]
     assert len(document["rates"]) == 3
+
+
+@pytest.fixture
+def longbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """The example as it is run, over one small data set; its exit code."""
+    questions(tmp_path, 4).rename(tmp_path / "musique.jsonl")
+    fixed = ["--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--datasets", "musique"]
+
+    def run(*more: str) -> int:
+        monkeypatch.setattr("sys.argv", ["offline_longbench.py", *fixed, "--rates", "2", *more])
+        return offline_longbench.main()
+
+    return run
+
+
+def test_the_papers_figures_are_one_command(
+    engine: RunningEngine, longbench: Callable[..., int], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert longbench("--ratios", "0.3", "--selectors", "hkvd") == 0
+    document = json.loads((tmp_path / "out/musique.json").read_text())
+    assert [row["method"] for row in document["rows"]][2:] == ["hkvd r=0.3 @1"]
+    assert (tmp_path / "out/musique/ttft-rate.svg").is_file()
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        (("--ratios", "x"), "comma-separated"),
+        (("--selectors", "best"), "is not one of"),
+        (("--datasets", "none"), "is not a file"),
+    ],
+)
+def test_the_example_explains_bad_input(
+    longbench: Callable[..., int], capsys: pytest.CaptureFixture[str], more: tuple[str, ...], word: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert longbench(*more) == 1
+    assert word in " ".join(capsys.readouterr().out.split())
 
 
 def test_lists() -> None:

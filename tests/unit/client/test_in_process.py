@@ -62,6 +62,7 @@ def test_a_shard_is_opened_for_the_running_loop() -> None:
         ("http://127.0.0.1:1", InvalidField),
         ("grpc://host", InvalidField),
         ("shards://", InvalidField),
+        ("shards://host", InvalidField),
         ("grpc://host:1?akc=ram", UnknownField),
     ],
 )

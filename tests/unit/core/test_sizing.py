@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.layout import Codec
-from kintsugi.core.sizing import Workload, blend_s, codec_size, loading_pace, model_size
+from kintsugi.core.sizing import Workload, blend_s, codec_size, engine_dtype, loading_pace, model_size
 
 MISTRAL_7B = {
     "hidden_size": 4096,
@@ -154,3 +154,11 @@ def test_sizes_grow_with_the_corpus_and_fit_the_tiers(
     assert size.corpus_bytes <= more.corpus_bytes <= 2 * size.corpus_bytes
     assert size.ram_bytes <= size.corpus_bytes < size.ssd_bytes
     assert size.corpus_bytes >= size.bytes_per_token * corpus_tokens * replication * (1 - 1e-9)
+
+
+def test_the_dtype_is_the_one_that_the_engine_runs_in() -> None:
+    assert engine_dtype({"torch_dtype": "float32"}) == "bfloat16"
+    assert engine_dtype({"torch_dtype": "float32"}, "float32") == "float32"
+    assert engine_dtype({"dtype": "float16", "text_config": {"dtype": "bfloat16"}}) == "float16"
+    assert engine_dtype({"text_config": {"torch_dtype": "float16"}}) == "float16"
+    assert engine_dtype({}) == "bfloat16"

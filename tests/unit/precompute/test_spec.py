@@ -14,7 +14,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.client.chunking import ChunkingConfig
-from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
 from kintsugi.precompute.service import spec_of
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import durable
@@ -80,10 +80,23 @@ def test_models_that_are_none_are_explained(tmp_path: Path) -> None:
         ModelFacts.of(spec(model=str(tmp_path)))
     shutil.copytree(cached_checkpoint("tiny-llama"), tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
-    del config["num_hidden_layers"]
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    with pytest.raises(Corrupted, match="num_hidden_layers"):
-        ModelFacts.of(spec(model=str(tmp_path / "model")))
+    for values, word in (
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+    ):
+        (tmp_path / "model/config.json").write_text(json.dumps({**config, **values}))
+        with pytest.raises(InvalidField, match=word):
+            ModelFacts.of(spec(model=str(tmp_path / "model")))
+    with pytest.raises(InvalidField, match=r"engine\.max_model_len"):
+        ModelFacts.of(spec(engine={"max_model_len": "8k"}))
+
+
+def test_a_model_that_cannot_be_blended_is_not_filled(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
+    with pytest.raises(NotBlendable, match="mla"):
+        ModelFacts.of(spec(model=str(tmp_path)))
 
 
 def test_chunks_longer_than_the_context_are_refused() -> None:

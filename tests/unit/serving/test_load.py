@@ -224,5 +224,8 @@ def test_the_command_measures_and_says_where_nothing_answers(tmp_path: Path) -> 
     assert gone.exit_code == ExitCode.UNAVAILABLE
     bad = CliRunner().invoke(app, ["serve", "--chunks", "300"])
     assert bad.exit_code == ExitCode.BAD_INPUT
+    for more in (("--rates", "1,0"), ("--trace", str(tmp_path)), ("--plot", f"{__file__}/plot")):
+        slip = CliRunner().invoke(app, ["serve", "--url", "http://127.0.0.1:1/v1", *more])
+        assert slip.exit_code == ExitCode.BAD_INPUT, "nothing is asked of the endpoint before"
     unnamed = CliRunner().invoke(app, ["serve", "--warm", "127.0.0.1:1"])
     assert unnamed.exit_code == ExitCode.BAD_INPUT

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.support.figures import Figure
+from benchmarks.support.musique import measurable
 from benchmarks.support.sections import measure, parser_of, run
 
 
@@ -52,3 +54,12 @@ def test_an_unknown_section_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "--only", "speed,sizes"])
     with pytest.raises(SystemExit, match="--only sizes: the sections are speed, size"):
         run("toy", "A toy.", SECTIONS)
+
+
+def test_what_lacks_its_passages_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["rates", "crashes"]
+    assert measurable(names, ("crashes",), tmp_path) == names
+    assert measurable(names, ("crashes",), tmp_path / "none.json") == ["crashes"]
+    assert "none.json is not here: rates left out" in capsys.readouterr().err

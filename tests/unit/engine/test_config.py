@@ -1,0 +1,27 @@
+"""What may be configured, and that somebody reads it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kintsugi.core.errors import UnknownField
+from kintsugi.core.schema import load
+from kintsugi.engine import config
+from kintsugi.engine.config import EngineConfig
+
+
+def test_every_option_is_read_by_the_engine() -> None:
+    """An option that nobody reads would be accepted and do nothing."""
+    sources = Path(config.__file__).parent.glob("*.py")
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {field.name for field in dataclasses.fields(EngineConfig)} <= read
+
+
+def test_an_option_that_is_none_is_an_error() -> None:
+    with pytest.raises(UnknownField, match="match_content"):
+        load(EngineConfig, {"match_content": False}, "kv_connector_extra_config")
