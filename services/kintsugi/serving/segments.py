@@ -11,13 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
 from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
 from kintsugi.core.layout import TOKENS_MAX
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes, token_ids_of
 from kintsugi.serving.known_chunks import KnownChunks
 
 INLINE_CHARS_MAX = 4096
@@ -62,7 +61,7 @@ class Piece:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(np.frombuffer(self.tokens, "<u4").tolist())
+        return token_ids_of(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ class SegmentResolver:
         """Raises `InvalidField`, also where segments or question alone have more than `tokens_max` tokens,
         `ForeignChunkKey` and `NotFound`, each naming the segment."""
         pieces = await self._resolved(space, segments, "segments", tokens_max)
-        tokens = [*space.prefix_token_ids]
+        end = len(space.prefix_token_ids)
         spans = []
         for segment, piece in zip(segments, pieces, strict=True):
-            start = len(tokens)
-            tokens += piece.token_ids
-            spans.append(Span(start, len(tokens), None if segment.plain else piece.key))
-        (asked,) = await self._resolved(space, [question], "question", tokens_max)
-        return ResolvedPrompt((*tokens, *asked.token_ids), tuple(spans))
+            start, end = end, end + piece.num_tokens
+            spans.append(Span(start, end, None if segment.plain else piece.key))
+        pieces += await self._resolved(space, [question], "question", tokens_max)
+        tokens = token_ids_of(b"".join(piece.tokens for piece in pieces))
+        return ResolvedPrompt(space.prefix_token_ids + tokens, tuple(spans))
 
     async def pieces(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
