@@ -37,7 +37,7 @@ from kintsugi.serving.learning import Detokenize, Learner
 from kintsugi.serving.saves import Saver
 from kintsugi.serving.segments import Piece, ResolvedPrompt, Segment, SegmentResolver, Tokenize
 from kintsugi.serving.tracing import Span as TraceSpan
-from kintsugi.serving.tracing import add_layers, describe, span
+from kintsugi.serving.tracing import Timelines, add_layers, describe, span, without_times
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +174,7 @@ class Gateway:
         self._documents = documents
         self._resolver = SegmentResolver(tokenize, self.known, documents)
         self._saver = Saver(backend)
+        self._timelines = Timelines()
         self._active = 0
         self._info: EngineInfo | None = None
         self._info_s = float("-inf")
@@ -305,6 +306,9 @@ class Gateway:
                             describe(trace, event.accounting)
                             trace.set("kintsugi.ttft_ms", round(event.ttft_ms, 3))
                             add_layers(engine, event.accounting)
+                            if request.params.timeline and not call.explain:
+                                told = without_times(event.accounting)
+                                event = dataclasses.replace(event, accounting=told)
                         yield event
 
     @contextmanager
@@ -360,7 +364,7 @@ class Gateway:
             selector=call.selector,
             adaptive_mass=call.adaptive_mass,
             explain=call.explain,
-            timeline=trace.is_recording,
+            timeline=self._timelines.wanted(trace),
         )
         return EngineRequest(
             # The client may send one id twice; in an engine they must differ.
