@@ -329,7 +329,9 @@ class Gateway:
         """
         if self._filler is not None:
             segments = [Segment(text=text) for text in texts]
-            pieces = await self._resolver.pieces(await self.space(namespace), segments)
+            space = await self.space(namespace)
+            pieces = await self._resolver.pieces(space, segments)
+            self._resolver.learn(space, segments, pieces)
             self._filler.suspect(namespace, [(piece.key, piece.tokens) for piece in pieces])
 
     async def _prompt(self, call: GenerateCall) -> ResolvedPrompt:
@@ -385,6 +387,7 @@ class Gateway:
                 if last is None:
                     ttft_s = time.perf_counter() - began_s
                     self.metrics.ttft_s.observe(ttft_s)
+                    self._resolver.learn(prompt.space, call.segments, prompt.pieces)
                 last = delta
                 if delta.token_ids or delta.text:
                     yield delta
@@ -418,12 +421,9 @@ class Gateway:
         missed = values.get("chunks_missed", 0) or values.get("outcome") in ("declined", "failed")
         if self._filler is None or not missed:
             return
-        pieces = []
-        for where in prompt.chunks:
-            assert where.key is not None
-            piece = Piece.of(prompt.token_ids[where.start : where.end], where.key)
-            pieces.append((piece.key, piece.tokens))
-        self._filler.suspect(namespace, pieces)
+        placed = zip(prompt.spans, prompt.pieces, strict=True)
+        chunks = [(piece.key, piece.tokens) for span, piece in placed if span.key is not None]
+        self._filler.suspect(namespace, chunks)
 
     async def put_chunks(
         self,
@@ -439,7 +439,8 @@ class Gateway:
         self._check_writable("chunks cannot be put")
         self._check_count("chunks", len(chunks), self.limits.chunks_max)
         info = await self.info()
-        pieces = await self._resolver.pieces(await self.space(namespace), chunks, "chunks")
+        space = await self.space(namespace)
+        pieces = await self._resolver.pieces(space, chunks, "chunks")
         room = min(info.max_model_len - len(info.prefix_token_ids) - 1, TOKENS_MAX)
         for index, piece in enumerate(pieces):
             if piece.num_tokens > room:
@@ -449,6 +450,7 @@ class Gateway:
         tiers = await self.store.tiers(namespace, [piece.key for piece in pieces])
         missing = [(p.key, p.tokens) for p, held in zip(pieces, tiers, strict=True) if held is None]
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+        self._resolver.learn(space, chunks, pieces)
         states: dict[ChunkKey, tuple[PutState, str]] = {}
         for (key, _), future in zip(missing, futures, strict=True):
             outcome = await asyncio.shield(future) if wait else None
@@ -501,10 +503,13 @@ class Gateway:
         """Keys of the segments, None for plain ones, and how many are in RAM or on their way."""
         caller.checked(namespace)
         self._check_count("segments", len(segments), self.limits.segments_max)
-        pieces = await self._resolver.pieces(await self.space(namespace), segments)
+        space = await self.space(namespace)
+        pieces = await self._resolver.pieces(space, segments)
         keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
-        return keys, await self.store.prefetch(namespace, wanted)
+        accepted = await self.store.prefetch(namespace, wanted)
+        self._resolver.learn(space, segments, pieces)
+        return keys, accepted
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[Piece]:
         """Each text alone."""
