@@ -23,7 +23,7 @@ from kintsugi.client.documents import DocumentIndex
 from kintsugi.client.interface import AsyncChunkStore
 from kintsugi.client.registry import open_async_store
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied, Unavailable
+from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.request import KintsugiParams, Op, SelectorName, checked_priority
@@ -34,6 +34,7 @@ from kintsugi.serving.fill import FillConfig, Filler, FillMode
 from kintsugi.serving.gateway_metrics import GatewayMetrics
 from kintsugi.serving.known_chunks import KnownChunks
 from kintsugi.serving.learning import Detokenize, Learner
+from kintsugi.serving.recent_info import RecentInfo
 from kintsugi.serving.saves import Saver
 from kintsugi.serving.segments import Piece, ResolvedPrompt, Segment, SegmentResolver, Tokenize
 from kintsugi.serving.tracing import Span as TraceSpan
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 
 INFO_TTL_S = 5.0
 """So long the engines' description is believed: a calibration that passes is seen soon after."""
-INFO_TIMEOUT_S = 5.0
 RETRIES_MAX = 1
 """Of an answer that has not begun when its engine goes."""
 RETRY_WAIT_S = 0.05
@@ -176,10 +176,9 @@ class Gateway:
         self._saver = Saver(backend)
         self._timelines = Timelines()
         self._active = 0
+        self.recent_info = RecentInfo(lambda: self.backend.info())
         self._info: EngineInfo | None = None
-        self._info_s = float("-inf")
-        self._info_lock = asyncio.Lock()
-        self._renewing: asyncio.Task[None] | None = None
+        """What `_spaces` are of."""
         self._spaces: dict[str, ChunkSpace] = {}
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
@@ -240,40 +239,16 @@ class Gateway:
         )
 
     async def info(self) -> EngineInfo:
-        """Of the engines. What is older than `INFO_TTL_S` is renewed beside the request that finds it so: an
-        engine that hangs must not hold up those who could be answered. Raises `Unavailable` where none has
-        ever answered."""
-        if self._info is None:
-            return await self.renewed_info()
-        if time.monotonic() - self._info_s >= INFO_TTL_S and (
-            self._renewing is None or self._renewing.done()
-        ):
-            self._renewing = asyncio.create_task(self._renew_beside())
-        return self._info
-
-    async def _renew_beside(self) -> None:
-        try:
-            await self.renewed_info()
-        except KintsugiError as error:
-            log.warning("the engines' description is an old one: %s", error)
-
-    async def renewed_info(self) -> EngineInfo:
-        """Of an engine that answers now. Raises `Unavailable`."""
-        async with self._info_lock:
-            if self._info is None or time.monotonic() - self._info_s >= INFO_TTL_S:
-                try:
-                    async with asyncio.timeout(INFO_TIMEOUT_S):
-                        info = await self.backend.info()
-                except TimeoutError:
-                    raise Unavailable(f"no engine described itself within {INFO_TIMEOUT_S:.0f} s") from None
-                if self._info is None or _identity(info) != _identity(self._info):
-                    self._spaces.clear()
-                self._info, self._info_s = info, time.monotonic()
-            return self._info
+        """Of the engines, the newest that one said. Raises `Unavailable` where none has ever answered."""
+        return await self.recent_info.known(INFO_TTL_S)
 
     async def space(self, namespace: str) -> ChunkSpace:
         """What chunks of a namespace are found by."""
         info = await self.info()
+        if info is not self._info:
+            if self._info is None or _identity(info) != _identity(self._info):
+                self._spaces.clear()
+            self._info = info
         space = self._spaces.get(namespace)
         if space is None:
             fingerprint = ModelFingerprint(bytes.fromhex(info.fingerprint))
@@ -520,9 +495,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Idempotent. The backend is its owner's to close."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+        await self.recent_info.close()
         if self._learner is not None:
             await self._learner.close()
         if self._filler is not None:

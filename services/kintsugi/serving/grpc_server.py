@@ -31,7 +31,7 @@ from kintsugi.core.exchange import EngineDelta
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving import gateway_wire as wire
 from kintsugi.serving.access import Caller, OpenAccess, checked_exposure
-from kintsugi.serving.gateway import Finished, Gateway, Resolved
+from kintsugi.serving.gateway import INFO_TTL_S, Finished, Gateway, Resolved
 from kintsugi.serving.tracing import TRACE_HEADERS
 
 log = logging.getLogger("kintsugi.gateway")
@@ -369,7 +369,7 @@ class GatewayServer:
         """Serving while an engine answers."""
         while True:
             try:
-                await self.gateway.renewed_info()
+                await self.gateway.recent_info.get(INFO_TTL_S)
                 status = HealthCheckResponse.SERVING
             except KintsugiError:
                 status = HealthCheckResponse.NOT_SERVING

@@ -164,10 +164,12 @@ class HttpFront:
         registry: CollectorRegistry | None = None,
         answering: Callable[[], AbstractContextManager[None]] = nullcontext,
         overtaking: bool = False,
+        info: RecentInfo | None = None,
     ) -> None:
-        """``answering`` is entered while a request is under way. ``overtaking`` as `Gateway` has it."""
+        """``answering`` is entered while a request is under way. ``overtaking`` as `Gateway` has it. ``info``
+        of the same backend is asked where it is given, and is its owner's to close."""
         self._backend = backend
-        self._info = RecentInfo(backend.info)
+        self._info = info or RecentInfo(backend.info)
         self._access = access
         self._known = known
         self._on_miss = on_miss
@@ -201,6 +203,7 @@ class HttpFront:
             gateway.metrics.registry,
             gateway.answering,
             gateway.overtaking,
+            gateway.recent_info,
         )
 
     async def _health(self, request: Request) -> Response:
