@@ -17,7 +17,7 @@ ANSWER_S = 5.0
 
 
 class RecentInfo:
-    """For one event loop. However many ask, an engine is asked once at a time, and `get` asks once a second."""
+    """For one event loop. However many ask, an engine is asked once at a time, by `get` once a second."""
 
     def __init__(self, ask: Callable[[], Awaitable[EngineInfo]]) -> None:
         self._ask = ask
@@ -28,8 +28,8 @@ class RecentInfo:
         self._renewing: asyncio.Task[None] | None = None
 
     async def get(self, age_s_max: float | None = None) -> EngineInfo:
-        """At most ``age_s_max`` old, `RECENT_S` where that is None. Raises what the engine raised, also for as
-        long but not longer than `RECENT_S`, and `Unavailable` where none came within `ANSWER_S`."""
+        """At most ``age_s_max`` old, `RECENT_S` where that is None. Raises what the engine raised, for as
+        long and at most for `RECENT_S`, and `Unavailable` where none came within `ANSWER_S`."""
         if self._is_due(age_s_max):
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._renew())
