@@ -101,7 +101,7 @@ def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> str 
         accounting = answer.accounting or {}
         if accounting.get("outcome") != "blended":
             return f"no blend ({str(accounting.get('reason')).split(':')[0]} after {number})"
-        shadow.take(f"{number}", prompt, answer)
+        shadow.take(prompt, answer)
         shadow.run_pending()
         running.refresh_gate()
     say(f"nothing rang: mean KL {shadow.counts.kl_sum / len(cases):.4f}, {shadow.counts.disagreed} differ")

@@ -380,9 +380,23 @@ class AsyncShardedStore(AsyncChunkStore):
     async def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
     ) -> list[ChunkManifest]:
-        pages = await self._broadcast(lambda store: store.list(namespace, limit, after))
-        by_key = {manifest.key: manifest for page in pages for manifest in page}
-        return [by_key[key] for key in sorted(by_key)[:limit]]
+        """What is found by key alone: a shard may still hold what another owns by now."""
+        shards = await self.shard_map()
+        found: dict[ChunkKey, ChunkManifest] = {}
+        while len(found) < limit:
+            pages = await self._ask_all(
+                (shard, _list_call(namespace, limit, after)) for shard in shards.shards
+            )
+            # Behind a full page its shard may hold more, and what others hold there comes after it.
+            ends = [page[-1].key for page in pages if page and len(page) >= limit]
+            end = min(ends, default=None)
+            for shard, page in zip(shards.shards, pages, strict=True):
+                near = [manifest for manifest in page or () if end is None or manifest.key <= end]
+                found.update((m.key, m) for m in near if shard in shards.owners(m.key))
+            if end is None:
+                break
+            after = end
+        return [found[key] for key in sorted(found)[:limit]]
 
     async def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         async def put(store: AsyncChunkStore) -> bool:
@@ -483,6 +497,12 @@ def _pin_call(
     namespace: str, keys: Sequence[ChunkKey], lease_s: float
 ) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Pinned]]:
     return lambda store: store.pin(namespace, keys, lease_s)
+
+
+def _list_call(
+    namespace: str, limit: int, after: ChunkKey | None
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[ChunkManifest]]]:
+    return lambda store: store.list(namespace, limit, after)
 
 
 def _unpin_call(lease_id: str) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, int]]:

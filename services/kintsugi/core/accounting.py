@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -82,5 +81,7 @@ class Accounting:
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON form: fields that say nothing are left out."""
-        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        if self.timeline is not None:
+            values["timeline"] = [dict(vars(layer)) for layer in self.timeline]
         return {**values, "outcome": self.outcome.value, "cost": round(self.cost, 4)}

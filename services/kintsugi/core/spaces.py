@@ -7,6 +7,7 @@ digest of ids is the same on every machine (Python's `hash()` is not). See docs/
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,6 +44,11 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
         raise InvalidField("token_ids", "every id must be an integer in [0, 2**32)")
     return ids.astype("<u4").tobytes()
+
+
+def token_ids_of(data: bytes) -> tuple[int, ...]:
+    """What `token_bytes` was given."""
+    return struct.unpack(f"<{len(data) // 4}I", data)
 
 
 def checked_namespace(namespace: str) -> str:

@@ -25,7 +25,7 @@ class Watcher(Protocol):
 
     def marked(self, request_id: str, prompt: Prompt) -> Prompt: ...
 
-    def take(self, request_id: str, prompt: Prompt, generation: Generation) -> bool: ...
+    def take(self, prompt: Prompt, generation: Generation) -> bool: ...
 
 
 class WatchedClient:
@@ -56,7 +56,7 @@ class WatchedClient:
                     first = first or _first_logprobs(output, asked.top_logprobs)
                     if output.finished and first:
                         accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
-                        watcher.take(ticket, asked, _generation(output, first, accounting))
+                        watcher.take(asked, _generation(output, first, accounting))
                 yield output
 
     def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:

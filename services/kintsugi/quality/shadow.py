@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-import blake3
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
@@ -28,6 +27,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import Binding, CalibrationReport
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import metrics
+from kintsugi.quality.draw import EvenDraw, is_sampled
 from kintsugi.quality.drift import DriftDetector, Observation
 from kintsugi.quality.measure import TOP_LOGPROBS
 from kintsugi.quality.reports import published, trip
@@ -40,7 +40,7 @@ class ShadowConfig:
     """How much is shadowed."""
 
     share: float = 0.005
-    """Of the blended requests."""
+    """Of the requests that may blend, over all namespaces; of each as many, where it sends enough."""
     positions: int = 1
     """Leading answer tokens that are compared. More than 1 needs an engine started with `local.FORCING`."""
     pending_max: int = 64
@@ -78,12 +78,6 @@ class Answers(Protocol):
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
 
 
-def is_sampled(request_id: str, share: float) -> bool:
-    """Whether a request is shadowed: a hash of its id, so that every replica and every run agree."""
-    digest = blake3.blake3(b"kintsugi-shadow\0" + request_id.encode()).digest()[:8]
-    return int.from_bytes(digest, "little") < share * (1 << 64)
-
-
 def compared(full: Generation, blend: Generation) -> Observation:
     """Over the positions that both have; `full` was forced along `blend`'s tokens."""
     pairs = list(zip(full.top_logprobs, blend.top_logprobs, strict=False))
@@ -119,6 +113,7 @@ class Shadow:
         self._binding = binding
         self._config = config or ShadowConfig()
         self._now = now
+        self._draw = EvenDraw(self._config.share)
         self._pending: deque[tuple[Prompt, Generation]] = deque()
         self._lock = threading.Lock()
         self._report: CalibrationReport | None = None
@@ -126,14 +121,16 @@ class Shadow:
 
     def marked(self, request_id: str, prompt: Prompt) -> Prompt:
         """The request as it is to be submitted: a sampled one asks for logprobs."""
-        if prompt.params is None or not is_sampled(request_id, self._config.share):
+        if prompt.params is None:
+            return prompt
+        if not is_sampled(request_id, self._draw.chance(prompt.params.namespace)):
             return prompt
         return dataclasses.replace(prompt, top_logprobs=max(prompt.top_logprobs, TOP_LOGPROBS))
 
-    def take(self, request_id: str, prompt: Prompt, generation: Generation) -> bool:
-        """Hand in an answer; whether it will be shadowed. Costs a hash and, where sampled, a queue entry."""
+    def take(self, prompt: Prompt, generation: Generation) -> bool:
+        """Hand in the answer to what `marked` gave; whether it will be shadowed."""
         blended = (generation.accounting or {}).get("outcome") == Outcome.BLENDED.value
-        if not blended or not generation.token_ids or not is_sampled(request_id, self._config.share):
+        if not blended or not generation.token_ids or prompt.top_logprobs < TOP_LOGPROBS:
             return False
         with self._lock:
             if len(self._pending) == self._config.pending_max:

@@ -8,9 +8,9 @@ they have, instead of one that lacks half of the shards.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,9 +44,16 @@ SHARDS_MAX = 1024
 @dataclass(frozen=True)
 class _Member:
     address: str
+    instance: str
     heard_s: float
     joined_s: float
     ramps: bool
+
+
+@dataclass(frozen=True)
+class _Left:
+    member: _Member
+    left_s: float
 
 
 @dataclass(frozen=True)
@@ -74,39 +81,58 @@ class Membership(ShardDirectory):
         self._clock = clock
         self._settled_s = clock() + lease_s if settling else clock()
         self._members: dict[str, _Member] = {}
-        self._left_s: dict[str, float] = {}
-        """When shards left that may come back; of the last `SHARDS_MAX`."""
+        self._left: dict[str, _Left] = {}
+        """Shards that may come back; the last `SHARDS_MAX`."""
         self.replicas = 1
         """Shards that are to hold each chunk."""
         self._map = ShardMap(0)
 
-    def heard(self, shard_id: str, address: str, is_empty: bool = False) -> None:
-        """A shard is alive, and holds nothing if it says so. Raises `ResourceExhausted` for one too many."""
+    def heard(self, shard_id: str, address: str, instance: str, is_empty: bool = False) -> None:
+        """A shard is alive, and holds nothing if it says so. ``instance`` names its process: another one is a
+        shard that was started again. Raises `ResourceExhausted` for one too many."""
         now_s = self._clock()
-        if shard_id in self._members:
-            known = self._members[shard_id]
-            self._members[shard_id] = replace(known, address=address, heard_s=now_s)
-            return
-        if len(self._members) >= SHARDS_MAX:
-            raise ResourceExhausted(f"{SHARDS_MAX} shards are there already")
-        ramps = is_empty and self._holds_chunks_of(shard_id, now_s)
-        self._members[shard_id] = _Member(address, now_s, now_s, ramps)
+        known = self._members.get(shard_id)
+        if known is None:
+            if len(self._members) >= SHARDS_MAX:
+                raise ResourceExhausted(f"{SHARDS_MAX} shards are there already")
+            known = self._returned(shard_id, instance) or _Member(
+                address, instance, now_s, now_s, is_empty and self._holds_chunks_of(shard_id, now_s)
+            )
+        elif known.instance != instance and is_empty and self._is_ramping(known, now_s):
+            known = replace(known, joined_s=now_s)
+        self._members[shard_id] = replace(known, address=address, instance=instance, heard_s=now_s)
+
+    def _returned(self, shard_id: str, instance: str) -> _Member | None:
+        """A shard that was merely not heard of: it holds what it held, and was on its way all the time."""
+        left = self._left.get(shard_id)
+        if left is None or left.member.instance != instance:
+            return None
+        del self._left[shard_id]
+        return left.member
+
+    def _is_ramping(self, member: _Member, now_s: float) -> bool:
+        return member.ramps and now_s - member.joined_s < self.ramp_s
 
     def _holds_chunks_of(self, shard_id: str, now_s: float) -> bool:
         """Whether others may hold what is about to be this shard's: they are there long enough, and it was
-        not, or not lately. Shards that start together, or again, find nothing to be spared."""
-        away_s = now_s - self._left_s.get(shard_id, -math.inf)
-        settled = any(now_s - member.joined_s >= self.ramp_s for member in self._members.values())
-        return settled and away_s >= self.ramp_s
+        not, not lately, or not yet with all that is its own. Shards that start together, or again, find
+        nothing to be spared."""
+        if not any(now_s - member.joined_s >= self.ramp_s for member in self._members.values()):
+            return False
+        left = self._left.get(shard_id)
+        if left is None or now_s - left.left_s >= self.ramp_s:
+            return True
+        return self._is_ramping(left.member, left.left_s)
 
     def left(self, shard_id: str) -> None:
         """A shard is about to stop; unknown ones are none of our business."""
-        if self._members.pop(shard_id, None) is None:
+        member = self._members.pop(shard_id, None)
+        if member is None:
             return
-        self._left_s.pop(shard_id, None)
-        self._left_s[shard_id] = self._clock()
-        if len(self._left_s) > SHARDS_MAX:
-            del self._left_s[next(iter(self._left_s))]
+        self._left.pop(shard_id, None)
+        self._left[shard_id] = _Left(member, self._clock())
+        if len(self._left) > SHARDS_MAX:
+            del self._left[next(iter(self._left))]
 
     def current(self) -> ShardMap:
         now_s = self._clock()
@@ -173,14 +199,14 @@ class DirectoryActor:
         return f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._listen
 
     async def heartbeat(
-        self, shard_id: str, address: str, is_empty: bool, configured: Configured | None
+        self, shard_id: str, address: str, instance: str, is_empty: bool, configured: Configured | None
     ) -> None:
         """A shard is alive, and has been told this of the store; None: nothing yet."""
         await self.start()
         if configured is not None:
             self._membership.replicas = configured.replicas
             self._membership.ramp_s = configured.ramp_s
-        self._membership.heard(shard_id, address, is_empty)
+        self._membership.heard(shard_id, address, instance, is_empty)
 
     async def leave(self, shard_id: str) -> None:
         self._membership.left(shard_id)
@@ -264,6 +290,7 @@ class Announcer:
         self._is_empty = is_empty
         self._shard_id = shard_id
         self._address = address
+        self._instance = uuid.uuid4().hex
         self._configured: Configured | None = None
         self._closed = threading.Event()
         self._directory = ensure_directory(store)
@@ -279,7 +306,7 @@ class Announcer:
         import ray
 
         told = self._directory.heartbeat.remote(
-            self._shard_id, self._address, self._is_empty(), self._configured
+            self._shard_id, self._address, self._instance, self._is_empty(), self._configured
         )
         ray.get(told, timeout=CALL_TIMEOUT_S)
 

@@ -23,7 +23,7 @@ from kintsugi.client.documents import DocumentIndex
 from kintsugi.client.interface import AsyncChunkStore
 from kintsugi.client.registry import open_async_store
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied, Unavailable
+from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.request import KintsugiParams, Op, SelectorName, checked_priority
@@ -34,16 +34,16 @@ from kintsugi.serving.fill import FillConfig, Filler, FillMode
 from kintsugi.serving.gateway_metrics import GatewayMetrics
 from kintsugi.serving.known_chunks import KnownChunks
 from kintsugi.serving.learning import Detokenize, Learner
+from kintsugi.serving.recent_info import RecentInfo
 from kintsugi.serving.saves import Saver
 from kintsugi.serving.segments import Piece, ResolvedPrompt, Segment, SegmentResolver, Tokenize
 from kintsugi.serving.tracing import Span as TraceSpan
-from kintsugi.serving.tracing import add_layers, describe, span
+from kintsugi.serving.tracing import Timelines, add_layers, describe, span, without_times
 
 log = logging.getLogger(__name__)
 
 INFO_TTL_S = 5.0
 """So long the engines' description is believed: a calibration that passes is seen soon after."""
-INFO_TIMEOUT_S = 5.0
 RETRIES_MAX = 1
 """Of an answer that has not begun when its engine goes."""
 RETRY_WAIT_S = 0.05
@@ -174,11 +174,11 @@ class Gateway:
         self._documents = documents
         self._resolver = SegmentResolver(tokenize, self.known, documents)
         self._saver = Saver(backend)
+        self._timelines = Timelines()
         self._active = 0
+        self.recent_info = RecentInfo(lambda: self.backend.info())
         self._info: EngineInfo | None = None
-        self._info_s = float("-inf")
-        self._info_lock = asyncio.Lock()
-        self._renewing: asyncio.Task[None] | None = None
+        """What `_spaces` are of."""
         self._spaces: dict[str, ChunkSpace] = {}
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
@@ -239,40 +239,16 @@ class Gateway:
         )
 
     async def info(self) -> EngineInfo:
-        """Of the engines. What is older than `INFO_TTL_S` is renewed beside the request that finds it so: an
-        engine that hangs must not hold up those who could be answered. Raises `Unavailable` where none has
-        ever answered."""
-        if self._info is None:
-            return await self.renewed_info()
-        if time.monotonic() - self._info_s >= INFO_TTL_S and (
-            self._renewing is None or self._renewing.done()
-        ):
-            self._renewing = asyncio.create_task(self._renew_beside())
-        return self._info
-
-    async def _renew_beside(self) -> None:
-        try:
-            await self.renewed_info()
-        except KintsugiError as error:
-            log.warning("the engines' description is an old one: %s", error)
-
-    async def renewed_info(self) -> EngineInfo:
-        """Of an engine that answers now. Raises `Unavailable`."""
-        async with self._info_lock:
-            if self._info is None or time.monotonic() - self._info_s >= INFO_TTL_S:
-                try:
-                    async with asyncio.timeout(INFO_TIMEOUT_S):
-                        info = await self.backend.info()
-                except TimeoutError:
-                    raise Unavailable(f"no engine described itself within {INFO_TIMEOUT_S:.0f} s") from None
-                if self._info is None or _identity(info) != _identity(self._info):
-                    self._spaces.clear()
-                self._info, self._info_s = info, time.monotonic()
-            return self._info
+        """Of the engines, the newest that one said. Raises `Unavailable` where none has ever answered."""
+        return await self.recent_info.known(INFO_TTL_S)
 
     async def space(self, namespace: str) -> ChunkSpace:
         """What chunks of a namespace are found by."""
         info = await self.info()
+        if info is not self._info:
+            if self._info is None or _identity(info) != _identity(self._info):
+                self._spaces.clear()
+            self._info = info
         space = self._spaces.get(namespace)
         if space is None:
             fingerprint = ModelFingerprint(bytes.fromhex(info.fingerprint))
@@ -305,6 +281,9 @@ class Gateway:
                             describe(trace, event.accounting)
                             trace.set("kintsugi.ttft_ms", round(event.ttft_ms, 3))
                             add_layers(engine, event.accounting)
+                            if request.params.timeline and not call.explain:
+                                told = without_times(event.accounting)
+                                event = dataclasses.replace(event, accounting=told)
                         yield event
 
     @contextmanager
@@ -325,7 +304,9 @@ class Gateway:
         """
         if self._filler is not None:
             segments = [Segment(text=text) for text in texts]
-            pieces = await self._resolver.pieces(await self.space(namespace), segments)
+            space = await self.space(namespace)
+            pieces = await self._resolver.pieces(space, segments)
+            self._resolver.learn(space, segments, pieces)
             self._filler.suspect(namespace, [(piece.key, piece.tokens) for piece in pieces])
 
     async def _prompt(self, call: GenerateCall) -> ResolvedPrompt:
@@ -360,7 +341,7 @@ class Gateway:
             selector=call.selector,
             adaptive_mass=call.adaptive_mass,
             explain=call.explain,
-            timeline=trace.is_recording,
+            timeline=self._timelines.wanted(trace),
         )
         return EngineRequest(
             # The client may send one id twice; in an engine they must differ.
@@ -381,6 +362,7 @@ class Gateway:
                 if last is None:
                     ttft_s = time.perf_counter() - began_s
                     self.metrics.ttft_s.observe(ttft_s)
+                    self._resolver.learn(prompt.space, call.segments, prompt.pieces)
                 last = delta
                 if delta.token_ids or delta.text:
                     yield delta
@@ -414,12 +396,9 @@ class Gateway:
         missed = values.get("chunks_missed", 0) or values.get("outcome") in ("declined", "failed")
         if self._filler is None or not missed:
             return
-        pieces = []
-        for where in prompt.chunks:
-            assert where.key is not None
-            piece = Piece.of(prompt.token_ids[where.start : where.end], where.key)
-            pieces.append((piece.key, piece.tokens))
-        self._filler.suspect(namespace, pieces)
+        placed = zip(prompt.spans, prompt.pieces, strict=True)
+        chunks = [(piece.key, piece.tokens) for span, piece in placed if span.key is not None]
+        self._filler.suspect(namespace, chunks)
 
     async def put_chunks(
         self,
@@ -435,7 +414,8 @@ class Gateway:
         self._check_writable("chunks cannot be put")
         self._check_count("chunks", len(chunks), self.limits.chunks_max)
         info = await self.info()
-        pieces = await self._resolver.pieces(await self.space(namespace), chunks, "chunks")
+        space = await self.space(namespace)
+        pieces = await self._resolver.pieces(space, chunks, "chunks")
         room = min(info.max_model_len - len(info.prefix_token_ids) - 1, TOKENS_MAX)
         for index, piece in enumerate(pieces):
             if piece.num_tokens > room:
@@ -445,6 +425,7 @@ class Gateway:
         tiers = await self.store.tiers(namespace, [piece.key for piece in pieces])
         missing = [(p.key, p.tokens) for p, held in zip(pieces, tiers, strict=True) if held is None]
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+        self._resolver.learn(space, chunks, pieces)
         states: dict[ChunkKey, tuple[PutState, str]] = {}
         for (key, _), future in zip(missing, futures, strict=True):
             outcome = await asyncio.shield(future) if wait else None
@@ -497,10 +478,13 @@ class Gateway:
         """Keys of the segments, None for plain ones, and how many are in RAM or on their way."""
         caller.checked(namespace)
         self._check_count("segments", len(segments), self.limits.segments_max)
-        pieces = await self._resolver.pieces(await self.space(namespace), segments)
+        space = await self.space(namespace)
+        pieces = await self._resolver.pieces(space, segments)
         keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
-        return keys, await self.store.prefetch(namespace, wanted)
+        accepted = await self.store.prefetch(namespace, wanted)
+        self._resolver.learn(space, segments, pieces)
+        return keys, accepted
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[Piece]:
         """Each text alone."""
@@ -511,9 +495,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Idempotent. The backend is its owner's to close."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+        await self.recent_info.close()
         if self._learner is not None:
             await self._learner.close()
         if self._filler is not None:

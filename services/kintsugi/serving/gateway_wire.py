@@ -115,7 +115,10 @@ def _extra(text: str) -> dict[str, Any]:
 
 def event_to_wire(event: Resolved | EngineDelta | Finished) -> pb.GenerateResponse:
     if isinstance(event, EngineDelta):
-        return pb.GenerateResponse(delta=pb.Delta(token_ids=event.token_ids, text=event.text))
+        response = pb.GenerateResponse()  # filled in place: nothing is made for every token only to be copied
+        response.delta.token_ids.extend(event.token_ids)
+        response.delta.text = event.text
+        return response
     if isinstance(event, Resolved):
         segments = [
             pb.ResolvedSegment(start=span.start, end=span.end, key=span.key.hex if span.key else "")
@@ -130,14 +133,11 @@ def event_to_wire(event: Resolved | EngineDelta | Finished) -> pb.GenerateRespon
 
 def _finished_to_wire(event: Finished) -> pb.Finished:
     plan = {name: event.accounting[name] for name in _PLAN_FIELDS if name in event.accounting}
-    accounting = Struct()
-    # Through JSON: layers are numbers in Python and names in JSON.
-    accounting.update(json.loads(json.dumps(event.accounting)))
     usage = event.usage
     return pb.Finished(
         finish_reason=event.finish_reason,
         plan=pb.ExecutedPlan(**plan),
-        accounting=accounting,
+        accounting=_struct(event.accounting),
         usage=pb.Usage(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -145,6 +145,19 @@ def _finished_to_wire(event: Finished) -> pb.Finished:
         ),
         ttft_ms=event.ttft_ms,
     )
+
+
+def _struct(accounting: Mapping[str, Any]) -> Struct:
+    """Value by value: `Struct.update` takes three times as long."""
+    struct = Struct()
+    for name, value in accounting.items():
+        if isinstance(value, str):
+            struct.fields[name].string_value = value
+        elif type(value) in (int, float):  # not a bool
+            struct.fields[name].number_value = value
+        else:  # through JSON: layers are numbers in Python and names in JSON
+            struct[name] = json.loads(json.dumps(value))
+    return struct
 
 
 def put_to_wire(put: Put) -> pb.PutResult:

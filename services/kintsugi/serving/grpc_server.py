@@ -8,9 +8,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +27,11 @@ from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name,
 from kintsugi.client.tls import ServedFiles, ServerTls, checked_address
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
+from kintsugi.core.exchange import EngineDelta
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving import gateway_wire as wire
 from kintsugi.serving.access import Caller, OpenAccess, checked_exposure
-from kintsugi.serving.gateway import Gateway
+from kintsugi.serving.gateway import INFO_TTL_S, Finished, Gateway, Resolved
 from kintsugi.serving.tracing import TRACE_HEADERS
 
 log = logging.getLogger("kintsugi.gateway")
@@ -54,8 +55,12 @@ class _Call:
 
     method: str
     request_id: str
+    metadata: Mapping[str, str]
+    """What came with it."""
+    began_s: float
     namespace: str = ""
-    began_s: float = 0.0
+    announced: asyncio.Task[None] = field(init=False)
+    """Sends the initial metadata, which go before everything else."""
 
 
 class KintsugiService:
@@ -91,7 +96,7 @@ class KintsugiService:
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answered(data: bytes, context: Any) -> Any:
             async with self.guarded(method, context) as call:
-                caller = self._caller(context)
+                caller = self._caller(call)
                 request = _parsed(message, data)
                 call.namespace = request.namespace
                 return await handler(caller, request)
@@ -101,9 +106,11 @@ class KintsugiService:
     @asynccontextmanager
     async def guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
         """Our errors become statuses; every call is counted and logged."""
-        call = await self._begun(method, context)
+        call = _begun(method, context)
+        announcement = context.send_initial_metadata(((REQUEST_ID, call.request_id),))
         try:
-            yield call
+            async with _beside(announcement) as call.announced:
+                yield call
         except KintsugiError as error:
             self._ended(call, status_of(error).name, error)
             await _refuse(context, error)
@@ -118,12 +125,6 @@ class KintsugiService:
             )
         else:
             self._ended(call, "OK")
-
-    async def _begun(self, method: str, context: Any) -> _Call:
-        given = _metadata(context, REQUEST_ID) or ""
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        await context.send_initial_metadata(((REQUEST_ID, request_id),))
-        return _Call(method, request_id, began_s=time.perf_counter())
 
     def _ended(self, call: _Call, status: str, error: Exception | None = None) -> None:
         """One metric and one line of JSON: never what was asked or answered."""
@@ -141,19 +142,24 @@ class KintsugiService:
             record["error"] = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
         log.info("%s", json.dumps(record))
 
-    def _caller(self, context: Any) -> Caller:
-        return self.gateway.access.caller(bearer_of(_metadata(context, "authorization")))
+    def _caller(self, call: _Call) -> Caller:
+        return self.gateway.access.caller(bearer_of(call.metadata.get("authorization")))
 
     async def _generate(self, data: bytes, context: Any) -> None:
         """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
         async with self.guarded("Generate", context) as call:
-            caller = self._caller(context)
+            caller = self._caller(call)
             request = _parsed(pb.GenerateRequest, data)
             call.namespace = request.namespace
-            headers = {name: value for name in TRACE_HEADERS if (value := _metadata(context, name))}
+            headers = {name: call.metadata[name] for name in TRACE_HEADERS if name in call.metadata}
             asked = wire.call_of(request, call.request_id, headers)
-            async with aclosing(self.gateway.generate(caller, asked)) as events:
+            async with (
+                aclosing(self.gateway.generate(caller, asked)) as events,
+                # The engine is asked while the first message is on its way.
+                _beside(_first_written(call, context, await anext(events))) as first,
+            ):
                 async for event in events:
+                    await first
                     await context.write(wire.event_to_wire(event))
 
     async def put_chunk(self, caller: Caller, request: pb.PutChunkRequest) -> pb.PutChunkResponse:
@@ -205,6 +211,30 @@ class KintsugiService:
         )
 
 
+def _begun(method: str, context: Any) -> _Call:
+    metadata = _texts(context.invocation_metadata())
+    given = metadata.get(REQUEST_ID, "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return _Call(method, request_id, metadata, time.perf_counter())
+
+
+async def _first_written(call: _Call, context: Any, event: Resolved | EngineDelta | Finished) -> None:
+    await call.announced
+    await context.write(wire.event_to_wire(event))
+
+
+@asynccontextmanager
+async def _beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
+    """It runs while the block does, and has ended when the block has. Raises what it raises, where the block
+    does not raise itself."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        await asyncio.gather(task, return_exceptions=True)
+    await task
+
+
 def _serialized(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
@@ -219,11 +249,9 @@ def _parsed(message: Any, data: bytes) -> Any:
         ) from None
 
 
-def _metadata(context: Any, name: str) -> str | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == name and isinstance(value, str):
-            return value
-    return None
+def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
+    """Metadata by name, without what is no text. Asking gRPC for it makes it anew."""
+    return {name: value for name, value in metadata or () if isinstance(value, str)}
 
 
 def bearer_of(header: str | None) -> str | None:
@@ -255,7 +283,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return handler
         try:
-            token = bearer_of(dict(details.invocation_metadata).get("authorization"))
+            token = bearer_of(_texts(details.invocation_metadata).get("authorization"))
             caller = self._gateway.access.caller(token)
             if details.method.startswith(f"/{PRECOMPUTE_SERVICE}/") and not caller.unrestricted:
                 raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
@@ -341,7 +369,7 @@ class GatewayServer:
         """Serving while an engine answers."""
         while True:
             try:
-                await self.gateway.renewed_info()
+                await self.gateway.recent_info.get(INFO_TTL_S)
                 status = HealthCheckResponse.SERVING
             except KintsugiError:
                 status = HealthCheckResponse.NOT_SERVING

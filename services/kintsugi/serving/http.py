@@ -36,10 +36,10 @@ from kintsugi.core.errors import (
     Unavailable,
 )
 from kintsugi.core.exchange import OpenAICall, OpenAIHead
-from kintsugi.core.request import PARAMS_KEY
 from kintsugi.serving.access import Access, Caller
 from kintsugi.serving.backend import EngineBackend
 from kintsugi.serving.gateway import Gateway
+from kintsugi.serving.openai_answer import accounting_in, without_times_in
 from kintsugi.serving.openai_metrics import HttpMetrics
 from kintsugi.serving.openai_request import (
     CHAT_PATH,
@@ -48,7 +48,7 @@ from kintsugi.serving.openai_request import (
     wanted_namespace,
 )
 from kintsugi.serving.recent_info import RecentInfo
-from kintsugi.serving.tracing import TRACE_HEADERS, add_layers, describe, span
+from kintsugi.serving.tracing import TRACE_HEADERS, Timelines, add_layers, describe, span
 
 logger = logging.getLogger(__name__)
 
@@ -164,10 +164,12 @@ class HttpFront:
         registry: CollectorRegistry | None = None,
         answering: Callable[[], AbstractContextManager[None]] = nullcontext,
         overtaking: bool = False,
+        info: RecentInfo | None = None,
     ) -> None:
-        """``answering`` is entered while a request is under way. ``overtaking`` as `Gateway` has it."""
+        """``answering`` is entered while a request is under way. ``overtaking`` as `Gateway` has it. ``info``
+        of the same backend is asked where it is given, and is its owner's to close."""
         self._backend = backend
-        self._info = RecentInfo(backend.info)
+        self._info = info or RecentInfo(backend.info)
         self._access = access
         self._known = known
         self._on_miss = on_miss
@@ -177,6 +179,7 @@ class HttpFront:
         self._overtaking = overtaking
         self._requests = 0
         self._follow_ups: set[asyncio.Task[None]] = set()
+        self._timelines = Timelines()
         self.app = Starlette(
             routes=[
                 Route(CHAT_PATH, self._post, methods=["POST"]),
@@ -200,6 +203,7 @@ class HttpFront:
             gateway.metrics.registry,
             gateway.answering,
             gateway.overtaking,
+            gateway.recent_info,
         )
 
     async def _health(self, request: Request) -> Response:
@@ -329,8 +333,10 @@ class HttpFront:
         with span("gateway.openai", call.trace) as trace:
             trace.set("kintsugi.namespace", call.params.namespace)
             trace.set("kintsugi.request_id", call.request_id)
-            params = replace(call.params, timeline=call.params.timeline or trace.is_recording)
-            accounting = await self._passed(replace(call, params=params, trace=trace.headers()), outgoing)
+            own = call.params.timeline or call.params.explain
+            params = replace(call.params, timeline=own or self._timelines.wanted(trace))
+            asked = replace(call, params=params, trace=trace.headers())
+            accounting = await self._passed(asked, outgoing, tells_times=own)
             if accounting is not None:
                 describe(trace, accounting)
                 add_layers(trace, accounting)
@@ -340,7 +346,9 @@ class HttpFront:
             if accounting.get("tokens_missed") or not accounting.get("chunks_hit"):
                 self._missed(call)
 
-    async def _passed(self, call: OpenAICall, outgoing: _Outgoing) -> Mapping[str, Any] | None:
+    async def _passed(
+        self, call: OpenAICall, outgoing: _Outgoing, tells_times: bool
+    ) -> Mapping[str, Any] | None:
         """Send the pieces of an answer on as they come; what it cost, where it says so."""
         started_s = time.monotonic()
         accounting: Mapping[str, Any] | None = None
@@ -352,7 +360,9 @@ class HttpFront:
                 if started_s:
                     self.metrics.first_piece_s.labels(call.path).observe(time.monotonic() - started_s)
                     started_s = 0.0
-                accounting = accounting_in(item) or accounting
+                if (found := accounting_in(item)) is not None:
+                    accounting = found
+                    item = item if tells_times else without_times_in(item)
                 await outgoing.piece(item)
         return accounting
 
@@ -532,20 +542,6 @@ def _parsed(raw: bytearray) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidField("body", f"must be a JSON object, not {type(body).__name__}")
     return body
-
-
-def accounting_in(piece: bytes) -> Mapping[str, Any] | None:
-    """The accounting in a response's JSON or in an event of a stream, if it is there."""
-    if f'"{PARAMS_KEY}"'.encode() not in piece:
-        return None
-    try:
-        document = json.loads(piece.removeprefix(b"data: "))
-    except ValueError:
-        return None
-    if not isinstance(document, dict):
-        return None
-    found = document.get(PARAMS_KEY) or (document.get("kv_transfer_params") or {}).get(PARAMS_KEY)
-    return found if isinstance(found, dict) else None
 
 
 async def _left(receive: Receive) -> None:

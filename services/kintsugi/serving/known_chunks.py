@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from kintsugi.core.errors import Corrupted, Unavailable
 from kintsugi.core.request import FOUND_CHARS_MIN
-from kintsugi.core.spaces import KEY_BYTES, ChunkKey, token_bytes
+from kintsugi.core.spaces import KEY_BYTES, ChunkKey, token_bytes, token_ids_of
 from kintsugi.serving.shares import Shares
 
 log = logging.getLogger(__name__)
@@ -353,7 +353,7 @@ class KnownChunks:
         tokens = None if entry is None else entry.tokens
         if tokens is None and self._disk is not None:  # also what another gateway wrote there
             tokens = self._disk.tokens(address)
-        return None if tokens is None else tuple(np.frombuffer(tokens, "<u4").tolist())
+        return None if tokens is None else token_ids_of(tokens)
 
     def knows(self, namespace: str, key: ChunkKey) -> bool:
         """Whether `token_ids` would give its tokens; not a use of it."""

@@ -1,31 +1,36 @@
-"""What an engine last said of itself, for those who ask often: probes, balancers, who lists models."""
+"""What an engine last said of itself, for those who ask often: requests, probes, who lists models."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineInfo
 
+log = logging.getLogger(__name__)
+
 RECENT_S = 1.0
 ANSWER_S = 5.0
 
 
 class RecentInfo:
-    """For one event loop. However many ask, an engine is asked once a second, and once at a time."""
+    """For one event loop. However many ask, an engine is asked once at a time, by `get` once a second."""
 
     def __init__(self, ask: Callable[[], Awaitable[EngineInfo]]) -> None:
         self._ask = ask
         self._last: EngineInfo | KintsugiError = Unavailable("no engine was asked yet")
         self._last_s = float("-inf")
+        self._known: EngineInfo | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
-    async def get(self) -> EngineInfo:
-        """At most `RECENT_S` old. Raises what the engine raised, also for `RECENT_S`, and `Unavailable`
-        where none came within `ANSWER_S`."""
-        if time.monotonic() - self._last_s >= RECENT_S:
+    async def get(self, age_s_max: float | None = None) -> EngineInfo:
+        """At most ``age_s_max`` old, `RECENT_S` where that is None. Raises what the engine raised, for as
+        long and at most for `RECENT_S`, and `Unavailable` where none came within `ANSWER_S`."""
+        if self._is_due(age_s_max):
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._renew())
             await asyncio.shield(self._asking)  # one caller that leaves does not take it from the others
@@ -33,12 +38,43 @@ class RecentInfo:
             raise self._last.with_traceback(None)  # or it would grow with every caller
         return self._last
 
+    async def known(self, age_s_max: float) -> EngineInfo:
+        """The newest there is, whatever has failed since. What is older than ``age_s_max`` is renewed beside
+        the caller that finds it so: an engine that hangs must not hold up those who could be answered. Raises
+        what `get` raises where none has ever answered."""
+        if self._known is None:
+            return await self.get(0.0)
+        if self._is_due(age_s_max) and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.create_task(self._renew_beside(age_s_max))
+        return self._known
+
+    def _is_due(self, age_s_max: float | None) -> bool:
+        believed_s = RECENT_S if age_s_max is None else age_s_max
+        if isinstance(self._last, KintsugiError):
+            believed_s = min(believed_s, RECENT_S)
+        return time.monotonic() - self._last_s >= believed_s
+
     async def _renew(self) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                self._last = await self._ask()
+                self._last = self._known = await self._ask()
         except KintsugiError as error:
             self._last = error
         except TimeoutError:
             self._last = Unavailable(f"no engine answered within {ANSWER_S:.0f} s")
         self._last_s = time.monotonic()
+
+    async def _renew_beside(self, age_s_max: float) -> None:
+        try:
+            await self.get(age_s_max)
+        except KintsugiError as error:
+            log.warning("the engines' description is an old one: %s", error)
+        except Exception:
+            log.exception("the engines' description is an old one")
+
+    async def close(self) -> None:
+        """Idempotent."""
+        tasks = [task for task in (self._renewing, self._asking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

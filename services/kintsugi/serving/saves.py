@@ -7,11 +7,9 @@ import logging
 import uuid
 from collections.abc import Sequence
 
-import numpy as np
-
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveOutcome, SaveState
-from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.spaces import ChunkKey, token_ids_of
 from kintsugi.serving.backend import EngineBackend
 
 log = logging.getLogger(__name__)
@@ -79,7 +77,7 @@ class Saver:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
             async with self._slots:
-                ids = [tuple(np.frombuffer(tokens, "<u4").tolist()) for _, tokens in batch]
+                ids = [token_ids_of(tokens) for _, tokens in batch]
                 outcomes = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
                 if len(outcomes) != len(batch):
                     raise Unavailable(f"the engine answered {len(outcomes)} of {len(batch)} chunks")

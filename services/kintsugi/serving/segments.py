@@ -11,13 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
 from kintsugi.client.documents import DocumentIndex, DocumentRef, KnownChunk
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
 from kintsugi.core.layout import TOKENS_MAX
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes, token_ids_of
 from kintsugi.serving.known_chunks import KnownChunks
 
 INLINE_CHARS_MAX = 4096
@@ -29,6 +28,8 @@ CACHED_TOKENS_MAX = 8 << 20
 """32 MiB of ids."""
 
 Tokenize = Callable[[str], Sequence[int]]
+_Address = tuple[bytes, bytes]
+"""A chunk space and the digest of a text."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,25 @@ class Piece:
     """Little-endian u32."""
     key: ChunkKey
 
-    @staticmethod
-    def of(token_ids: Sequence[int], key: ChunkKey) -> Piece:
-        return Piece(token_bytes(token_ids), key)
-
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // 4
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(np.frombuffer(self.tokens, "<u4").tolist())
+        return token_ids_of(self.tokens)
 
 
 @dataclass(frozen=True)
 class ResolvedPrompt:
     """`[prefix][segment]…[question]` as token ids."""
 
+    space: ChunkSpace
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     """Where each segment lies; plain ones have no key."""
+    pieces: tuple[Piece, ...]
+    """The segments."""
 
     @property
     def chunks(self) -> tuple[Span, ...]:
@@ -85,8 +85,8 @@ class SegmentResolver:
         self._tokenize = tokenize
         self._known = known
         self._documents = documents
-        self._pieces: OrderedDict[tuple[bytes, bytes], Piece] = OrderedDict()
-        """By chunk space and digest of the text; the least recently used first."""
+        self._pieces: OrderedDict[_Address, Piece] = OrderedDict()
+        """Of texts; the least recently used first."""
         self._cached_tokens = 0
 
     async def prompt(
@@ -95,20 +95,34 @@ class SegmentResolver:
         """Raises `InvalidField`, also where segments or question alone have more than `tokens_max` tokens,
         `ForeignChunkKey` and `NotFound`, each naming the segment."""
         pieces = await self._resolved(space, segments, "segments", tokens_max)
-        tokens = [*space.prefix_token_ids]
+        end = len(space.prefix_token_ids)
         spans = []
         for segment, piece in zip(segments, pieces, strict=True):
-            start = len(tokens)
-            tokens += piece.token_ids
-            spans.append(Span(start, len(tokens), None if segment.plain else piece.key))
-        (asked,) = await self._resolved(space, [question], "question", tokens_max)
-        return ResolvedPrompt((*tokens, *asked.token_ids), tuple(spans))
+            start, end = end, end + piece.num_tokens
+            spans.append(Span(start, end, None if segment.plain else piece.key))
+        asked = await self._resolved(space, [question], "question", tokens_max)
+        tokens = token_ids_of(b"".join(piece.tokens for piece in (*pieces, *asked)))
+        return ResolvedPrompt(space, space.prefix_token_ids + tokens, tuple(spans), tuple(pieces))
 
     async def pieces(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
     ) -> list[Piece]:
         """In order. ``where`` is the request's name for them."""
         return await self._resolved(space, segments, where, TOGETHER_TOKENS_MAX)
+
+    def learn(self, space: ChunkSpace, segments: Sequence[Segment], pieces: Sequence[Piece]) -> None:
+        """Know the chunks of a request that was not refused: one that is pushes out nothing of others'."""
+        for segment, piece in zip(segments, pieces, strict=True):
+            if segment.plain:
+                continue
+            if segment.token_ids is not None:
+                self._known.remember(space.namespace, piece.key, segment.token_ids)
+            elif segment.text is not None:
+                address = _address(space, segment.text)
+                if address in self._pieces and self._known.used(space.namespace, piece.key):
+                    continue
+                self._keep(address, piece)
+                self._known.remember(space.namespace, piece.key, piece.token_ids, segment.text)
 
     async def _resolved(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
@@ -120,11 +134,9 @@ class SegmentResolver:
             name = where if where == "question" else f"{where}[{index}]"
             if segment.text is not None:
                 inline_chars += len(segment.text)
-                plain = segment.plain or where == "question"
-                inline = inline_chars <= INLINE_CHARS_MAX
-                piece = await self._of_text(space, segment.text, plain, name, inline)
+                piece = await self._of_text(space, segment.text, name, inline_chars <= INLINE_CHARS_MAX)
             elif segment.token_ids is not None:
-                piece = self._of_tokens(space, segment, name)
+                piece = self._of_tokens(space, segment.token_ids, name)
             elif segment.key is not None:
                 piece = self._of_key(space, segment.key, name)
             elif index in documents:
@@ -144,13 +156,11 @@ class SegmentResolver:
             pieces.append(piece)
         return pieces
 
-    async def _of_text(self, space: ChunkSpace, text: str, plain: bool, name: str, inline: bool) -> Piece:
-        address = (space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
+    async def _of_text(self, space: ChunkSpace, text: str, name: str, inline: bool) -> Piece:
+        address = _address(space, text)
         piece = self._pieces.get(address)
         if piece is not None:
             self._pieces.move_to_end(address)
-            if not plain and not self._known.used(space.namespace, piece.key):  # deleted, and put again
-                self._known.remember(space.namespace, piece.key, piece.token_ids, text)
             return piece
         if inline:
             tokens = token_bytes(self._tokenize(text))
@@ -158,13 +168,9 @@ class SegmentResolver:
             tokens = await asyncio.to_thread(lambda: token_bytes(self._tokenize(text)))
         if not tokens:
             raise InvalidField(name, "has no tokens; leave it out or give it a text")
-        piece = Piece(tokens, ChunkKey.of_bytes(space, tokens))
-        if not plain:
-            self._keep(address, piece)
-            self._known.remember(space.namespace, piece.key, piece.token_ids, text)
-        return piece
+        return Piece(tokens, ChunkKey.of_bytes(space, tokens))
 
-    def _keep(self, address: tuple[bytes, bytes], piece: Piece) -> None:
+    def _keep(self, address: _Address, piece: Piece) -> None:
         before = self._pieces.pop(address, None)
         self._cached_tokens += piece.num_tokens - (before.num_tokens if before else 0)
         self._pieces[address] = piece
@@ -172,15 +178,11 @@ class SegmentResolver:
             _, oldest = self._pieces.popitem(last=False)
             self._cached_tokens -= oldest.num_tokens
 
-    def _of_tokens(self, space: ChunkSpace, segment: Segment, name: str) -> Piece:
-        assert segment.token_ids is not None
-        if not segment.token_ids:
+    def _of_tokens(self, space: ChunkSpace, token_ids: tuple[int, ...], name: str) -> Piece:
+        if not token_ids:
             raise InvalidField(name, "has no tokens; leave it out")
-        tokens = token_bytes(segment.token_ids)
-        piece = Piece(tokens, ChunkKey.of_bytes(space, tokens))
-        if not segment.plain and name != "question":
-            self._known.remember(space.namespace, piece.key, segment.token_ids)
-        return piece
+        tokens = token_bytes(token_ids)
+        return Piece(tokens, ChunkKey.of_bytes(space, tokens))
 
     def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> Piece:
         ids = self._known.token_ids(space.namespace, key)
@@ -218,6 +220,10 @@ class SegmentResolver:
             for (index, ref), chunk in zip(refs.items(), found, strict=True):
                 pieces[index] = _piece_of(space, chunk, ref, f"{where}[{index}]", corpus)
         return pieces
+
+
+def _address(space: ChunkSpace, text: str) -> _Address:
+    return space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 
 def _piece_of(space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, name: str, corpus: str) -> Piece:

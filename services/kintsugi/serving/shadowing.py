@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from concurrent.futures import Future
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -27,6 +30,7 @@ POLL_S = 0.2
 """Between two looks whether somebody waits: a shadow has time."""
 SHADOW_PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
+_CLOSING = "the engine is about to stop"
 
 
 class Shadowing:
@@ -39,6 +43,7 @@ class Shadowing:
         self._engine = engine
         self._answers = _InFull(engine, asyncio.get_running_loop())
         self._shadow = Shadow(self._answers, engine.store, engine.binding, config, registry=registry)
+        self._closing = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="kintsugi-shadow")
         engine.watch(self._shadow)
 
@@ -47,21 +52,27 @@ class Shadowing:
         return self._shadow.counts
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            while self._shadow.pending and not self._engine.stats().waiting:
+        while not self._closing.is_set():
+            while self._may_run():
                 try:
                     await asyncio.to_thread(self._shadow.run_pending)
                 except KintsugiError as error:
                     log.warning("an answer is not shadowed: %s", error)
                 except Exception:
                     log.exception("an answer cannot be shadowed")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), POLL_S)
+
+    def _may_run(self) -> bool:
+        idle = not self._engine.stats().waiting
+        return bool(self._shadow.pending) and idle and not self._closing.is_set()
 
     async def close(self) -> None:
-        """End the prefill that is under way, too. Idempotent."""
+        """End the prefill that is under way, too, and wait until the thread that asked for it has noticed:
+        then nothing is asked of the engine or its store any more. Idempotent."""
         self._engine.watch(None)
-        self._answers.cancel()
-        self._task.cancel()
+        self._closing.set()
+        self._answers.close()
         await asyncio.gather(self._task, return_exceptions=True)
 
 
@@ -71,25 +82,38 @@ class _InFull:
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
+        self._lock = threading.Lock()
         self._answer: Future[Generation] | None = None
+        self._closed = False
 
-    def cancel(self) -> None:
-        """End what is under way: its thread would wait for it."""
-        if self._answer is not None:
-            self._answer.cancel()
+    def close(self) -> None:
+        """End what is under way, and ask for no more."""
+        with self._lock:
+            self._closed = True
+            if self._answer is not None:
+                self._answer.cancel()
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
         """Raises `Unavailable` where the engine ends or does not get to it."""
         answers = []
         for prompt in prompts:
-            work = self._engine.answer_in_full(prompt, SHADOW_PRIORITY)
-            self._answer = asyncio.run_coroutine_threadsafe(work, self._loop)
+            answer = self._asked(self._engine.answer_in_full(prompt, SHADOW_PRIORITY))
             try:
-                answers.append(self._answer.result(ANSWER_TIMEOUT_S))
+                answers.append(answer.result(ANSWER_TIMEOUT_S))
+            except CancelledError:
+                raise Unavailable(_CLOSING) from None
             except TimeoutError:
-                self._answer.cancel()
+                answer.cancel()
                 raise Unavailable(f"the engine did not get to it in {ANSWER_TIMEOUT_S:.0f} s") from None
         return answers
+
+    def _asked(self, work: Coroutine[Any, Any, Generation]) -> Future[Generation]:
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise Unavailable(_CLOSING)
+            self._answer = asyncio.run_coroutine_threadsafe(work, self._loop)
+            return self._answer
 
 
 def shadowing_of(

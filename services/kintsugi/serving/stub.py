@@ -26,7 +26,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.serving.backend import EngineBackend
 
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
@@ -148,8 +148,8 @@ class StubBackend(EngineBackend):
 
     async def _accounting(self, request: EngineRequest) -> Accounting:
         spans = [] if request.params.op is Op.OFF else list(request.params.spans or ())
-        space = self.space(request.params.namespace)
-        keys = [ChunkKey.of(space, request.prompt_token_ids[span.start : span.end]) for span in spans]
+        # Keys that a gateway found are believed: finding them again would count as the gateway's own cost.
+        keys = [span.key or self._key(request, span) for span in spans]
         held: Sequence[ChunkManifest | None] = [None] * len(keys)
         if self._store is not None:
             held = await self._store.lookup(request.params.namespace, keys)
@@ -163,6 +163,10 @@ class StubBackend(EngineBackend):
             tokens_hit=sum(span.num_tokens for span in hit),
             tokens_missed=sum(span.num_tokens for span in missed),
         )
+
+    def _key(self, request: EngineRequest, span: Span) -> ChunkKey:
+        space = self.space(request.params.namespace)
+        return ChunkKey.of(space, request.prompt_token_ids[span.start : span.end])
 
     async def save(
         self,

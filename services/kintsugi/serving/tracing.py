@@ -8,7 +8,8 @@ with span("gateway.generate", incoming) as current:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
@@ -29,6 +30,13 @@ EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
+
+
+LAYERS_PER_S_MAX = 10.0
+"""Answers a second whose layers are recorded. Most samplers follow the flag of a caller's `traceparent`, and
+32 layers are 64 spans of one answer."""
+TIMES = ("timeline", "began_unix_s")
+"""What an accounting says for `add_layers` alone."""
 
 
 def export_as_asked() -> bool:
@@ -93,7 +101,7 @@ class Span:
     def headers(self) -> dict[str, str]:
         """W3C headers that make the next process's spans children of this one."""
         carrier: dict[str, str] = {}
-        if propagate is not None:
+        if self._span is not None:
             propagate.inject(carrier, self._context)
         return carrier
 
@@ -111,6 +119,9 @@ def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Span]
         return
     parent = propagate.extract(dict(incoming or {}))
     started = trace.get_tracer("kintsugi").start_span(name, context=parent)
+    if not started.get_span_context().is_valid:  # nobody traces, here or where it came from
+        yield Span(None, None)
+        return
     current = Span(started, trace.set_span_in_context(started, parent))
     try:
         yield current
@@ -119,6 +130,34 @@ def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Span]
         raise
     finally:
         started.end()
+
+
+class Timelines:
+    """Whose layers are recorded: of answers that are traced, as many a second as there may be, whoever has
+    them traced. For one event loop."""
+
+    def __init__(self, per_s: float = LAYERS_PER_S_MAX, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._clock = clock
+        self._left = per_s
+        self._since_s = clock()
+
+    def wanted(self, request: Span) -> bool:
+        """Whether an engine is asked when each layer of this request was loaded and computed."""
+        if not request.is_recording:
+            return False
+        now_s = self._clock()
+        self._left = min(self._per_s, self._left + (now_s - self._since_s) * self._per_s)
+        self._since_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+def without_times(accounting: Mapping[str, Any]) -> dict[str, Any]:
+    """As it is told to a caller who did not ask for them."""
+    return {name: value for name, value in accounting.items() if name not in TIMES}
 
 
 def describe(request: Span, accounting: Mapping[str, Any]) -> None:

@@ -140,7 +140,7 @@ def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalE
         params = KintsugiParams(NAMESPACE, spans=case.prompt.spans)
         prompt = shadow.marked(str(number), Prompt(case.prompt.token_ids, params, TOKENS))
         (answer,) = engine.generate([prompt])
-        assert shadow.take(str(number), prompt, answer)
+        assert shadow.take(prompt, answer)
         assert shadow.run_pending() == 1
     assert shadow.counts.compared == len(bench.cases)
     assert shadow.counts.trips == 1

@@ -161,6 +161,25 @@ def test_a_chunk_of_another_namespace_is_not_found(gateway: Running) -> None:
         assert refusal(channel, "GetChunk", get)[0] is grpc.StatusCode.NOT_FOUND
 
 
+def test_a_refused_request_pushes_out_nothing_that_is_known(gateway: Running, channel: grpc.Channel) -> None:
+    known = len(gateway.gateway.known)
+    news = [pb.Segment(text="a passage that nobody sent before"), pb.Segment(tokens=pb.TokenIds(ids=[5, 6]))]
+    for data in (
+        generate(segments=[*news, pb.Segment(chunk_key="00" * 32)]),
+        generate(segments=[*news, pb.Segment(tokens=pb.TokenIds(ids=[7] * 510))]),
+        generate(segments=news, priority=-1),
+        generate(segments=news, sampling=pb.Sampling(extra_json='{"heat": 1}')),
+    ):
+        refusal(channel, "Generate", data)
+    chunks = [pb.Content(text=news[0].text), pb.Content(tokens=pb.TokenIds(ids=[7] * 511))]
+    data = pb.PutChunksRequest(namespace=NAMESPACE, chunks=chunks).SerializeToString()
+    refusal(channel, "PutChunks", data)
+    assert len(gateway.gateway.known) == known
+    with Client(gateway.address, NAMESPACE) as client:
+        client.generate([news[0].text], "why?")
+    assert len(gateway.gateway.known) == known + 1
+
+
 def test_a_chunk_that_the_model_cannot_take_is_refused(channel: grpc.Channel) -> None:
     chunk = pb.Content(tokens=pb.TokenIds(ids=[7] * 511))
     data = pb.PutChunksRequest(namespace=NAMESPACE, chunks=[chunk]).SerializeToString()

@@ -30,7 +30,6 @@ from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pa
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
-from kintsugi.serving import gateway as gateway_module
 from kintsugi.serving import grpc_server
 from kintsugi.serving.access import ANYONE, TokenFile
 from kintsugi.serving.fill import FillConfig
@@ -299,7 +298,7 @@ def test_health_follows_the_engines_and_reflection_names_the_services() -> None:
 
 def test_health_goes_on_when_an_engine_fails_in_a_new_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "HEALTH_PERIOD_S", 0.01)
-    monkeypatch.setattr(gateway_module, "INFO_TTL_S", 0.0)
+    monkeypatch.setattr(grpc_server, "INFO_TTL_S", 0.0)
     with running() as gateway, grpc.insecure_channel(gateway.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
 

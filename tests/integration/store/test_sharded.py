@@ -108,11 +108,30 @@ def test_what_a_new_shard_is_not_yet_given_stays_in_view(stack: ExitStack) -> No
         anchors = {manifest.key: manifest.anchor or 0 for manifest, _ in chunks}
         by_content = store.lookup_anchors("acme", chunks[0][0].space_digest, list(anchors.values()))
         assert [anchors[key] not in by_content for key in keys] == moved, "nor what nobody would read"
+        listed = [manifest.key for manifest in store.list("acme")]
+        assert listed == sorted(manifest.key for manifest in found if manifest is not None)
+        for page in (1, 5):
+            assert paged(store, page) == listed
         in_view.append(len(keys) - sum(moved))
     assert len(keys) > in_view[0] > in_view[1] > in_view[2]
     for manifest, frames in chunks:
         store.put(manifest, frames)
     assert all(store.lookup("acme", keys))
+    assert [manifest.key for manifest in store.list("acme")] == sorted(keys)
+    assert store.delete("acme", keys[:5]) == 5
+    directory.shards = old
+    assert store.lookup("acme", keys[:5]) == [None] * 5, "what the others held of them is gone, too"
+
+
+def paged(store: ShardedStore, limit: int) -> list[ChunkKey]:
+    """All keys, so many at a time."""
+    keys: list[ChunkKey] = []
+    while page := store.list("acme", limit, keys[-1] if keys else None):
+        assert len(page) <= limit
+        keys += [manifest.key for manifest in page]
+        if len(page) < limit:
+            break
+    return keys
 
 
 def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> None:

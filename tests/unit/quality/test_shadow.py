@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,7 +17,7 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Prompt
 from kintsugi.quality.drift import DriftDetector, Observation
 from kintsugi.quality.reports import publish, published, trip
-from kintsugi.quality.shadow import Shadow, ShadowConfig, compared, is_sampled
+from kintsugi.quality.shadow import Shadow, ShadowConfig, compared
 from tests.unit.core.test_report import BINDING, QUIET, entry
 from tests.unit.quality.fakes import FakeEngine, answer
 
@@ -44,16 +45,8 @@ def serve(shadow: Shadow, engine: FakeEngine, numbers: range) -> None:
     for number in numbers:
         marked = shadow.marked(f"request-{number}", prompt(number))
         (generation,) = engine.generate([marked])
-        shadow.take(f"request-{number}", marked, generation)
+        shadow.take(marked, generation)
         shadow.run_pending()
-
-
-def test_a_share_is_sampled_and_everybody_agrees_on_it() -> None:
-    sampled = [number for number in range(20_000) if is_sampled(f"r{number}", 0.05)]
-    assert 800 < len(sampled) < 1200
-    assert sampled == [number for number in range(20_000) if is_sampled(f"r{number}", 0.05)]
-    assert not any(is_sampled(f"r{number}", 0.0) for number in range(1000))
-    assert all(is_sampled(f"r{number}", 1.0) for number in range(1000))
 
 
 def test_only_sampled_blends_ask_for_logprobs() -> None:
@@ -66,9 +59,22 @@ def test_only_sampled_blends_ask_for_logprobs() -> None:
 
 def test_answers_that_were_not_blended_are_not_shadowed() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, EVERYTHING)
-    assert shadow.take("a", prompt(1), answer(5, 0.9, BLENDED))
-    assert not shadow.take("a", prompt(1), answer(5, 0.9, {"outcome": "declined"}))
-    assert not shadow.take("a", prompt(1), answer(5, 0.9, None))
+    marked = shadow.marked("a", prompt(1))
+    assert shadow.take(marked, answer(5, 0.9, BLENDED))
+    assert not shadow.take(marked, answer(5, 0.9, {"outcome": "declined"}))
+    assert not shadow.take(marked, answer(5, 0.9, None))
+    assert not shadow.take(prompt(1), answer(5, 0.9, BLENDED)), "it was not sampled"
+
+
+def test_one_tenant_does_not_decide_what_is_compared() -> None:
+    shadow = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=0.1))
+    taken: Counter[str] = Counter()
+    for number in range(5000):
+        namespace = "small" if number % 10 == 0 else "large"
+        marked = shadow.marked(f"r{number}", Prompt([0, 1, number], KintsugiParams(namespace)))
+        taken[namespace] += shadow.take(marked, answer(5, 0.9, BLENDED))
+    assert 400 < taken.total() < 600
+    assert 0.7 < taken["large"] / taken["small"] < 1.4
 
 
 def test_a_comparison_by_hand() -> None:
@@ -82,7 +88,7 @@ def test_a_comparison_by_hand() -> None:
 def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
     engine = FakeEngine()
     shadow = Shadow(engine, RamStore(), BINDING, ShadowConfig(share=1.0, positions=2))
-    shadow.take("a", prompt(1), answer(5, 0.9, BLENDED, prompt(1)))
+    shadow.take(shadow.marked("a", prompt(1)), answer(5, 0.9, BLENDED, prompt(1)))
     assert shadow.run_pending() == 1
     (full,) = engine.submitted
     assert full.cache_salt == "acme"
@@ -93,7 +99,7 @@ def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
 def test_the_queue_is_bounded() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=1.0, pending_max=2))
     for number in range(5):
-        shadow.take(f"r{number}", prompt(number), answer(5, 0.9, BLENDED))
+        shadow.take(shadow.marked(f"r{number}", prompt(number)), answer(5, 0.9, BLENDED))
     assert shadow.counts.dropped == 3
     assert shadow.run_pending(10) == 2
 

@@ -29,8 +29,8 @@ def clock() -> Clock:
 
 def test_shards_come_in_the_order_of_their_names(clock: Clock) -> None:
     members = Membership(clock=clock)
-    members.heard("b", "h:2")
-    members.heard("a", "h:1")
+    members.heard("b", "h:2", "i")
+    members.heard("a", "h:1", "i")
     assert members.current().shards == (ShardAddress("a", "h:1"), ShardAddress("b", "h:2"))
 
 
@@ -38,9 +38,9 @@ def test_the_version_grows_with_every_change_and_only_then(clock: Clock) -> None
     members = Membership(clock=clock)
     versions = [members.current().version]
     for change in (
-        lambda: members.heard("a", "h:1"),
-        lambda: members.heard("a", "h:1"),
-        lambda: members.heard("a", "h:9"),
+        lambda: members.heard("a", "h:1", "i"),
+        lambda: members.heard("a", "h:1", "i"),
+        lambda: members.heard("a", "h:9", "i"),
         lambda: setattr(members, "replicas", 2),
         lambda: members.left("a"),
         lambda: members.left("a"),
@@ -53,22 +53,22 @@ def test_the_version_grows_with_every_change_and_only_then(clock: Clock) -> None
 
 def test_a_silent_shard_leaves_and_comes_back_under_its_name(clock: Clock) -> None:
     members = Membership(clock=clock)
-    members.heard("a", "h:1")
-    members.heard("b", "h:2")
+    members.heard("a", "h:1", "i")
+    members.heard("b", "h:2", "i")
     clock.now_s += 0.9 * LEASE_S
-    members.heard("b", "h:2")
+    members.heard("b", "h:2", "i")
     clock.now_s += 0.2 * LEASE_S
     assert [shard.shard_id for shard in members.current().shards] == ["b"]
-    members.heard("a", "h:7")
+    members.heard("a", "h:7", "i")
     assert members.current().shards == (ShardAddress("a", "h:7"), ShardAddress("b", "h:2"))
 
 
 def test_a_directory_that_was_started_anew_keeps_silent_until_all_were_heard(clock: Clock) -> None:
     members = Membership(settling=True, clock=clock)
-    members.heard("a", "h:1")
+    members.heard("a", "h:1", "i")
     with pytest.raises(Unavailable, match="ask again"):
         members.current()
-    members.heard("b", "h:2")
+    members.heard("b", "h:2", "i")
     clock.now_s += LEASE_S
     assert len(members.current().shards) == 2
 
@@ -76,21 +76,23 @@ def test_a_directory_that_was_started_anew_keeps_silent_until_all_were_heard(clo
 def test_the_number_of_shards_is_bounded(clock: Clock) -> None:
     members = Membership(clock=clock)
     for index in range(SHARDS_MAX):
-        members.heard(f"s{index}", f"h:{index}")
+        members.heard(f"s{index}", f"h:{index}", "i")
     with pytest.raises(ResourceExhausted):
-        members.heard("one more", "h:1")
-    members.heard("s0", "h:0")
+        members.heard("one more", "h:1", "i")
+    members.heard("s0", "h:0", "i")
     assert len(members.current().shards) == SHARDS_MAX
 
 
 RAMP_S = 120.0
 
 
-def beating(members: Membership, clock: Clock, seconds: int, **shards: bool) -> Iterator[tuple[float, ...]]:
+def beating(
+    members: Membership, clock: Clock, seconds: int, *, instance: str = "i", **shards: bool
+) -> Iterator[tuple[float, ...]]:
     """Every second a heartbeat of each of the shards, empty or not; the shares after it."""
     for _ in range(seconds):
         for name, is_empty in shards.items():
-            members.heard(name, f"{name}:1", is_empty)
+            members.heard(name, f"{name}:1", instance if name == "b" else "i", is_empty)
         yield members.current().shares
         clock.now_s += 1.0
 
@@ -109,14 +111,51 @@ def test_an_empty_shard_that_joins_others_is_given_its_chunks_step_by_step(clock
 @pytest.mark.parametrize(
     ("away_s", "is_empty", "ramps"), [(10, True, False), (130, True, True), (130, False, False)]
 )
-def test_a_shard_that_returns_ramps_if_others_had_time_to_take_its_place(
+def test_a_shard_that_starts_again_ramps_if_others_had_time_to_take_its_place(
     clock: Clock, away_s: int, is_empty: bool, ramps: bool
 ) -> None:
     members = Membership(clock=clock, ramp_s=RAMP_S)
     list(beating(members, clock, 125, a=False, b=False))
     list(beating(members, clock, away_s, a=False))
-    (shares,) = beating(members, clock, 1, a=False, b=is_empty)
+    (shares,) = beating(members, clock, 1, instance="j", a=False, b=is_empty)
     assert bool(shares) is ramps
+
+
+@pytest.mark.parametrize("away_s", [10, 130])
+def test_a_shard_that_was_not_heard_of_goes_on_where_it_was(clock: Clock, away_s: int) -> None:
+    """Its process is the same: nothing that it was given is gone."""
+    members = Membership(clock=clock, ramp_s=RAMP_S)
+    list(beating(members, clock, 125, a=False))
+    began_s = clock.now_s
+    *_, before = beating(members, clock, 45, a=False, b=True)
+    assert before == pytest.approx((1.0, 5 / 13))
+    *_, without = beating(members, clock, away_s, a=False)
+    assert without == ()
+    assert len(members.current().shards) == 1
+    (after,) = beating(members, clock, 1, a=False, b=True)
+    assert after == (pytest.approx((1.0, 6 / 13)) if away_s == 10 else ())
+    assert clock.now_s - began_s == 46 + away_s
+
+
+def test_the_others_are_as_old_as_they_were_before_they_were_not_heard_of(clock: Clock) -> None:
+    members = Membership(clock=clock, ramp_s=RAMP_S)
+    list(beating(members, clock, 125, a=False))
+    clock.now_s += 2 * LEASE_S
+    assert members.current().shards == ()
+    (shares,) = beating(members, clock, 1, a=False, b=True)
+    assert shares == pytest.approx((1.0, 1 / 13)), "a holds what is about to be b's"
+
+
+@pytest.mark.parametrize("away_s", [0, 10])
+def test_a_shard_that_starts_again_empty_while_it_ramps_ramps_from_the_beginning(
+    clock: Clock, away_s: int
+) -> None:
+    members = Membership(clock=clock, ramp_s=RAMP_S)
+    list(beating(members, clock, 125, a=False))
+    list(beating(members, clock, 65, a=False, b=True))
+    list(beating(members, clock, away_s, a=False))
+    (shares,) = beating(members, clock, 1, instance="j", a=False, b=True)
+    assert shares == pytest.approx((1.0, 1 / 13))
 
 
 def test_without_a_ramp_a_shard_is_given_all_at_once(clock: Clock) -> None:
@@ -130,9 +169,9 @@ def test_what_is_remembered_of_shards_that_left_is_bounded(clock: Clock) -> None
     list(beating(members, clock, 125, a=False, first=False))
     members.left("first")
     for index in range(SHARDS_MAX):
-        members.heard(f"s{index}", "h:1")
+        members.heard(f"s{index}", "h:1", "i")
         members.left(f"s{index}")
-    members.heard("first", "h:1", is_empty=True)
+    members.heard("first", "h:1", "j", is_empty=True)
     assert members.current().shares == (1.0, 1 / 13), "forgotten, so it counts as new"
 
 
@@ -150,4 +189,9 @@ def test_a_shard_says_nothing_of_the_store_before_serve_has_told_it(monkeypatch:
     announcer = Announcer({}, "a", "h:1", lambda: True)
     announcer.configure(Configured(2, 5.0))
     announcer.close()
-    assert told == [("a", "h:1", True, None), ("a", "h:1", True, Configured(2, 5.0)), ("a",)]
+    (instance,) = {values[2] for values in told[:2]}
+    assert told == [
+        ("a", "h:1", instance, True, None),
+        ("a", "h:1", instance, True, Configured(2, 5.0)),
+        ("a",),
+    ]

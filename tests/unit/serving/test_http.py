@@ -25,6 +25,7 @@ from kintsugi.serving.openai_request import CHAT_PATH, COMPLETIONS_PATH
 from kintsugi.serving.openai_server import HttpServer
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered
 from tests.integration.store.test_tls import issue
+from tests.recorded_spans import recorded
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -96,6 +97,23 @@ def test_answers_pass_through() -> None:
         assert len(backend.calls[-1].request_id) == 32
 
     run(body)
+
+
+def test_times_are_told_to_those_who_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the engine was asked for them because the caller has its request traced."""
+    times = {"timeline": [], "began_unix_s": 1.5}
+
+    async def body() -> None:
+        backend = ScriptedBackend(lambda call: answered("fine", {"outcome": "blended", **times}))
+        told = (await post(backend, CHAT, headers=TRACE)).json()["kv_transfer_params"]["kintsugi"]
+        assert told == {"outcome": "blended"}
+        assert backend.calls[-1].params.timeline
+        for own in ("timeline", "explain"):
+            asked = await post(backend, {**CHAT, "kintsugi": {own: True}}, headers=TRACE)
+            assert asked.json()["kv_transfer_params"]["kintsugi"] == {"outcome": "blended", **times}
+
+    with recorded(monkeypatch):
+        run(body)
 
 
 def test_streams_pass_through_piece_by_piece() -> None:

@@ -64,6 +64,38 @@ def test_what_is_old_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(ask())
 
 
+def test_what_was_said_once_is_known_while_engines_hang_or_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask() -> None:
+        engine = Engine()
+        engine.go.set()
+        recent = RecentInfo(engine.info)
+        engine.error = Unavailable("not yet")
+        with pytest.raises(Unavailable, match="not yet"):
+            await recent.known(60.0)
+        engine.error = None
+        assert await recent.known(60.0) is INFO, "the first is asked for until it is there"
+        monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
+        engine.go.clear()
+        for _ in range(3):
+            assert await recent.known(0.0) is INFO, "without waiting for the engine"
+            await asyncio.sleep(0)
+        assert engine.asked == 3, "one at a time"
+        engine.go.set()
+        for error, told in ((Unavailable("gone"), "gone"), (KeyError("not one of ours"), "KeyError")):
+            engine.error = error
+            async with asyncio.timeout(10):
+                while told not in caplog.text:
+                    assert await recent.known(0.0) is INFO
+                    await asyncio.sleep(0)
+        with pytest.raises(KeyError):
+            await recent.get()
+        await recent.close()
+
+    asyncio.run(ask())
+
+
 def test_an_engine_that_hangs_is_waited_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         monkeypatch.setattr(recent_info, "ANSWER_S", 0.01)

@@ -11,7 +11,7 @@ from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, 
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.serving.known_chunks import KnownChunks
-from kintsugi.serving.segments import INLINE_CHARS_MAX, Segment, SegmentResolver
+from kintsugi.serving.segments import INLINE_CHARS_MAX, Piece, Segment, SegmentResolver
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "none"}), "tenant", (1,))
 OTHERS = ChunkSpace(SPACE.fingerprint, "other", (1,))
@@ -26,12 +26,19 @@ def resolver(known: KnownChunks | None = None, documents: DocumentIndex | None =
     return SegmentResolver(tokenize, KnownChunks() if known is None else known, documents)
 
 
+async def learned(resolve: SegmentResolver, *segments: Segment) -> list[Piece]:
+    """As of a request that was not refused."""
+    pieces = await resolve.pieces(SPACE, segments)
+    resolve.learn(SPACE, segments, pieces)
+    return pieces
+
+
 def test_a_small_request_for_many_tokens_is_refused_before_they_are_gathered() -> None:
     known = KnownChunks()
     resolve = resolver(known)
 
     async def ask() -> None:
-        (piece,) = await resolve.pieces(SPACE, [Segment(token_ids=(7,) * 1000)])
+        (piece,) = await learned(resolve, Segment(token_ids=(7,) * 1000))
         with pytest.raises(InvalidField, match=r"11000 tokens up to segments\[10\]; at most 10000"):
             await resolve.prompt(SPACE, [Segment(key=piece.key)] * 1024, Segment(text="Why?"), 10_000)
         with pytest.raises(InvalidField, match="question: 4 tokens"):
@@ -60,11 +67,11 @@ def test_a_text_that_was_deleted_and_comes_again_is_known_again() -> None:
     resolve = resolver(known)
 
     async def ask() -> None:
-        (piece,) = await resolve.pieces(SPACE, [Segment(text=TEXT)])
+        (piece,) = await learned(resolve, Segment(text=TEXT))
         known.forget("tenant", [piece.key])
         with pytest.raises(NotFound):
             await resolve.pieces(SPACE, [Segment(key=piece.key)])
-        await resolve.pieces(SPACE, [Segment(text=TEXT)])
+        await learned(resolve, Segment(text=TEXT))
         assert await resolve.pieces(SPACE, [Segment(key=piece.key)]) == [piece]
         assert known.find("tenant", f"… {TEXT} …") == [(2, 2 + len(TEXT))]
 
@@ -77,9 +84,23 @@ def test_a_text_in_use_is_not_what_is_forgotten_first() -> None:
 
     async def ask() -> None:
         for text in (TEXT, "another one", TEXT, "a third one"):
-            (piece,) = await resolve.pieces(SPACE, [Segment(text=text)])
-        (piece,) = await resolve.pieces(SPACE, [Segment(text=TEXT)])
+            (piece,) = await learned(resolve, Segment(text=text))
+        (piece,) = await learned(resolve, Segment(text=TEXT))
         assert known.knows("tenant", piece.key)
+
+    asyncio.run(ask())
+
+
+def test_nothing_is_known_of_what_was_only_resolved() -> None:
+    known = KnownChunks()
+    resolve = resolver(known)
+
+    async def ask() -> None:
+        segments = [Segment(text=TEXT), Segment(token_ids=(1, 2)), Segment(text=TEXT[1:], plain=True)]
+        pieces = await resolve.pieces(SPACE, segments)
+        assert len(known) == 0
+        resolve.learn(SPACE, segments, pieces)
+        assert [known.knows("tenant", piece.key) for piece in pieces] == [True, True, False]
 
     asyncio.run(ask())
 

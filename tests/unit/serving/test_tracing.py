@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -14,10 +16,11 @@ from kintsugi.client.in_process import InProcessStore
 from kintsugi.client.ram import RamStore
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.core.exchange import EngineRequest
+from kintsugi.core.exchange import EngineDelta, EngineRequest
 from kintsugi.serving import tracing
 from kintsugi.serving.access import ANYONE
-from kintsugi.serving.gateway import Gateway, GenerateCall
+from kintsugi.serving.gateway import Finished, Gateway, GenerateCall
+from kintsugi.serving.openai_answer import accounting_in, without_times_in
 from kintsugi.serving.segments import Segment
 from kintsugi.serving.stub import StubBackend
 from tests.recorded_spans import recorded
@@ -51,6 +54,32 @@ def test_a_span_is_a_child_of_what_came_and_the_parent_of_what_goes(exported: In
     assert span.attributes == {"kintsugi.namespace": "tenant"}
     assert headers["traceparent"].split("-")[1] == "0af7651916cd43dd8448eb211c80319c"
     assert headers["traceparent"].split("-")[2] == f"{span.get_span_context().span_id:016x}"
+
+
+class TimedBackend(StubBackend):
+    """Says when layers were computed wherever it is asked to."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        asked = request.params.timeline or request.params.explain
+        async for delta in super().generate(request):
+            if delta.accounting is not None and asked:
+                delta = dataclasses.replace(delta, accounting={**delta.accounting, **BLENDED})
+            yield delta
+
+
+async def _accountings(calls: int, explain: bool = False) -> list[Mapping[str, Any]]:
+    """What callers with `PARENT`'s headers are told."""
+    gateway = Gateway(
+        TimedBackend(), InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text]
+    )
+    told = []
+    call = GenerateCall("tenant", (), Segment(text="why?"), trace=PARENT, explain=explain)
+    for _ in range(calls):
+        async for event in gateway.generate(ANYONE, call):
+            if isinstance(event, Finished):
+                told.append(event.accounting)
+    await gateway.close()
+    return told
 
 
 async def _sent_to_the_engine() -> EngineRequest:
@@ -127,6 +156,60 @@ def test_an_engine_is_asked_for_times_only_where_somebody_looks(
     with recorded(monkeypatch, sampler) as exporter:
         assert asyncio.run(_sent_to_the_engine()).params.timeline is asked
         assert bool(exporter.get_finished_spans()) is asked
+
+
+def test_times_are_told_to_those_who_asked_for_them(exported: InMemorySpanExporter) -> None:
+    (told,) = asyncio.run(_accountings(1))
+    assert told["outcome"] == "blended"
+    assert not set(tracing.TIMES) & set(told)
+    assert "layer 1 compute" in {span.name for span in exported.get_finished_spans()}
+    (explained,) = asyncio.run(_accountings(1, explain=True))
+    assert set(tracing.TIMES) <= set(explained)
+
+
+def test_callers_who_have_themselves_traced_do_not_have_every_layer_recorded(
+    exported: InMemorySpanExporter,
+) -> None:
+    asyncio.run(_accountings(int(tracing.LAYERS_PER_S_MAX) + 50))
+    names = [span.name for span in exported.get_finished_spans()]
+    assert names.count("gateway.generate") == tracing.LAYERS_PER_S_MAX + 50
+    assert tracing.LAYERS_PER_S_MAX <= names.count("engine.blend") < tracing.LAYERS_PER_S_MAX + 50
+
+
+def test_layers_are_recorded_again_later(exported: InMemorySpanExporter) -> None:
+    now_s = 0.0
+    timelines = tracing.Timelines(per_s=2.0, clock=lambda: now_s)
+    with tracing.span("gateway.engine") as engine:
+        assert [timelines.wanted(engine) for _ in range(4)] == [True, True, False, False]
+        now_s = 0.5
+        assert [timelines.wanted(engine) for _ in range(2)] == [True, False]
+        now_s = 100.0
+        assert [timelines.wanted(engine) for _ in range(3)] == [True, True, False]
+        assert not timelines.wanted(tracing.Span(None, None))
+
+
+@pytest.mark.parametrize("begin", ["data: ", ""])
+def test_an_openai_answer_goes_without_its_times(begin: str) -> None:
+    end = "\n\n" if begin else ""
+    for document in (
+        {"choices": ["é"], "kintsugi": BLENDED},
+        {"id": 1, "kv_transfer_params": {"kintsugi": BLENDED}},
+    ):
+        piece = f"{begin}{json.dumps(document)}{end}".encode()
+        told = without_times_in(piece)
+        assert accounting_in(piece) == BLENDED
+        assert accounting_in(told) == {"outcome": "blended", "blend_ms": 7.5}
+        assert told.startswith(begin.encode())
+        assert told.endswith(end.encode())
+        assert {**json.loads(told.decode().removeprefix("data: ")), **document} == document
+
+
+@pytest.mark.parametrize(
+    "piece", [b"data: [DONE]\n\n", b'{"timeline": 1}', b'"timeline"', b'{"kintsugi": 1}']
+)
+def test_other_pieces_go_as_they_are(piece: bytes) -> None:
+    assert without_times_in(piece) is piece
+    assert accounting_in(piece) is None
 
 
 def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

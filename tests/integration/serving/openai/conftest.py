@@ -23,8 +23,9 @@ from kintsugi.quality import reports
 from kintsugi.serving.access import ANYONE
 from kintsugi.serving.gateway import Gateway, PutState
 from kintsugi.serving.grpc_server import GatewayServer
-from kintsugi.serving.http import HttpFront, accounting_in
+from kintsugi.serving.http import HttpFront
 from kintsugi.serving.local_backend import LocalBackend
+from kintsugi.serving.openai_answer import accounting_in
 from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.segments import Segment
 from kintsugi.store.ram_tier import RamTier
