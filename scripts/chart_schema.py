@@ -23,10 +23,6 @@ from typing import Any, get_type_hints
 import yaml
 
 from kintsugi_operator.api import (
-    LABEL,
-    NAME,
-    OPTIONAL_NAME,
-    QUANTITY,
     CorpusPrecomputeSpec,
     Engines,
     Gateway,
@@ -37,11 +33,11 @@ from kintsugi_operator.api import (
     Replicas,
     Store,
     Tls,
-    bounded,
     camel,
     dataclass_within,
     to_manifest,
 )
+from kintsugi_operator.bounds import LABEL, NAME, OPTIONAL_NAME, QUANTITY, bounded
 from kintsugi_operator.crd import Schema, field_docs, schema_of
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"

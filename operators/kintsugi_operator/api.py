@@ -17,6 +17,18 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.layout import Codec
 from kintsugi.core.schema import STRICT, load
+from kintsugi_operator.bounds import (
+    CIDR,
+    CRON,
+    LABEL,
+    NAME,
+    OPTIONAL_LABEL,
+    OPTIONAL_NAME,
+    QUANTITY,
+    Rule,
+    bounded,
+)
+from kintsugi_operator.environment import Variable
 
 GROUP = "kintsugi.dev"
 VERSION = "v1alpha1"
@@ -24,29 +36,7 @@ API_VERSION = f"{GROUP}/{VERSION}"
 SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
 
-NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
-OPTIONAL_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
-LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
-CRON = r"^(\S+( \S+){4})?$"
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A CEL rule over an object, and what to tell who breaks it."""
-
-    rule: str
-    message: str
-
-
-def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
-    """A field with keywords of JSON schema: minimum, maximum, pattern, maxLength, maxItems, maxProperties.
-    `itemPattern`, `itemLength` and `valueLength` are those of what is in it."""
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=bounds)
-    return field(default=default, metadata=bounds)
 
 
 class PullPolicy(StrEnum):
@@ -229,6 +219,8 @@ class Engines:
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's engine arguments."""
     openai: OpenAI = field(default_factory=OpenAI)
+    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    """Environment variables, also of the jobs that calibrate a model or fill a corpus."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -301,6 +293,8 @@ class Store:
     insecure: bool = False
     """Plaintext, and no NetworkPolicies around it either."""
     placement: ShardPlacement = ShardPlacement.APART
+    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    """Environment variables of shards. They restart, one at a time, when these change."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -326,6 +320,8 @@ class Gateway:
     read_only: bool = False
     overtaking: bool = False
     """Requests may carry a priority below 0, and so go before all that carry none."""
+    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    """Environment variables, OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT among them: see `network.egress`."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -342,6 +338,24 @@ class Tls:
 
 
 @dataclass(frozen=True)
+class Egress:
+    """Something outside that may be called."""
+
+    __pydantic_config__ = STRICT
+
+    RULES: ClassVar = (
+        Rule("self.namespace == '' || self.cidr == ''", "name a namespace or a cidr, not both"),
+    )
+
+    ports: tuple[int, ...] = bounded(minItems=1, maxItems=32, itemMinimum=1, itemMaximum=65535)
+    """Of TCP."""
+    namespace: str = bounded("", pattern=OPTIONAL_LABEL, maxLength=63)
+    """Its pods; without this and `cidr`: any address."""
+    cidr: str = bounded("", pattern=CIDR, maxLength=43)
+    """Its addresses, such as 10.0.0.0/8."""
+
+
+@dataclass(frozen=True)
 class Network:
     """NetworkPolicies: everything is denied but what follows."""
 
@@ -354,9 +368,11 @@ class Network:
     monitoring_namespace: str = bounded("", pattern=OPTIONAL_NAME, maxLength=63)
     """Whose pods may read metrics."""
     kuberay_namespace: str = bounded("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Where KubeRay runs; empty: any namespace, by the operator's label."""
+    """Where KubeRay's operator runs, which deploys through the dashboards of heads. Empty: this namespace."""
     downloads: bool = True
     """Whether engines and jobs may reach HTTPS outside: models and corpora."""
+    egress: tuple[Egress, ...] = bounded((), maxItems=32)
+    """What else engines, gateways and jobs may call: a collector of traces, a proxy, a bucket's endpoint."""
 
 
 @dataclass(frozen=True)

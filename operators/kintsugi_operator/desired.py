@@ -194,7 +194,7 @@ def _status(
         ),
         conditions=(
             c.true(c.VALID, "Accepted"),
-            _kuberay(observed),
+            _kuberay(spec, owner, observed),
             _store(spec, observed, ready),
             _shards(spec, owner, observed, shard_step),
             _calibrated(spec, rollout, observed),
@@ -204,7 +204,7 @@ def _status(
     )
 
 
-def _kuberay(observed: Observed) -> Condition:
+def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
     if not observed.kuberay.is_installed:
         return c.false(
             c.KUBERAY,
@@ -217,7 +217,10 @@ def _kuberay(observed: Observed) -> Condition:
             "TooOld",
             "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs",
         )
-    return c.true(c.KUBERAY, "Installed")
+    if not spec.network.policies:
+        return c.true(c.KUBERAY, "Installed")
+    home = spec.network.kuberay_namespace or owner.namespace
+    return c.true(c.KUBERAY, "Installed", f"let in from namespace {home} alone: network.kuberayNamespace")
 
 
 def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:

@@ -82,6 +82,27 @@ def test_a_wrong_field_is_named_as_yaml_does(
         ({"engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
         ({"engines": {"connector": {"store": "x"}}}, "engines.connector.store"),
         ({"model": {"codec": "zip"}}, "codec"),
+        ({"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}, "spec.store.env.0.name: RAY_ADDRESS: "),
+        ({"engines": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "model.tokenSecret"),
+        ({"gateway": {"env": [{"name": "A"}, {"name": "A"}]}}, "spec.gateway.env.1.name: A is there twice"),
+        ({"gateway": {"env": [{"name": "A", "valueFrom": {}}]}}, "env.0.valueFrom: name one of"),
+        (
+            {
+                "gateway": {
+                    "env": [
+                        {
+                            "name": "A",
+                            "value": "b",
+                            "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+                        }
+                    ]
+                }
+            },
+            "env.0.value: give value or valueFrom",
+        ),
+        ({"network": {"egress": [{"ports": []}]}}, "spec.network.egress.0.ports: are mandatory"),
+        ({"network": {"egress": [{"ports": [1], "cidr": "10.0.0.1/8"}]}}, "spec.network.egress.0.cidr"),
+        ({"network": {"egress": [{"ports": [1], "cidr": "::/0", "namespace": "n"}]}}, "not both"),
     ],
 )
 def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says: str) -> None:

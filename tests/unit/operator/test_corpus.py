@@ -65,6 +65,16 @@ def test_it_runs_at_once() -> None:
     assert given["--corpus"] == "handbook"
 
 
+def test_its_engines_have_the_environment_of_the_services() -> None:
+    proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+    spec = spec_of(engines={"env": [proxy]}, gateway={"env": [{"name": "OTEL_SERVICE_NAME", "value": "x"}]})
+    cluster = job_of(decide(corpus_of(), at=Target(spec, Revision.of(spec), True)))["spec"]["rayClusterSpec"]
+    for template in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]):
+        env = template["spec"]["containers"][0]["env"]
+        assert proxy in env
+        assert "OTEL_SERVICE_NAME" not in {one["name"] for one in env}
+
+
 def test_a_source_cannot_smuggle_options_or_a_shell() -> None:
     source = "--store grpc://evil; rm -rf / $(id)"
     command = shlex.split(job_of(decide(corpus_of(source=source)))["spec"]["entrypoint"])
