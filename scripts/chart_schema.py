@@ -37,7 +37,7 @@ from kintsugi_operator.api import (
     dataclass_within,
     to_manifest,
 )
-from kintsugi_operator.bounds import LABEL, NAME, OPTIONAL_NAME, QUANTITY, bounded
+from kintsugi_operator.bounds import HUB_NAME, LABEL, NAME, OPTIONAL_NAME, QUANTITY, bounded
 from kintsugi_operator.crd import Schema, field_docs, schema_of
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
@@ -173,7 +173,7 @@ class Values:
 
 
 COMMENTS = {
-    "model.path": "Empty: what `name` says.",
+    "model.path": "Empty: `name` is a hub name.",
     "network.clientNamespaces": "Where some are named, and `test.enabled`, the release's own may too.",
     "tls.secret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
     "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
@@ -187,10 +187,15 @@ def values_schema() -> Schema:
     properties = root["properties"]
     model = properties["model"]
     del model["required"]
-    model["properties"]["path"].pop("minLength")
-    named = [{"properties": {name: {"minLength": 1}}, "required": [name]} for name in ("path", "name")]
+    path = model["properties"]["path"]
+    path.pop("minLength")
+    path["pattern"] = f"{path['pattern']}|^$"
+    named = {
+        "if": {"properties": {"path": {"minLength": 1}}, "required": ["path"]},
+        "else": {"properties": {"name": {"pattern": f"^{HUB_NAME}$"}}, "required": ["name"]},
+    }
     enabled = {"properties": {"service": {"properties": {"enabled": {"const": True}}}}}
-    root["if"], root["then"] = enabled, {"properties": {"model": {"anyOf": named}}}
+    root["if"], root["then"] = enabled, {"properties": {"model": named}}
     corpus = properties["precompute"]["properties"]["corpora"]["items"]
     del corpus["properties"]["service"]
     corpus["properties"] = {"name": {"type": "string", "pattern": LABEL}, **corpus["properties"]}

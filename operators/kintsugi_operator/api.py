@@ -21,6 +21,7 @@ from kintsugi_operator.bounds import (
     CIDR,
     CRON,
     LABEL,
+    MODEL,
     NAME,
     OPTIONAL_LABEL,
     OPTIONAL_NAME,
@@ -144,8 +145,9 @@ class Model:
 
     __pydantic_config__ = STRICT
 
-    path: str = bounded(minLength=1, maxLength=1024)
-    """Folder of the checkpoint within the image or the claim, or a name that vLLM resolves."""
+    path: str = bounded(minLength=1, maxLength=1024, pattern=MODEL)
+    """Folder of the checkpoint within the image or the claim, or a hub name, org/model, that each pod
+    downloads."""
     name: str = bounded("", maxLength=255)
     """What clients call it; empty: the last part of the path."""
     dtype: str = bounded("auto", enum=["auto", "bfloat16", "float16", "float32"])
@@ -476,6 +478,9 @@ class CorpusPrecomputeSpec:
     """Stop a running job and start none. What was prefilled stays; the job goes on from there."""
     ttl_s: int = bounded(3600, minimum=0, maximum=31536000)
     """Seconds that a finished job stays."""
+    retire_old_editions: bool = False
+    """Delete, at the end of a run, chunks of models that were replaced before it began. Those of the model
+    before this one stay, for a way back."""
     ledger_gib: float = bounded(1.0, minimum=0.1, maximum=1024)
     """Volume that remembers which document has which chunks."""
 

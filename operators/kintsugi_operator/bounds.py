@@ -12,6 +12,8 @@ LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 OPTIONAL_LABEL = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$"
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
 CRON = r"^(\S+( \S+){4})?$"
+HUB_NAME = r"[A-Za-z0-9][-A-Za-z0-9._]*/[-A-Za-z0-9._]+"
+MODEL = rf"^(/.*|{HUB_NAME})$"
 CIDR = r"^([0-9a-fA-F.:]+/[0-9]{1,3})?$"
 
 

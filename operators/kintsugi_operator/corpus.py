@@ -172,7 +172,9 @@ def _complete(phase: str, job: JobView) -> Condition:
         "and a changed spec starts it again",
     }
     if phase == "Succeeded":
-        return c.true(c.COMPLETE, "Filled")
+        return c.true(
+            c.COMPLETE, "Filled", "requests find its chunks by text or token ids, not by a document's id"
+        )
     return c.false(c.COMPLETE, phase, messages.get(phase, phase))
 
 

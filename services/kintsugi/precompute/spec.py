@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint
+from kintsugi.client.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint
 from kintsugi.client.chunking import ChunkingConfig
+from kintsugi.client.hub import is_hub_name
 from kintsugi.client.registry import is_process_local
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
-from kintsugi.core.layout import Codec, KVLayout
+from kintsugi.core.layout import Codec, KVLayout, codec_named
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import ChunkSpace, checked_namespace
 from kintsugi.precompute.files import Format
@@ -30,7 +31,7 @@ class JobSpec:
     source: str
     """Path or URL of a file or folder; its name where a Ray dataset is given beside the spec."""
     model: str
-    """Checkpoint folder, on every machine with a worker."""
+    """Checkpoint folder, on every machine with a worker; or a hub name, `org/model`, downloaded by each."""
     store: str
     """URL that every worker reaches: grpc://, shards:// or shardfile://."""
     namespace: str
@@ -46,6 +47,8 @@ class JobSpec:
     prefix_token_ids: list[int] | None = None
     """As in the engine's configuration: None is the model's BOS."""
     portable: bool = True
+    codec: str = "raw"
+    """How chunks are stored, by its name: as the serving engines are configured."""
     workers: int = 1
     gpus_per_worker: float = 0.0
     """Ray's accounting; below 1 several share a GPU. 0: vLLM on the CPU."""
@@ -60,11 +63,15 @@ class JobSpec:
     """Documents that may fail before the job does."""
     replace_model: bool = False
     """Fill a second model's chunks for a corpus that has those of another; retire that one afterwards."""
+    retire: bool = False
+    """Forget, once this is complete, editions that another one had replaced before the job began. The one
+    that was complete last stays: engines may still serve it."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization."""
 
     def __post_init__(self) -> None:
         checked_namespace(self.namespace)
+        codec_named(self.codec)
         if is_process_local(self.store):
             raise InvalidField(
                 "store",
@@ -97,8 +104,10 @@ class JobSpec:
 
     @property
     def model_folder(self) -> str:
-        """For processes with another working folder."""
-        return str(Path(self.model).resolve())
+        """For processes with another working folder, or on another machine."""
+        folder = Path(self.model)
+        is_elsewhere = not folder.is_dir() and is_hub_name(folder)
+        return self.model if is_elsewhere else str(folder.resolve())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -111,21 +120,29 @@ class ModelFacts:
     dtype: str
     space: ChunkSpace
     layout: KVLayout
+    codec: Codec
     positions_max: int
 
     @staticmethod
     def of(spec: JobSpec) -> ModelFacts:
-        """Cost of the first call: every weight file is read once (see `client.checkpoint`).
+        """Cost of the first call: every weight file is read once (see `client.checkpoint`), unless the model
+        has a hub's name: then its small files are downloaded.
 
         Raises `NotFound`, `Corrupted` and `InvalidField` where the folder is no checkpoint, or chunks
-        would be longer than the model's context.
+        would be longer than the model's context; `Unavailable` where the hub does not answer.
         """
-        config = _config(Path(spec.model))
+        folder = checkpoint_folder(spec.model, spec.engine.get("revision"))
+        config = _config(folder)
         text = config.get("text_config") or config
         dtype = spec.dtype or _dtype(config, text)
         quantization = (config.get("quantization_config") or {}).get("quant_method")
         cache_dtype = str(spec.engine.get("kv_cache_dtype", "auto"))
-        fingerprint = model_fingerprint(spec.model, kv_dtype_of(dtype, cache_dtype, quantization))
+        overrides = spec.engine.get("hf_overrides")
+        fingerprint = model_fingerprint(
+            folder,
+            kv_dtype_of(dtype, cache_dtype, spec.engine.get("quantization") or quantization),
+            overrides if isinstance(overrides, dict) else None,
+        )
         bos = text.get("bos_token_id")
         prefix = (
             spec.prefix_token_ids
@@ -153,10 +170,10 @@ class ModelFacts:
         except KeyError as error:
             raise Corrupted(f"{spec.model}/config.json has no {error}; it is no decoder's") from None
         space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable)
-        return ModelFacts(dtype, space, layout, positions)
+        return ModelFacts(dtype, space, layout, codec_named(spec.codec), positions)
 
     def chunk_bytes(self, num_tokens: int) -> int:
-        return self.layout.chunk_bytes(Codec.RAW, num_tokens)
+        return self.layout.chunk_bytes(self.codec, num_tokens)
 
 
 def _config(folder: Path) -> dict[str, Any]:

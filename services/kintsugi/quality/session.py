@@ -35,7 +35,8 @@ def prefix_of_file(model: str, path: Path) -> tuple[int, ...]:
 
     if not path.is_file():
         raise NotFound(f"{path} is not a file; name a text file with the system prompt")
-    return tuple(AutoTokenizer.from_pretrained(model)(path.read_text(encoding="utf-8")).input_ids)
+    # Bytes, since reading as text would change the ends of lines.
+    return tuple(AutoTokenizer.from_pretrained(model)(path.read_bytes().decode()).input_ids)
 
 
 @contextmanager
@@ -54,10 +55,10 @@ def measuring_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
     if spec.prefix_token_ids is not None:
         extra["prefix_token_ids"] = list(spec.prefix_token_ids)
     arguments: dict[str, Any] = {
-        "enable_prefix_caching": False,
-        "logits_processors": [FORCING],
         "disable_log_stats": True,
         **spec.vllm_args,
+        "enable_prefix_caching": False,
+        "logits_processors": [FORCING],
     }
     with LocalEngine.start(spec.model, extra_config=extra, **arguments) as engine:
         yield engine

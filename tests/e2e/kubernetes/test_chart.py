@@ -233,7 +233,7 @@ def test_one_operator_has_no_disruption_budget_and_two_have() -> None:
 
 @every_helm
 def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
-    arguments = ["template", RELEASE, str(CHART), "--set", "model.name=m"]
+    arguments = ["template", RELEASE, str(CHART), "--set", "model.name=org/m"]
     done = helm_named(helm).run(*arguments)
     assert done.returncode != 0
     assert HINT in done.stderr
@@ -248,6 +248,8 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
     [
         ("model.nam=m", "model"),
         ("model.codec=int4", "model.codec"),
+        ("model.name=gpt2", "model.name"),
+        ("model.path=models/7b/final", "model.path"),
         ("model.maxModelLen=0", "model.maxModelLen"),
         ("engines.replicas.max=none", "engines.replicas.max"),
         ("engines.gpus=-1", "engines.gpus"),

@@ -82,6 +82,7 @@ def test_a_wrong_field_is_named_as_yaml_does(
         ({"engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
         ({"engines": {"connector": {"store": "x"}}}, "engines.connector.store"),
         ({"model": {"codec": "zip"}}, "codec"),
+        ({"model": {"path": "s3://bucket/model"}}, r"spec\.model\.path: .* 's3://bucket/model'"),
         ({"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}, "spec.store.env.0.name: RAY_ADDRESS: "),
         ({"engines": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "model.tokenSecret"),
         ({"gateway": {"env": [{"name": "A"}, {"name": "A"}]}}, "spec.gateway.env.1.name: A is there twice"),
