@@ -20,9 +20,11 @@ from kintsugi.core.schema import STRICT, load
 from kintsugi_operator.bounds import (
     CIDR,
     CRON,
+    HOST_AND_PATH,
     LABEL,
     MODEL,
     NAME,
+    NAMESPACE,
     OPTIONAL_LABEL,
     OPTIONAL_NAME,
     QUANTITY,
@@ -127,7 +129,7 @@ class Image:
 
     __pydantic_config__ = STRICT
 
-    repository: str = bounded(minLength=1, maxLength=255, pattern=r"^[a-z0-9][a-z0-9._/:-]*$")
+    repository: str = bounded(minLength=1, maxLength=255, pattern=rf"^{HOST_AND_PATH}$")
     tag: str = bounded("latest", maxLength=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str = bounded("", maxLength=71, pattern=r"^(sha256:[0-9a-f]{64})?$")
     """Wins over the tag."""
@@ -453,7 +455,7 @@ class CorpusPrecomputeSpec:
 
     service: str = bounded(minLength=1, maxLength=63, pattern=NAME)
     """A BlendService in this namespace: its model, its image, its store."""
-    namespace: str = bounded(minLength=1, maxLength=255)
+    namespace: str = bounded(minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant whose chunks they become."""
     source: str = bounded(minLength=1, maxLength=2048)
     """File, folder or URL."""

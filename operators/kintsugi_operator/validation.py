@@ -7,7 +7,7 @@ from ipaddress import ip_network
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import checked_namespace
-from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, Egress, Gateway, camel
+from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, Egress, Engines, Gateway, camel
 from kintsugi_operator.deployed import service_config, store_config
 from kintsugi_operator.environment import Variable, problem_of
 from kintsugi_operator.pods import quantity
@@ -24,21 +24,20 @@ RESERVED_PORTS = {
     10001: "Ray's client server",
     52365: "Ray's agent",
 }
+WORKER_PORTS = range(10002, 20000)
+"""Of which Ray's processes take whichever is free."""
 
 
 def check_service(spec: BlendServiceSpec, name: str, namespace: str) -> None:
     """Raise `InvalidField` for a spec that no cluster could run."""
     engines = spec.engines
+    _check_engines(engines)
     _check_gateway(spec.gateway)
     if not (spec.store.tls_secret or spec.network.policies or spec.store.insecure):
         raise InvalidField(
             "spec.store.tlsSecret",
             "is mandatory without network.policies: name a Secret, or set store.insecure",
         )
-    if engines.replicas.min > engines.replicas.max:
-        raise InvalidField("spec.engines.replicas.min", "must not exceed max")
-    if quantity(engines.shared_memory) >= quantity(engines.memory):
-        raise InvalidField("spec.engines.sharedMemory", "counts towards memory: make it smaller than that")
     if len({tier.name for tier in spec.store.tiers}) != len(spec.store.tiers):
         raise InvalidField("spec.store.tiers", "must have different names")
     for part, variables in (
@@ -57,6 +56,19 @@ def check_service(spec: BlendServiceSpec, name: str, namespace: str) -> None:
         raise InvalidField(f"spec.{'.'.join(map(camel, error.field.split('.')))}", error.problem) from None
 
 
+def _check_engines(engines: Engines) -> None:
+    if engines.replicas.min > engines.replicas.max:
+        raise InvalidField("spec.engines.replicas.min", "must not exceed max")
+    if quantity(engines.shared_memory) >= quantity(engines.memory):
+        raise InvalidField("spec.engines.sharedMemory", "counts towards memory: make it smaller than that")
+    ranks = engines.vllm.get("tensor_parallel_size", 1)
+    if engines.gpus and isinstance(ranks, int) and ranks > engines.gpus:
+        raise InvalidField(
+            "spec.engines.vllm.tensor_parallel_size",
+            f"{ranks} needs as many GPUs, and an engine's pod has {engines.gpus}: set engines.gpus",
+        )
+
+
 def _check_gateway(gateway: Gateway) -> None:
     if not (gateway.tokens_secret or gateway.insecure):
         raise InvalidField(
@@ -64,8 +76,9 @@ def _check_gateway(gateway: Gateway) -> None:
             "is mandatory: name a Secret with hashed tokens, or set gateway.insecure to serve anybody",
         )
     for field, port in (("grpcPort", gateway.grpc_port), ("httpPort", gateway.http_port)):
-        if port in RESERVED_PORTS:
-            raise InvalidField(f"spec.gateway.{field}", f"{port} is taken by {RESERVED_PORTS[port]}")
+        taken = RESERVED_PORTS.get(port, "Ray's workers" if port in WORKER_PORTS else "")
+        if taken:
+            raise InvalidField(f"spec.gateway.{field}", f"{port} is taken by {taken}")
     if gateway.grpc_port == gateway.http_port:
         raise InvalidField("spec.gateway.httpPort", "must differ from grpcPort")
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.spaces import checked_namespace
 from kintsugi_operator.api import (
     BlendServiceSpec,
     CorpusPrecomputeSpec,
@@ -30,6 +31,9 @@ from tests.unit.operator.specs import SMALL, manifests, spec_of, specs
 ROOT = Path(__file__).resolve().parents[3]
 BLEND_SERVICE = jsonschema.Draft7Validator(
     crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+)
+CORPUS_PRECOMPUTE = jsonschema.Draft7Validator(
+    crds()["corpusprecomputes"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 )
 
 
@@ -82,6 +86,11 @@ def test_a_wrong_field_is_named_as_yaml_does(
         ({"engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
         ({"engines": {"connector": {"store": "x"}}}, "engines.connector.store"),
         ({"model": {"codec": "zip"}}, "codec"),
+        ({"gateway": {"grpcPort": 12000}}, "spec.gateway.grpcPort: 12000 is taken by Ray's workers"),
+        (
+            {"engines": {"gpus": 1, "vllm": {"tensor_parallel_size": 2}}},
+            "spec.engines.vllm.tensor_parallel_size: 2 needs as many GPUs",
+        ),
         ({"model": {"path": "s3://bucket/model"}}, r"spec\.model\.path: .* 's3://bucket/model'"),
         ({"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}, "spec.store.env.0.name: RAY_ADDRESS: "),
         ({"engines": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "model.tokenSecret"),
@@ -123,6 +132,20 @@ def test_a_corpus_that_cannot_work_says_what_to_change(values: dict[str, Any], s
     base = {"service": "acme", "namespace": "tenant", "source": "/corpus"}
     with pytest.raises(InvalidField, match=says):
         check_corpus(from_manifest(CorpusPrecomputeSpec, {**base, **values}))
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "A.b-c_d", "9", "a b", "", "/a", "é", "x" * 128, "x" * 129])
+def test_a_tenants_name_is_the_cores(name: str) -> None:
+    base = {"service": "acme", "namespace": name, "source": "/corpus"}
+    try:
+        checked_namespace(name)
+    except InvalidField:
+        with pytest.raises(InvalidField, match=r"spec\.namespace"):
+            check_corpus(from_manifest(CorpusPrecomputeSpec, base))
+        assert not CORPUS_PRECOMPUTE.is_valid({"spec": base})
+    else:
+        check_corpus(from_manifest(CorpusPrecomputeSpec, base))
+        CORPUS_PRECOMPUTE.validate({"spec": base})
 
 
 def test_the_crds_are_valid_and_structural() -> None:
