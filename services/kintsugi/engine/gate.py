@@ -176,9 +176,11 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
     kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
+    # The commit that was loaded, whatever its branch points at by now.
+    revision = getattr(model.revision, "resolved", model.revision)
     # vLLM fetches the tokenizer's files that it needs; others may have fetched more.
-    complete(model.model, model.revision)
-    return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
+    complete(model.model, revision)
+    return model_fingerprint(model.model, kv_dtype, overrides, revision)
 
 
 def prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
