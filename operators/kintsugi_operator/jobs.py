@@ -31,6 +31,8 @@ CORPUS_FILES = "/corpus"
 CALIBRATION_TTL_S = 600
 BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
 """Arguments of vLLM that are part of a chunk's identity: corpora have those of the service, and no others."""
+LOADING = ("load_format", "trust_remote_code")
+"""Those without which some models cannot be loaded: corpora may have others."""
 SHARED = ("portable", "query_layers")
 """Of the connector's configuration, what decides how well a model blends."""
 RETRIES = 2
@@ -173,8 +175,8 @@ def corpus_command(
 ) -> list[str]:
     """What the job runs: chunks of the very space in which the service looks for them."""
     model, workers = service.model, corpus.workers
-    bound = {name: value for name, value in service.engines.vllm.items() if name in BOUND}
-    vllm = engine_arguments(service, workers.gpus, {**workers.vllm, **bound})
+    vllm = {name: value for name, value in service.engines.vllm.items() if name in (*BOUND, *LOADING)}
+    vllm = engine_arguments(service, workers.gpus, {**vllm, **workers.vllm})
     options = {
         "--model": model.path,
         "--namespace": corpus.namespace,

@@ -10,6 +10,7 @@ from kintsugi.core.spaces import checked_namespace
 from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, Egress, Engines, Gateway, camel
 from kintsugi_operator.deployed import service_config, store_config
 from kintsugi_operator.environment import Variable, problem_of
+from kintsugi_operator.jobs import BOUND
 from kintsugi_operator.pods import quantity
 from kintsugi_operator.schedule import Schedule
 
@@ -107,6 +108,8 @@ def check_corpus(spec: CorpusPrecomputeSpec) -> None:
         checked_namespace(spec.namespace)
     except InvalidField as error:
         raise InvalidField("spec.namespace", error.problem) from None
+    for name in sorted({*BOUND, "dtype", "kv_transfer_config", "model"} & set(spec.workers.vllm)):
+        raise InvalidField(f"spec.workers.vllm.{name}", "follows from the service: set it there")
     if spec.overlap >= spec.tokens_max:
         raise InvalidField("spec.overlap", f"{spec.overlap} must be less than tokensMax, {spec.tokens_max}")
     if spec.schedule:

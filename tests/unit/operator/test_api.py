@@ -126,6 +126,8 @@ def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says
         ({"namespace": "a b"}, "spec.namespace"),
         ({"overlap": 512}, "overlap"),
         ({"schedule": "61 * * * *"}, "schedule"),
+        ({"workers": {"vllm": {"revision": "x"}}}, "spec.workers.vllm.revision: follows from the service"),
+        ({"workers": {"vllm": {"dtype": "float16"}}}, "spec.workers.vllm.dtype"),
     ],
 )
 def test_a_corpus_that_cannot_work_says_what_to_change(values: dict[str, Any], says: str) -> None:

@@ -93,7 +93,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         model={"path": "org/name", "systemPrompt": "Be brief.", "codec": "int8", "maxModelLen": 8192},
         engines={
             "gpus": 2,
-            "vllm": {"kv_cache_dtype": "fp8", "max_num_seqs": 4},
+            "vllm": {"kv_cache_dtype": "fp8", "max_num_seqs": 4, "trust_remote_code": True},
             "connector": {"portable": False, "slice_tokens": 64},
         },
     )
@@ -114,6 +114,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         "max_model_len": 8192,
         "seed": 1,
         "tensor_parallel_size": 4,
+        "trust_remote_code": True,
     }
     (volume,) = [
         one
@@ -130,6 +131,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         "max_model_len": 8192,
         "max_num_seqs": 4,
         "tensor_parallel_size": 2,
+        "trust_remote_code": True,
     }
     assert json.loads(measured["connector"]) == {"portable": False}
     assert measured["system"] == told["system"]
