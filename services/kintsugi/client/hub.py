@@ -37,7 +37,7 @@ def snapshot(name: str | Path, revision: str = MAIN) -> Path:
 
 def name_of(folder: Path) -> str:
     """The hub name of a snapshot's folder."""
-    return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
 
 
 def downloaded(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:
@@ -72,27 +72,29 @@ def tensors(name: str, file: str, revision: str) -> list[list[Any]]:
 
 
 @contextlib.contextmanager
-def _translated(name: str | Path) -> Iterator[None]:
+def _translated(model: str | Path) -> Iterator[None]:
     try:
         from huggingface_hub import errors
     except ImportError as error:
         raise NotFound(
-            f"{name} is not a checkpoint folder, and cannot be downloaded: pip install huggingface_hub"
+            f"{model} is not a checkpoint folder, and cannot be downloaded: pip install huggingface_hub"
         ) from error
+    # The library's transport has a tree of its own; with older ones it is OSError's.
+    unreachable = (getattr(errors, name, OSError) for name in ("HTTPError", "XetDownloadError"))
     try:
         yield
     except errors.GatedRepoError as error:
         raise PermissionDenied(
-            f"{name} may not be downloaded: accept its terms at the hub, and set HF_TOKEN"
+            f"{model} may not be downloaded: accept its terms at the hub, and set HF_TOKEN"
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise NotFound(
-            f"{name} is neither a folder here nor a model of the hub; check the name, or set HF_TOKEN to a "
+            f"{model} is neither a folder here nor a model of the hub; check the name, or set HF_TOKEN to a "
             "token that may read it"
         ) from error
-    except (OSError, ValueError, errors.SafetensorsParsingError) as error:
+    except (OSError, ValueError, errors.SafetensorsParsingError, *unreachable) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise Unavailable(
-            f"{name} cannot be downloaded ({said[:SAID_MAX]}); "
-            f"let this machine reach the hub, or download it first (hf download {name})"
+            f"{model} cannot be downloaded ({said[:SAID_MAX]}); "
+            f"let this machine reach the hub, or download it first (hf download {model})"
         ) from error

@@ -75,6 +75,7 @@ def test_of_a_name_the_small_files_are_downloaded_and_no_weights(fake: FakeHub) 
     ]
     assert folder == hub.snapshot("org/large")
     assert hub.name_of(folder) == "org/large"
+    assert hub.name_of(hub.snapshot("org/a--b")) == "org/a--b"
     assert read_config("org/large") == {"hidden_size": 8}
     before = list(fake.fetched)
     assert checkpoint_folder("org/large") == folder
@@ -105,12 +106,14 @@ def test_an_engine_that_has_fewer_of_the_tokenizers_files_fetches_the_rest(fake:
 def test_without_a_hub_what_is_there_has_to_do(
     fake: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folder = checkpoint_folder("org/small")
+    folder = checkpoint_folder("org/large")
     point_library(monkeypatch, "http://127.0.0.1:9", tmp_path / "hub")
-    assert checkpoint_folder("org/small") == folder
-    complete("org/large")
-    with pytest.raises(Unavailable, match=r"hf download org/large"):
-        checkpoint_folder("org/large")
+    assert checkpoint_folder("org/large") == folder
+    complete("org/small")
+    with pytest.raises(Unavailable, match="org/large cannot be downloaded"):
+        model_fingerprint(folder, "bfloat16")
+    with pytest.raises(Unavailable, match=r"hf download org/small"):
+        checkpoint_folder("org/small")
 
 
 def test_what_cannot_be_downloaded_says_what_to_do(fake: FakeHub) -> None:
