@@ -347,8 +347,9 @@ class Egress:
 
     __pydantic_config__ = STRICT
 
+    # CEL reserves the word namespace and escapes it so.
     RULES: ClassVar = (
-        Rule("self.namespace == '' || self.cidr == ''", "name a namespace or a cidr, not both"),
+        Rule("self.__namespace__ == '' || self.cidr == ''", "name a namespace or a cidr, not both"),
     )
 
     ports: tuple[int, ...] = bounded(minItems=1, maxItems=32, itemMinimum=1, itemMaximum=65535)
@@ -446,7 +447,6 @@ class CorpusPrecomputeSpec:
 
     __pydantic_config__ = STRICT
 
-    # CEL reserves the word namespace and escapes it so.
     RULES: ClassVar = (
         Rule("self.overlap < self.tokensMax", "overlap must be less than tokensMax"),
         Rule("self.service == oldSelf.service", "a corpus keeps its service: make another CorpusPrecompute"),
