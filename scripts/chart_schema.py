@@ -23,10 +23,6 @@ from typing import Any, get_type_hints
 import yaml
 
 from kintsugi_operator.api import (
-    LABEL,
-    NAME,
-    OPTIONAL_NAME,
-    QUANTITY,
     CorpusPrecomputeSpec,
     Engines,
     Gateway,
@@ -37,10 +33,18 @@ from kintsugi_operator.api import (
     Replicas,
     Store,
     Tls,
-    bounded,
     camel,
     dataclass_within,
     to_manifest,
+)
+from kintsugi_operator.bounds import (
+    HOST_AND_PATH,
+    HUB_NAME,
+    NAME,
+    NAMESPACE,
+    OPTIONAL_NAME,
+    QUANTITY,
+    bounded,
 )
 from kintsugi_operator.crd import Schema, field_docs, schema_of
 
@@ -49,9 +53,10 @@ LINE_MAX = 110
 HINT = (
     "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
 )
-REPOSITORY = rf"^(?:{HINT}){{0}}[a-z0-9][a-z0-9._/:-]*$"
+REPOSITORY = rf"^(?:{HINT}){{0}}{HOST_AND_PATH}/?$"
 """Helm quotes the pattern that was not matched, and nothing else of the schema. What is repeated zero times
 matches nothing and says how to get images."""
+CORPUS_NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 DIGEST = r"^(sha256:[0-9a-f]{64})?$"
 
 
@@ -146,7 +151,7 @@ class HelmTest:
 
     enabled: bool = True
     prompt: str = bounded("Kintsugi mends pottery with", minLength=1, maxLength=4096)
-    namespace: str = bounded("default", minLength=1, maxLength=255)
+    namespace: str = bounded("default", minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant it asks as."""
     token_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `token` is a bearer token for it. Empty: the one that the chart made, if it did."""
@@ -177,7 +182,7 @@ class Values:
 
 
 COMMENTS = {
-    "model.path": "Empty: what `name` says.",
+    "model.path": "Empty: `name` is a hub name.",
     "network.clientNamespaces": "Where some are named, and `test.enabled`, the release's own may too.",
     "tls.secret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
     "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
@@ -191,13 +196,18 @@ def values_schema() -> Schema:
     properties = root["properties"]
     model = properties["model"]
     del model["required"]
-    model["properties"]["path"].pop("minLength")
-    named = [{"properties": {name: {"minLength": 1}}, "required": [name]} for name in ("path", "name")]
+    path = model["properties"]["path"]
+    path.pop("minLength")
+    path["pattern"] = f"{path['pattern']}|^$"
+    named = {
+        "if": {"properties": {"path": {"minLength": 1}}, "required": ["path"]},
+        "else": {"properties": {"name": {"pattern": f"^{HUB_NAME}$"}}, "required": ["name"]},
+    }
     enabled = {"properties": {"service": {"properties": {"enabled": {"const": True}}}}}
-    root["if"], root["then"] = enabled, {"properties": {"model": {"anyOf": named}}}
+    root["if"], root["then"] = enabled, {"properties": {"model": named}}
     corpus = properties["precompute"]["properties"]["corpora"]["items"]
     del corpus["properties"]["service"]
-    corpus["properties"] = {"name": {"type": "string", "pattern": LABEL}, **corpus["properties"]}
+    corpus["properties"] = {"name": {"type": "string", "pattern": CORPUS_NAME}, **corpus["properties"]}
     corpus["required"] = ["name", *(name for name in corpus["required"] if name != "service")]
     # Set by helm where this chart is another's dependency.
     properties["global"] = {"type": "object"}

@@ -17,6 +17,21 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.layout import Codec
 from kintsugi.core.schema import STRICT, load
+from kintsugi_operator.bounds import (
+    CIDR,
+    CRON,
+    HOST_AND_PATH,
+    LABEL,
+    MODEL,
+    NAME,
+    NAMESPACE,
+    OPTIONAL_LABEL,
+    OPTIONAL_NAME,
+    QUANTITY,
+    Rule,
+    bounded,
+)
+from kintsugi_operator.environment import Variable
 
 GROUP = "kintsugi.dev"
 VERSION = "v1alpha1"
@@ -24,29 +39,7 @@ API_VERSION = f"{GROUP}/{VERSION}"
 SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
 
-NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
-OPTIONAL_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
-LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
-CRON = r"^(\S+( \S+){4})?$"
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A CEL rule over an object, and what to tell who breaks it."""
-
-    rule: str
-    message: str
-
-
-def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
-    """A field with keywords of JSON schema: minimum, maximum, pattern, maxLength, maxItems, maxProperties.
-    `itemPattern`, `itemLength` and `valueLength` are those of what is in it."""
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=bounds)
-    return field(default=default, metadata=bounds)
 
 
 class PullPolicy(StrEnum):
@@ -136,7 +129,7 @@ class Image:
 
     __pydantic_config__ = STRICT
 
-    repository: str = bounded(minLength=1, maxLength=255, pattern=r"^[a-z0-9][a-z0-9._/:-]*$")
+    repository: str = bounded(minLength=1, maxLength=255, pattern=rf"^{HOST_AND_PATH}$")
     tag: str = bounded("latest", maxLength=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str = bounded("", maxLength=71, pattern=r"^(sha256:[0-9a-f]{64})?$")
     """Wins over the tag."""
@@ -154,8 +147,9 @@ class Model:
 
     __pydantic_config__ = STRICT
 
-    path: str = bounded(minLength=1, maxLength=1024)
-    """Folder of the checkpoint within the image or the claim, or a name that vLLM resolves."""
+    path: str = bounded(minLength=1, maxLength=1024, pattern=MODEL)
+    """Folder of the checkpoint within the image or the claim, or a hub name, org/model, that each pod
+    downloads."""
     name: str = bounded("", maxLength=255)
     """What clients call it; empty: the last part of the path."""
     dtype: str = bounded("auto", enum=["auto", "bfloat16", "float16", "float32"])
@@ -229,6 +223,8 @@ class Engines:
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's engine arguments."""
     openai: OpenAI = field(default_factory=OpenAI)
+    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    """Environment variables, also of the jobs that calibrate a model or fill a corpus."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -301,6 +297,8 @@ class Store:
     insecure: bool = False
     """Plaintext, and no NetworkPolicies around it either."""
     placement: ShardPlacement = ShardPlacement.APART
+    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    """Environment variables of shards. They restart, one at a time, when these change."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -326,6 +324,8 @@ class Gateway:
     read_only: bool = False
     overtaking: bool = False
     """Requests may carry a priority below 0, and so go before all that carry none."""
+    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    """Environment variables, OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT among them: see `network.egress`."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -342,6 +342,25 @@ class Tls:
 
 
 @dataclass(frozen=True)
+class Egress:
+    """Something outside that may be called."""
+
+    __pydantic_config__ = STRICT
+
+    # CEL reserves the word namespace and escapes it so.
+    RULES: ClassVar = (
+        Rule("self.__namespace__ == '' || self.cidr == ''", "name a namespace or a cidr, not both"),
+    )
+
+    ports: tuple[int, ...] = bounded(minItems=1, maxItems=32, itemMinimum=1, itemMaximum=65535)
+    """Of TCP."""
+    namespace: str = bounded("", pattern=OPTIONAL_LABEL, maxLength=63)
+    """Its pods; without this and `cidr`: any address."""
+    cidr: str = bounded("", pattern=CIDR, maxLength=43)
+    """Its addresses, such as 10.0.0.0/8."""
+
+
+@dataclass(frozen=True)
 class Network:
     """NetworkPolicies: everything is denied but what follows."""
 
@@ -354,9 +373,11 @@ class Network:
     monitoring_namespace: str = bounded("", pattern=OPTIONAL_NAME, maxLength=63)
     """Whose pods may read metrics."""
     kuberay_namespace: str = bounded("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Where KubeRay runs; empty: any namespace, by the operator's label."""
+    """Where KubeRay's operator runs, which deploys through the dashboards of heads. Empty: this namespace."""
     downloads: bool = True
     """Whether engines and jobs may reach HTTPS outside: models and corpora."""
+    egress: tuple[Egress, ...] = bounded((), maxItems=32)
+    """What else engines, gateways and jobs may call: a collector of traces, a proxy, a bucket's endpoint."""
 
 
 @dataclass(frozen=True)
@@ -426,7 +447,6 @@ class CorpusPrecomputeSpec:
 
     __pydantic_config__ = STRICT
 
-    # CEL reserves the word namespace and escapes it so.
     RULES: ClassVar = (
         Rule("self.overlap < self.tokensMax", "overlap must be less than tokensMax"),
         Rule("self.service == oldSelf.service", "a corpus keeps its service: make another CorpusPrecompute"),
@@ -435,7 +455,7 @@ class CorpusPrecomputeSpec:
 
     service: str = bounded(minLength=1, maxLength=63, pattern=NAME)
     """A BlendService in this namespace: its model, its image, its store."""
-    namespace: str = bounded(minLength=1, maxLength=255)
+    namespace: str = bounded(minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant whose chunks they become."""
     source: str = bounded(minLength=1, maxLength=2048)
     """File, folder or URL."""
@@ -460,6 +480,9 @@ class CorpusPrecomputeSpec:
     """Stop a running job and start none. What was prefilled stays; the job goes on from there."""
     ttl_s: int = bounded(3600, minimum=0, maximum=31536000)
     """Seconds that a finished job stays."""
+    retire_old_editions: bool = False
+    """Delete, at the end of a run, chunks of models that were replaced before it began. Those of the model
+    before this one stay, for a way back."""
     ledger_gib: float = bounded(1.0, minimum=0.1, maximum=1024)
     """Volume that remembers which document has which chunks."""
 

@@ -44,6 +44,8 @@ class CorpusObserved:
     """By name."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Of the current job, as `kintsugi precompute --json` prints them; empty while there are none."""
+    trouble: str = ""
+    """Why a pod of a job does not start."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,11 @@ def _status(
         status = replace(status, progress=1.0)
     if ended:
         status = replace(status, last_success_time=timestamp(now))
-    conditions = (c.true(c.VALID, "Accepted"), c.true(c.READY, "ServiceFound"), _complete(phase, job))
+    conditions = (
+        c.true(c.VALID, "Accepted"),
+        c.true(c.READY, "ServiceFound"),
+        _complete(phase, job, observed.trouble),
+    )
     return replace(status, conditions=conditions)
 
 
@@ -162,17 +168,19 @@ def _phase(spec: CorpusPrecomputeSpec, observed: CorpusObserved, job: JobView) -
     return "Waiting"
 
 
-def _complete(phase: str, job: JobView) -> Condition:
+def _complete(phase: str, job: JobView, trouble: str) -> Condition:
     messages = {
         "Waiting": "the service's store is not ready",
         "Starting": f"RayJob {job.name} is made",
-        "Running": f"RayJob {job.name} runs",
+        "Running": f"RayJob {job.name} runs" + (f"; {trouble}" if trouble else ""),
         "Suspended": "suspend is set: unset it to go on",
         "Failed": f"{job.message or 'the job failed'}. Look at RayJob {job.name}; what was prefilled stays, "
         "and a changed spec starts it again",
     }
     if phase == "Succeeded":
-        return c.true(c.COMPLETE, "Filled")
+        return c.true(
+            c.COMPLETE, "Filled", "requests find its chunks by text or token ids, not by a document's id"
+        )
     return c.false(c.COMPLETE, phase, messages.get(phase, phase))
 
 

@@ -131,6 +131,7 @@ def _typed(annotation: Any, metadata: dict[str, Any]) -> Schema:
     map_key = metadata.pop("mapKey", None)
     inner = {"pattern": metadata.pop("itemPattern", None), "maxLength": metadata.pop("itemLength", None)}
     inner["maxLength"] = metadata.pop("valueLength", inner["maxLength"])
+    inner |= {"minimum": metadata.pop("itemMinimum", None), "maximum": metadata.pop("itemMaximum", None)}
     inner = {key: bound for key, bound in inner.items() if bound is not None}
     if get_origin(annotation) in (types.UnionType, Union):
         (annotation,) = [one for one in get_args(annotation) if one is not type(None)]

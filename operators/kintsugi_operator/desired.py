@@ -14,7 +14,7 @@ from kintsugi_operator.jobs import calibration_job
 from kintsugi_operator.names import ANNOTATION_CLUSTER, ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
 from kintsugi_operator.network import budgets, policies
 from kintsugi_operator.objects import Owner
-from kintsugi_operator.observed import JobState, Observed
+from kintsugi_operator.observed import JobState, Observed, RayServiceView
 from kintsugi_operator.pods import Manifest
 from kintsugi_operator.rollout import Phase, Rollout, from_status, step
 from kintsugi_operator.service import account_objects, endpoints, revision_objects, service_objects
@@ -194,7 +194,7 @@ def _status(
         ),
         conditions=(
             c.true(c.VALID, "Accepted"),
-            _kuberay(observed),
+            _kuberay(spec, owner, observed),
             _store(spec, observed, ready),
             _shards(spec, owner, observed, shard_step),
             _calibrated(spec, rollout, observed),
@@ -204,7 +204,7 @@ def _status(
     )
 
 
-def _kuberay(observed: Observed) -> Condition:
+def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
     if not observed.kuberay.is_installed:
         return c.false(
             c.KUBERAY,
@@ -217,14 +217,23 @@ def _kuberay(observed: Observed) -> Condition:
             "TooOld",
             "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs",
         )
-    return c.true(c.KUBERAY, "Installed")
+    if not spec.network.policies:
+        return c.true(c.KUBERAY, "Installed")
+    home = spec.network.kuberay_namespace or owner.namespace
+    return c.true(c.KUBERAY, "Installed", f"let in from namespace {home} alone: network.kuberayNamespace")
 
 
 def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
     if ready >= spec.store.shards:
         return c.true(c.STORE, "AllShardsReady")
-    said = f": {observed.store.message}" if observed.store is not None and observed.store.message else ""
+    said = _said(observed.store, observed, "store")
     return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{said}")
+
+
+def _said(service: RayServiceView | None, observed: Observed, part: str) -> str:
+    """What KubeRay says of a RayService, and Kubernetes of a pod that does not start."""
+    texts = (service.message if service is not None else "", observed.troubles.get(part, ""))
+    return "".join(f": {text}" for text in texts if text)
 
 
 def _shards(spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep) -> Condition:
@@ -255,7 +264,8 @@ def _calibrated(spec: BlendServiceSpec, rollout: Rollout, observed: Observed) ->
             f"{job.message or 'the job failed'}. Look at RayJob {job.name}; delete it to try again, or set "
             "engines.calibrate to false to serve this model without blending",
         )
-    return c.false(c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill")
+    said = _said(None, observed, "calibration")
+    return c.false(c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill{said}")
 
 
 def _rolled_out(rollout: Rollout, observed: Observed) -> Condition:
@@ -269,8 +279,8 @@ def _rolled_out(rollout: Rollout, observed: Observed) -> Condition:
     }
     text = f"revision {rollout.active} serves until {rollout.pending} may: {messages.get(rollout.phase, '')}"
     service = observed.services.get(rollout.pending)
-    if rollout.phase is Phase.STARTING and service is not None and service.message:
-        text = f"{text}: {service.message}"
+    if rollout.phase is Phase.STARTING:
+        text += _said(service, observed, "service")
     return c.false(c.ROLLED_OUT, str(rollout.phase), text)
 
 
@@ -282,7 +292,7 @@ def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout
     if not observed.kuberay.is_installed:
         return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
     active = observed.services.get(rollout.active)
-    said = f": {active.message}" if active is not None and active.message else ""
+    said = _said(active, observed, "service")
     return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{said}")
 
 

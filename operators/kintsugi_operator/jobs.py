@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec
@@ -29,6 +29,12 @@ REVISION = "/etc/kintsugi/revision"
 STATE = "/state"
 CORPUS_FILES = "/corpus"
 CALIBRATION_TTL_S = 600
+BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
+"""Arguments of vLLM that are part of a chunk's identity: corpora have those of the service, and no others."""
+LOADING = ("load_format", "trust_remote_code")
+"""Those without which some models cannot be loaded: corpora may have others."""
+SHARED = ("portable", "query_layers")
+"""Of the connector's configuration, what decides how well a model blends."""
 RETRIES = 2
 """Of a corpus: a job goes on where the last one stopped."""
 
@@ -44,11 +50,12 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: Revision) ->
     model = spec.model
     command = ["kintsugi", "calibrate", "--model", model.path, "--codec", model.codec]
     command += ["--dtype", model.dtype, "--store", store_url(spec, owner.name, owner.namespace), "--json"]
-    volumes = list(_store_tls(spec))
-    if model.system_prompt is not None:
-        command += ["--system", f"{REVISION}/system-prompt.txt"]
-        source = {"configMap": {"name": revision_map_name(owner.name, revision.name), "defaultMode": 0o444}}
-        volumes.append(Volume("revision", REVISION, source, read_only=True))
+    if arguments := engine_arguments(spec, spec.engines.gpus, spec.engines.vllm):
+        command += ["--engine", json.dumps(arguments, sort_keys=True)]
+    if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
+        command += ["--connector", json.dumps(shared, sort_keys=True)]
+    volumes = [*_store_tls(spec), *_system_prompt(owner.name, revision)]
+    command += _system_option(revision)
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
     engines = spec.engines
     head = template(
@@ -68,6 +75,26 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: Revision) ->
     cluster = ray_cluster(head, [], spec.ray_version, head_cpus=1)
     body = _job(command, cluster, CALIBRATION_TTL_S, retries=0)
     return made(owner, "RayJob", calibration_name(owner.name, revision.name), tags, body, RAY_API_VERSION)
+
+
+def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What a job's engine is told for the model to load there as it does in the service."""
+    arguments = {"max_model_len": spec.model.max_model_len} if spec.model.max_model_len is not None else {}
+    if gpus > 1:
+        arguments["tensor_parallel_size"] = gpus
+    return {**arguments, **more}
+
+
+def _system_option(revision: Revision) -> list[str]:
+    return [] if revision.model.system_prompt is None else ["--system", f"{REVISION}/system-prompt.txt"]
+
+
+def _system_prompt(service: str, revision: Revision) -> list[Volume]:
+    """A file with what the revision's chunks are prefilled behind."""
+    if revision.model.system_prompt is None:
+        return []
+    source = {"configMap": {"name": revision_map_name(service, revision.name), "defaultMode": 0o444}}
+    return [Volume("revision", REVISION, source, read_only=True)]
 
 
 def corpus_job_name(name: str, run: str) -> str:
@@ -114,6 +141,7 @@ def corpus_job(
                 *model_volumes(service, workers.scratch),
                 *documents,
                 *_store_tls(service),
+                *_system_prompt(corpus.service, revision),
             ],
             nodes=workers.nodes,
             is_head=True,
@@ -135,19 +163,20 @@ def corpus_job(
     group = Group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
     # No engine on the head, which has no room for one.
     cluster = ray_cluster(head, [group], service.ray_version)
-    body = _job(corpus_command(corpus, owner, service), cluster, corpus.ttl_s, RETRIES)
+    body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.ttl_s, RETRIES)
     if corpus.suspend:
         # Else unsaid: KubeRay drops what is false when it writes, and a queue of jobs may decide about it.
         body["spec"]["suspend"] = True
     return made(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)
 
 
-def corpus_command(corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendServiceSpec) -> list[str]:
-    """What the job runs."""
+def corpus_command(
+    corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendServiceSpec, revision: Revision
+) -> list[str]:
+    """What the job runs: chunks of the very space in which the service looks for them."""
     model, workers = service.model, corpus.workers
-    vllm = dict(workers.vllm)
-    if model.max_model_len is not None:
-        vllm.setdefault("max_model_len", model.max_model_len)
+    vllm = {name: value for name, value in service.engines.vllm.items() if name in (*BOUND, *LOADING)}
+    vllm = engine_arguments(service, workers.gpus, {**vllm, **workers.vllm})
     options = {
         "--model": model.path,
         "--namespace": corpus.namespace,
@@ -166,9 +195,14 @@ def corpus_command(corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendSer
         "--engine": json.dumps(vllm, sort_keys=True),
         **({"--format": str(corpus.format)} if corpus.format else {}),
         **({"--dtype": model.dtype} if model.dtype != "auto" else {}),
+        **({"--codec": model.codec} if model.codec != "raw" else {}),
     }
     # A source may look like an option or a command of its own: `run` and `--` say that it is neither.
-    flat = [part for pair in options.items() for part in pair]
+    flat = [part for pair in options.items() for part in pair] + _system_option(revision)
+    if service.engines.connector.get("portable") is False:
+        flat.append("--no-portable")
+    if corpus.retire_old_editions:
+        flat.append("--retire")
     return ["kintsugi", "precompute", "run", *flat, "--replace-model", "--json", "--", corpus.source]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kintsugi_operator.api import BlendServiceSpec
+from kintsugi_operator.api import BlendServiceSpec, Egress
 from kintsugi_operator.deployed import (
     DIRECTORY_PORT,
     ENGINE_METRICS_PORT,
@@ -74,7 +74,8 @@ def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
         _heads_policy(spec, owner, home),
         _metrics_policy(spec, owner, home),
         *_clients_of_the_store(owner),
-        *_outside(spec, owner),
+        *_downloads(spec, owner),
+        *_elsewhere(spec, owner),
     ]
 
 
@@ -121,7 +122,7 @@ def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     """KubeRay deploys through the dashboards of heads; whoever reaches those may run code there. The operator
     reads what jobs have written."""
     kuberay = {
-        "namespaceSelector": _namespace(spec.network.kuberay_namespace),
+        "namespaceSelector": _namespace(spec.network.kuberay_namespace or owner.namespace),
         "podSelector": {"matchLabels": KUBERAY},
     }
     ingress = [{"from": [kuberay, _operator(home)], "ports": _ports(DASHBOARD_PORT)}]
@@ -144,8 +145,8 @@ def _operator(home: str) -> Manifest:
     return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
 
 
-def _outside(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
-    """Downloads of models and corpora."""
+def _downloads(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
+    """Of models and corpora."""
     if not spec.network.downloads:
         return []
     egress = [{"ports": _ports(443)}]
@@ -154,6 +155,25 @@ def _outside(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
         for part in PARTS
         if part != "store"
     ]
+
+
+def _elsewhere(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
+    """What the spec names."""
+    if not spec.network.egress:
+        return []
+    egress = [_called(one) for one in spec.network.egress]
+    return [
+        _policy(owner, f"egress-{part}", {"part": part}, egress=egress) for part in PARTS if part != "store"
+    ]
+
+
+def _called(egress: Egress) -> Manifest:
+    rule: Manifest = {"ports": _ports(*egress.ports)}
+    if egress.namespace:
+        rule["to"] = [{"namespaceSelector": _namespace(egress.namespace)}]
+    if egress.cidr:
+        rule["to"] = [{"ipBlock": {"cidr": egress.cidr}}]
+    return rule
 
 
 def _policy(

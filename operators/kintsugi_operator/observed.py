@@ -115,6 +115,8 @@ class Observed:
     """That are remembered."""
     selected: str = ""
     """Revision that the gateway's Service chooses."""
+    troubles: Mapping[str, str] = field(default_factory=dict)
+    """Why a pod does not start, by part."""
     calibrations: Mapping[str, JobView] = field(default_factory=dict)
     """By revision."""
     corpora: tuple[CorpusView, ...] = ()

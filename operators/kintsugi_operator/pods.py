@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi_operator.api import Nodes, to_manifest
+from kintsugi_operator.environment import Variable
 from kintsugi_operator.names import LABEL_TEMPLATE, digest
 
 Manifest = dict[str, Any]
+Environment = Mapping[str, str | Mapping[str, Any]]
+"""Values, or `valueFrom` mappings, by name."""
 
 USER_ID = 10001
 """Any but root: images must not care which."""
@@ -101,8 +104,7 @@ class Pod:
     gpu_resource: str = ""
     shared_memory: str = "512Mi"
     ports: Mapping[str, int] = field(default_factory=dict)
-    env: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
-    """Values, or `valueFrom` mappings."""
+    env: Environment = field(default_factory=dict)
     env_secret: str = ""
     volumes: Sequence[Volume] = ()
     readiness: Mapping[str, Any] = field(default_factory=dict)
@@ -114,6 +116,11 @@ class Pod:
     is_head: bool = False
     has_autoscaler: bool = False
     """Ray's, which KubeRay adds to a head: it asks Kubernetes for pods."""
+
+
+def environment(variables: Sequence[Variable]) -> Environment:
+    """What a spec adds, in its order: Kubernetes resolves `$(NAME)` by what stands before."""
+    return {one.name: to_manifest(one.value_from) if one.value_from else one.value for one in variables}
 
 
 def security() -> Manifest:
@@ -220,7 +227,10 @@ def _health(is_head: bool) -> Manifest:
 
 
 def _variable(name: str, value: str | Mapping[str, Any]) -> Manifest:
-    return {"name": name, "value": value} if isinstance(value, str) else {"name": name, "valueFrom": value}
+    if isinstance(value, str):
+        # An empty one is left unsaid: KubeRay drops it when it writes.
+        return {"name": name, "value": value} if value else {"name": name}
+    return {"name": name, "valueFrom": value}
 
 
 def _toleration(toleration: Any) -> Manifest:

@@ -42,7 +42,7 @@ from kintsugi_operator.corpus import (
 )
 from kintsugi_operator.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, Revision
 from kintsugi_operator.desired import Desired, desired, timestamp
-from kintsugi_operator.jobs import CALIBRATION
+from kintsugi_operator.jobs import CALIBRATION, CORPUS
 from kintsugi_operator.names import (
     ANNOTATION_CLUSTER,
     FINALIZER,
@@ -73,6 +73,7 @@ from kintsugi_operator.shards import Action
 from kintsugi_operator.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus
 from kintsugi_operator.store import ray_service_name
 from kintsugi_operator.teardown import next_teardown
+from kintsugi_operator.troubles import troubles_of
 from kintsugi_operator.validation import check_corpus, check_service
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,9 @@ class Reconciler:
         jobs = {one["metadata"]["name"]: job_view(one) for one in owned if one["kind"] == RAY_JOB.kind}
         target = await self._target(namespace, spec.service)
         report = await self._report(jobs.get(before.job))
-        observed = CorpusObserved(target, jobs, report)
+        pods = await self._cluster.list(POD, namespace, tags)
+        trouble = troubles_of(pods, self._clock()).get(CORPUS, "")
+        observed = CorpusObserved(target, jobs, report, trouble)
         result = desired_corpus(spec, owner, before, observed, self._clock())
         try:
             await self._apply(result.objects, owned)
@@ -239,6 +242,7 @@ class Reconciler:
             pods=shards,
             services={revision: ray_service_view(one) for revision, one in services.items()},
             engines=engines,
+            troubles=troubles_of(pods, self._clock()),
             revisions=dict(one for one in remembered if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
             calibrations={_label(one, LABEL_REVISION): job_view(one) for one in jobs},

@@ -25,10 +25,12 @@ from kintsugi_operator.pods import (
     STORE_TLS,
     TLS,
     TOKENS,
+    Environment,
     Manifest,
     Pod,
     Volume,
     claimed,
+    environment,
     scratch,
     secret,
     template,
@@ -179,7 +181,7 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Group
         cpus=gateway.cpus,
         memory=gateway.memory,
         ports={"grpc": gateway.grpc_port, "http": gateway.http_port},
-        env=engine_env(spec),
+        env={**model_env(spec), **environment(gateway.env)},
         volumes=volumes,
         readiness=_readiness(spec),
         nodes=gateway.nodes,
@@ -208,8 +210,13 @@ def _common(
     }
 
 
-def engine_env(spec: BlendServiceSpec) -> dict[str, str | Mapping[str, Any]]:
-    """Environment of whatever loads the model: caches that may be written, and how to download."""
+def engine_env(spec: BlendServiceSpec) -> Environment:
+    """Environment of engines and of jobs that run some."""
+    return {**model_env(spec), **environment(spec.engines.env)}
+
+
+def model_env(spec: BlendServiceSpec) -> Environment:
+    """Environment of whatever reads the model: caches that may be written, and how to download."""
     env: dict[str, str | Mapping[str, Any]] = {
         "HF_HOME": f"{SCRATCH}/huggingface",
         "VLLM_CACHE_ROOT": f"{SCRATCH}/vllm",

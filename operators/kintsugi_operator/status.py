@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kintsugi.core.schema import STRICT
-from kintsugi_operator.api import bounded
+from kintsugi_operator.bounds import bounded
 
 
 class Status(StrEnum):

@@ -46,6 +46,8 @@ app.kubernetes.io/component: {{ last . }}
 {{- $serving := .Values.image.serving -}}
 {{- if eq $serving "auto" -}}
 {{- $serving = ternary "serving-gpu" "serving-cpu" (gt (int .Values.engines.gpus) 0) -}}
+{{- else if ne (eq $serving "serving-gpu") (gt (int .Values.engines.gpus) 0) -}}
+{{- fail (printf "image.serving is %s, and engines.gpus %d: change one of them" $serving (int .Values.engines.gpus)) -}}
 {{- end -}}
 {{- printf "%s/%s" (include "kintsugi.repository" .) $serving -}}
 {{- end }}

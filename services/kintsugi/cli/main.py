@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kintsugi import __version__
+from kintsugi.cli.arguments import engine_arguments, json_object
 from kintsugi.cli.exits import ExitCode, reported
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.size import size
@@ -150,6 +151,10 @@ def calibrate(
     system: Annotated[
         Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
     ] = None,
+    engine: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as a JSON object.")] = "{}",
+    connector: Annotated[
+        str, typer.Option(help="More of the connector's configuration, as a JSON object.")
+    ] = "{}",
     as_json: Json = False,
 ) -> None:
     """Measure how well a model blends, and write the report that allows it to."""
@@ -163,7 +168,8 @@ def calibrate(
         codec=codec,
         store=chunk_store,
         prefix_token_ids=None if system is None else prefix_of_file(model, system),
-        vllm_args={"dtype": dtype},
+        extra_config=json_object("connector", connector, '{"portable": false}'),
+        vllm_args={**engine_arguments(engine), "dtype": dtype},
     )
     budget = Budget(prompts=prompts, seed=seed)
     code = command.run(Screen(as_json), command.Task(spec, questions, store, out, budget, Thresholds()))

@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from typer.core import TyperGroup
 
+from kintsugi.cli.arguments import engine_arguments
 from kintsugi.cli.exits import ExitCode, reported
 from kintsugi.cli.render import counted
 from kintsugi.cli.store import human
@@ -60,7 +61,7 @@ app = typer.Typer(
 Source = Annotated[
     str, typer.Argument(help="File, folder or URL: JSONL, Parquet, CSV, text, Markdown, HTML.")
 ]
-ModelFolder = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder.")]
+ModelFolder = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name.")]
 StoreUrl = Annotated[str, typer.Option("--store", help="URL of the store.")]
 NamespaceName = Annotated[str, typer.Option("--namespace", "-n", help="Tenant whose chunks they become.")]
 Corpus = Annotated[str, typer.Option(help="Name of the corpus; else made from the source.")]
@@ -73,6 +74,10 @@ IdColumn = Annotated[str, typer.Option(help="Column that holds the document's id
 VersionColumn = Annotated[str, typer.Option(help="Column that holds the document's version.")]
 FileFormat = Annotated[Format | None, typer.Option("--format", help="Of every file; else by suffix.")]
 Dtype = Annotated[str, typer.Option(help="Of the KV, as the serving engines run; else the checkpoint's.")]
+System = Annotated[
+    Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
+]
+Portable = Annotated[bool, typer.Option(help="Whether chunks may be used behind another prefix.")]
 
 
 def state_folder(given: Path | None) -> Path:
@@ -97,6 +102,9 @@ def run(
     version_column: VersionColumn = "version",
     file_format: FileFormat = None,
     dtype: Dtype = "",
+    system: System = None,
+    portable: Portable = True,
+    codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
     workers: Annotated[int, typer.Option(min=1, help="Engines.")] = 1,
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="0: on the CPU.")] = 0.0,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a lost worker costs.")] = 16_384,
@@ -104,6 +112,9 @@ def run(
     bytes_max: Annotated[int, typer.Option(min=0, help="KV of the corpus; 0: all of the store.")] = 0,
     errors_share: Annotated[float, typer.Option(min=0, max=1, help="Documents that may fail.")] = 0.05,
     replace_model: Annotated[bool, typer.Option(help="Fill a new model's chunks beside the old.")] = False,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="Then delete chunks of models replaced before this run.")
+    ] = False,
     engine: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as a JSON object.")] = "{}",
     dry_run: Annotated[bool, typer.Option(help="Say what would be done, and whether it fits.")] = False,
     as_json: AsJson = False,
@@ -119,6 +130,9 @@ def run(
         columns=Columns(text_column, id_column, version_column),
         chunking=ChunkingConfig(tokens_max, overlap),
         dtype=dtype,
+        prefix_token_ids=_prefix(model, system),
+        portable=portable,
+        codec=codec,
         workers=workers,
         gpus_per_worker=gpus_per_worker,
         batch_tokens=batch_tokens,
@@ -126,7 +140,8 @@ def run(
         bytes_max=bytes_max,
         errors_share_max=errors_share,
         replace_model=replace_model,
-        engine=_engine(engine),
+        retire=retire,
+        engine=engine_arguments(engine),
     )
     ledger = Ledger(state_folder(state))
     try:
@@ -157,6 +172,8 @@ def coverage(
     id_column: IdColumn = "id",
     file_format: FileFormat = None,
     dtype: Dtype = "",
+    system: System = None,
+    portable: Portable = True,
     as_json: AsJson = False,
 ) -> None:
     """Say which share of a corpus is in the store, and in which tier. Changes nothing."""
@@ -169,6 +186,8 @@ def coverage(
         columns=Columns(text_column, id_column),
         chunking=ChunkingConfig(tokens_max, overlap),
         dtype=dtype,
+        prefix_token_ids=_prefix(model, system),
+        portable=portable,
         errors_share_max=1.0,
     )
     with _shown() as (show, _):
@@ -245,14 +264,13 @@ def serve(
         manager.close()
 
 
-def _engine(text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise InvalidField("engine", f"is no JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise InvalidField("engine", 'must be a JSON object, such as {"max_model_len": 4096}')
-    return values
+def _prefix(model: str, system: Path | None) -> list[int] | None:
+    """Of the chunk space; None: the model's BOS."""
+    if system is None:
+        return None
+    from kintsugi.quality.session import prefix_of_file  # transformers is slow to import
+
+    return list(prefix_of_file(model, system))
 
 
 @contextmanager

@@ -7,9 +7,8 @@ base, say) is not in the folder: pass it as `overrides`.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import logging
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,8 +17,11 @@ from typing import Any
 
 import blake3
 
-from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.client import hub
+from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
 from kintsugi.core.spaces import ModelFingerprint
+
+log = logging.getLogger(__name__)
 
 HEADER_BYTES_MAX = 100_000_000
 """The safetensors format's own bound."""
@@ -37,6 +39,8 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+_SMALL_FILES = ("config.json", _INDEX, *_TOKENIZER_FILES)
+"""What is read of a checkpoint beside its weights."""
 _IRRELEVANT_FIELDS = frozenset({"_commit_hash", "_name_or_path", "transformers_version", "use_cache"})
 _ROPE_FIELD = re.compile(r"rope|rotary|max_position_embeddings")
 _REVISION = re.compile(r"[0-9a-f]{40}")
@@ -50,10 +54,12 @@ def model_fingerprint(
 ) -> ModelFingerprint:
     """The fingerprint of the checkpoint in folder `path`, its KV held as `kv_dtype` (``bfloat16``, …).
 
-    A hub name (``org/model``) means its snapshot in the local hub cache, at `revision` (None: ``main``).
+    A hub name (``org/model``) means its snapshot in the local hub cache, at `revision` (None: ``main``);
+    `checkpoint_folder` puts there what is missing of it.
 
     Weights count by content; in a hub cache (``…/snapshots/<revision>``) the revision stands for the
-    content, so that tens of gigabytes need not be read. The folder's name never counts. The first call
+    content, so that tens of gigabytes need not be read, nor even be there: the hub is asked for the headers
+    of files that are not. The folder's name never counts. The first call
     reads every weight file once, on all cores; later calls in the same process stat them.
 
     Raises `NotFound` where the folder or a file is missing, `Corrupted` for a file that is not what it
@@ -91,29 +97,36 @@ def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None 
     return f"torch.{dtype.removeprefix('torch.')}/{cache_dtype}/{quantization}"
 
 
+def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
+    """The folder with a model's configuration and tokenizer: `model` itself, or the snapshot of a hub name,
+    with these files downloaded. Weights are left to who loads them.
+
+    All of the tokenizer's files are fetched, whoever asks: they are part of the fingerprint, so machines that
+    have different ones would not find each other's chunks. Raises as `hub.downloaded` does.
+    """
+    path = Path(model)
+    if path.is_dir() or not hub.is_hub_name(path):
+        return path
+    return hub.downloaded(path, _SMALL_FILES, revision or hub.MAIN)
+
+
+def complete(model: str | Path, revision: str | None = None) -> None:
+    """See that a hub name's snapshot has what the fingerprint reads. Where the hub does not answer, what is
+    there has to do."""
+    try:
+        checkpoint_folder(model, revision)
+    except KintsugiError as error:
+        log.warning("%s", error)
+
+
 def _checked_folder(path: Path, revision: str) -> Path:
     if path.is_dir():
         return path.resolve()
-    if _is_hub_name(path):
-        snapshot = _hub_snapshot(path, revision)
-        if snapshot.is_dir():
-            return snapshot.resolve()
-    hint = f"download it first (hf download {path}) and" if _is_hub_name(path) else "check the path, or"
+    is_hub_name = hub.is_hub_name(path)
+    if is_hub_name and (snapshot := hub.snapshot(path, revision)).is_dir():
+        return snapshot.resolve()
+    hint = f"download it first (hf download {path}) and" if is_hub_name else "check the path, or"
     raise NotFound(f"{path} is not a checkpoint folder; {hint} name a folder that holds config.json")
-
-
-def _is_hub_name(path: Path) -> bool:
-    return not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in (".", "..")
-
-
-def _hub_snapshot(name: Path, revision: str) -> Path:
-    """Where the hub cache holds `name` at `revision`, a branch, tag or commit; it need not be there."""
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-    repository = cache / f"models--{'--'.join(name.parts)}"
-    with contextlib.suppress(OSError):
-        revision = (repository / "refs" / revision).read_text(encoding="ascii").strip()
-    return repository / "snapshots" / revision
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -140,13 +153,29 @@ def _tokenizer_digests(folder: Path) -> dict[str, str]:
 
 def _weights(folder: Path) -> dict[str, object]:
     """Names, dtypes and shapes of all tensors, and what stands for their content."""
-    files = _weight_files(folder)
-    tensors = [tensor for file in files for tensor in _tensors(file)]
     revision = _hub_revision(folder)
     if revision is not None:
-        return {"tensors": sorted(tensors), "revision": revision}
+        return {"tensors": sorted(_hub_tensors(folder, revision)), "revision": revision}
+    files = _weight_files(folder)
+    tensors = [tensor for file in files for tensor in _tensors(file)]
     # Sorted by digest: which shard has which name is no property of the model.
     return {"tensors": sorted(tensors), "content": sorted(_digest(file) for file in files)}
+
+
+def _hub_tensors(folder: Path, revision: str) -> list[list[Any]]:
+    """From the files that are there, else from the hub."""
+    name = hub.name_of(folder)
+    if (folder / _INDEX).is_file() or any(folder.glob("*.safetensors")):
+        files = [file.name for file in _weight_files(folder)]
+    else:
+        files = hub.safetensors_files(name, revision)
+    if not files:
+        raise NotFound(f"{name} has no *.safetensors; save the weights as safetensors first")
+    found: list[list[Any]] = []
+    for file in files:
+        is_here = (folder / file).is_file()
+        found += _tensors(folder / file) if is_here else hub.tensors(name, file, revision)
+    return found
 
 
 def _hub_revision(folder: Path) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
 
+from kintsugi.client.checkpoint import checkpoint_folder
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 from kintsugi.core.layout import TOKENS_MAX
 from kintsugi.core.schema import STRICT
@@ -107,8 +108,9 @@ class Chunker:
 
     @staticmethod
     def of_model(folder: str | Path, config: ChunkingConfig | None = None) -> Chunker:
-        """With the tokenizer in a checkpoint folder. Raises `NotFound` and `Corrupted`."""
-        path = Path(folder) / "tokenizer.json"
+        """With the tokenizer in a checkpoint folder, or of a hub name, `org/model`, whose small files are
+        downloaded. Raises `NotFound`, `Corrupted`, and as `checkpoint_folder` does."""
+        path = checkpoint_folder(folder) / "tokenizer.json"
         if not path.is_file():
             raise NotFound(
                 f"{folder} has no tokenizer.json; save the model's fast tokenizer there "

@@ -53,7 +53,7 @@ class ModelSpec:
     __pydantic_config__ = STRICT
 
     path: str
-    """Folder of the checkpoint, or a name that vLLM resolves."""
+    """Folder of the checkpoint, or a hub name, `org/model`."""
     name: str = ""
     """What clients call it; empty: the last part of the path."""
     dtype: str = "auto"

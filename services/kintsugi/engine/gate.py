@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kintsugi import __version__
-from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint
+from kintsugi.client.checkpoint import complete, kv_dtype_of, model_fingerprint
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.errors import KintsugiError, NotFound
 from kintsugi.core.gate import CALIBRATE, GateState, decide
@@ -176,7 +176,11 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
     kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
-    return model_fingerprint(model.model, kv_dtype, overrides, model.revision)
+    # The commit that was loaded, whatever its branch points at by now.
+    revision = getattr(model.revision, "resolved", model.revision)
+    # vLLM fetches the tokenizer's files that it needs; others may have fetched more.
+    complete(model.model, revision)
+    return model_fingerprint(model.model, kv_dtype, overrides, revision)
 
 
 def prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import functools
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.readers import Failure, read
 from kintsugi.precompute.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
-from kintsugi.precompute.warm import delete_orphans
+from kintsugi.precompute.warm import delete_orphans, forget
 from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFactory, WorkerSpec, durable
 
 QUEUED_BATCHES = 4
@@ -141,6 +142,9 @@ class Job:
                 self._look_again(edition)
             self._judge(final=True)
             complete = self.progress.chunks_failed == 0
+            if complete and self.spec.retire and not self._dry:
+                old = self._ledger.replaced(self.spec.corpus_name, edition)
+                self.progress.chunks_invalidated += forget(self._ledger, self._store, old)
         finally:
             if self._pool is not None:
                 self._pool.close()
@@ -271,8 +275,8 @@ class Job:
         progress.chunks_missing += len(missing)
         progress.tokens += tokens
         progress.tokens_missing += lacking
-        progress.bytes_total += self.facts.chunk_bytes(1) * tokens
-        progress.bytes_missing += self.facts.chunk_bytes(1) * lacking
+        progress.bytes_total += self._bytes_of(chunks)
+        progress.bytes_missing += self._bytes_of(missing)
         self._tell()
         if self._dry:
             self._obey()
@@ -332,7 +336,13 @@ class Job:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             url = durable(spec.store, self._store.stats().durable)
             worker = WorkerSpec(
-                spec.model_folder, url, self.facts.space, self.facts.layout, self.facts.dtype, spec.engine
+                spec.model_folder,
+                url,
+                self.facts.space,
+                self.facts.layout,
+                self.facts.dtype,
+                spec.codec,
+                spec.engine,
             )
             self._pool = Pool(spec, worker, self._factory)
             self._fill_started_s = time.monotonic()
@@ -373,13 +383,18 @@ class Job:
         tokens = sum(chunk.num_tokens for chunk in settled.filled)
         progress.chunks_filled += len(settled.filled)
         progress.tokens_filled += tokens
-        progress.bytes_filled += self.facts.chunk_bytes(1) * tokens
+        progress.bytes_filled += self._bytes_of(settled.filled)
         progress.chunks_resident += len(settled.present)
         progress.chunks_missing -= len(settled.present)
         progress.tokens_missing -= sum(chunk.num_tokens for chunk in settled.present)
         self._fail(settled.failed)
         if settled.filled or settled.present:
             self._strikes = 0
+
+    def _bytes_of(self, chunks: Sequence[PendingChunk]) -> int:
+        """As they are stored. Most chunks of a corpus are equally long."""
+        sizes = Counter(chunk.num_tokens for chunk in chunks)
+        return sum(self.facts.chunk_bytes(size) * count for size, count in sizes.items())
 
     def _fail(self, failed: Sequence[tuple[PendingChunk, str]]) -> None:
         self.progress.chunks_failed += len(failed)

@@ -368,6 +368,18 @@ class Ledger(DocumentIndex):
                 db.execute(f"DELETE FROM {table} WHERE edition=?", (edition,))
             db.execute("DELETE FROM edition WHERE id=?", (edition,))
 
+    def replaced(self, corpus: str, edition: int) -> list[Edition]:
+        """Editions beside this one and the one that was complete last; none while none is complete."""
+        with self._database.reading() as db:
+            row = db.execute(
+                "SELECT id FROM edition WHERE corpus=? AND completed_s IS NOT NULL"
+                " ORDER BY completed_s DESC LIMIT 1",
+                (corpus,),
+            ).fetchone()
+        if row is None:
+            return []
+        return [one for one in self.editions(corpus) if one.id not in (edition, row[0])]
+
     def editions(self, corpus: str | None = None) -> list[Edition]:
         """The newest last."""
         with self._database.reading() as db:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kintsugi.client.checkpoint import kv_dtype_of, model_fingerprint, read_config
+from kintsugi.client.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
 from kintsugi.client.chunking import ChunkingConfig
+from kintsugi.client.hub import is_hub_name
 from kintsugi.client.registry import is_process_local
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.layout import Codec, KVLayout
+from kintsugi.core.layout import Codec, KVLayout, codec_named
 from kintsugi.core.schema import STRICT
 from kintsugi.core.sizing import engine_dtype, model_size, text_config
 from kintsugi.core.spaces import ChunkSpace, checked_namespace
@@ -34,7 +35,7 @@ class JobSpec:
     source: str
     """Path or URL of a file or folder; its name where a Ray dataset is given beside the spec."""
     model: str
-    """Checkpoint folder, on every machine with a worker."""
+    """Checkpoint folder, on every machine with a worker; or a hub name, `org/model`, downloaded by each."""
     store: str
     """URL that every worker reaches: grpc://, shards:// or shardfile://."""
     namespace: str
@@ -50,6 +51,8 @@ class JobSpec:
     prefix_token_ids: list[int] | None = None
     """As in the engine's configuration: None is the model's BOS."""
     portable: bool = True
+    codec: str = "raw"
+    """How chunks are stored, by its name: as the serving engines are configured."""
     workers: int = 1
     gpus_per_worker: float = 0.0
     """Ray's accounting; below 1 several share a GPU. 0: vLLM on the CPU."""
@@ -64,11 +67,15 @@ class JobSpec:
     """Documents that may fail before the job does."""
     replace_model: bool = False
     """Fill a second model's chunks for a corpus that has those of another; retire that one afterwards."""
+    retire: bool = False
+    """Forget, once this is complete, editions that another one had replaced before the job began. The one
+    that was complete last stays: engines may still serve it."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization."""
 
     def __post_init__(self) -> None:
         checked_namespace(self.namespace)
+        codec_named(self.codec)
         if is_process_local(self.store):
             raise InvalidField(
                 "store",
@@ -101,8 +108,10 @@ class JobSpec:
 
     @property
     def model_folder(self) -> str:
-        """For processes with another working folder."""
-        return str(Path(self.model).resolve())
+        """For processes with another working folder, or on another machine."""
+        folder = Path(self.model)
+        is_elsewhere = not folder.is_dir() and is_hub_name(folder)
+        return self.model if is_elsewhere else str(folder.resolve())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -115,20 +124,30 @@ class ModelFacts:
     dtype: str
     space: ChunkSpace
     layout: KVLayout
+    codec: Codec
 
     @staticmethod
     def of(spec: JobSpec) -> ModelFacts:
-        """Cost of the first call: every weight file is read once (see `client.checkpoint`).
+        """Cost of the first call: every weight file is read once (see `client.checkpoint`), unless the model
+        has a hub's name: then its small files are downloaded.
 
         Raises `NotFound`, `Corrupted` and `InvalidField` where the folder is no checkpoint, or chunks
-        would be longer than the model's context; `NotBlendable` for a model whose chunks nobody could use.
+        would be longer than the model's context; `NotBlendable` for a model whose chunks nobody could use;
+        `Unavailable` where the hub does not answer.
         """
-        config = read_config(spec.model_folder)
+        folder = checkpoint_folder(spec.model, spec.engine.get("revision"))
+        config = read_config(folder)
         dtype = engine_dtype(config, spec.dtype or "auto")
         layout = model_size(config, dtype).layout
         text = text_config(config)
         quantization = (config.get("quantization_config") or {}).get("quant_method")
         cache_dtype = str(spec.engine.get("kv_cache_dtype", "auto"))
+        overrides = spec.engine.get("hf_overrides")
+        fingerprint = model_fingerprint(
+            folder,
+            kv_dtype_of(dtype, cache_dtype, spec.engine.get("quantization") or quantization),
+            overrides if isinstance(overrides, dict) else None,
+        )
         bos = text.get("bos_token_id")
         prefix = (
             spec.prefix_token_ids
@@ -144,12 +163,11 @@ class ModelFacts:
                 "chunking.tokens_max",
                 f"{spec.chunking.tokens_max} exceeds the {longest} that the model reads",
             )
-        fingerprint = model_fingerprint(spec.model, kv_dtype_of(dtype, cache_dtype, quantization))
         space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable)
-        return ModelFacts(dtype, space, layout)
+        return ModelFacts(dtype, space, layout, codec_named(spec.codec))
 
     def chunk_bytes(self, num_tokens: int) -> int:
-        return self.layout.chunk_bytes(Codec.RAW, num_tokens)
+        return self.layout.chunk_bytes(self.codec, num_tokens)
 
 
 def _positions_of(spec: JobSpec, text: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.client.blocking import BlockingStore
@@ -58,12 +59,17 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
     store = open_store(store_url)
     try:
         with ledger.exclusive(corpus):
-            for edition in old:
-                ledger.retire(edition.id)
-            namespaces = {keep.namespace, *(edition.namespace for edition in old)}
-            return sum(delete_orphans(ledger, store, namespace) for namespace in namespaces)
+            return forget(ledger, store, old) + delete_orphans(ledger, store, keep.namespace)
     finally:
         store.close()
+
+
+def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> int:
+    """Editions, and chunks that nobody else has; the number deleted."""
+    for edition in editions:
+        ledger.retire(edition.id)
+    namespaces = {edition.namespace for edition in editions}
+    return sum(delete_orphans(ledger, store, namespace) for namespace in namespaces)
 
 
 def delete_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:

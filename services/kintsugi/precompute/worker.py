@@ -42,6 +42,7 @@ class WorkerSpec:
     space: ChunkSpace
     layout: KVLayout
     dtype: str
+    codec: str = "raw"
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +76,7 @@ class EnginePrefiller(Prefiller):
                 "store": spec.store,
                 "prefix_token_ids": list(spec.space.prefix_token_ids),
                 "portable": spec.space.portable,
+                "codec": spec.codec,
                 "save_only": True,
             },
             **{"dtype": spec.dtype, "scheduling_policy": "priority", **spec.engine},

@@ -79,10 +79,10 @@ def measuring_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
     if spec.prefix_token_ids is not None:
         extra["prefix_token_ids"] = list(spec.prefix_token_ids)
     arguments: dict[str, Any] = {
-        "enable_prefix_caching": False,
-        "logits_processors": [FORCING],
         "disable_log_stats": True,
         **spec.vllm_args,
+        "enable_prefix_caching": False,
+        "logits_processors": [FORCING],
     }
     with LocalEngine.start(spec.model, extra_config=extra, **arguments) as engine:
         yield engine

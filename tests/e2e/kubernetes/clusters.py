@@ -1,5 +1,8 @@
-"""A real cluster for tests: any that KUBECONFIG names. Nobody runs pods or KubeRay there: tests write what
-KubeRay would."""
+"""A real cluster for tests: any that KUBECONFIG names, with all rights there.
+
+KubeRay's CRDs are installed, and KubeRay itself must not run: tests write what it would. Nodes, a network
+and images are not needed; an API server with RBAC, tokens for ServiceAccounts and a controller manager are.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +29,10 @@ import yaml
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_kube_config
 
+from kintsugi.core.errors import Unavailable
 from kintsugi_operator.cluster import (
     BLEND_SERVICE,
+    CORPUS_PRECOMPUTE,
     RAY_JOB,
     RAY_SERVICE,
     ApiServer,
@@ -40,7 +46,8 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-WITHIN_S = 90.0
+WITHIN_S = 120.0
+"""Garbage collection looks for new kinds every 30 s, and a lease is waited for for 15."""
 
 SMALL: dict[str, Any] = {
     "model": {"path": "/models/small"},
@@ -97,10 +104,23 @@ class Kube:
             names.append(name)
         for name in names:
             until(lambda name=name: self._is_established(name), f"{name} is established")
+        for resource in (BLEND_SERVICE, CORPUS_PRECOMPUTE, RAY_SERVICE, RAY_JOB):
+            until(lambda one=resource: self._is_served(one), f"{resource.plural} are served")
 
     def _is_established(self, name: str) -> bool:
         conditions = self.request("GET", f"{CRDS}/{name}").get("status", {}).get("conditions") or []
         return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
+
+    def _is_served(self, resource: Resource) -> bool:
+        return resource.plural in self._runner.run(self._server.served(resource.api_version))
+
+    def service_addresses(self) -> int | None:
+        """How many Services there may be; None where the API server does not say (before Kubernetes 1.33)."""
+        try:
+            ranges = self.request("GET", "/apis/networking.k8s.io/v1/servicecidrs")["items"]
+        except Refused:
+            return None
+        return sum(ip_network(one["spec"]["cidrs"][0]).num_addresses for one in ranges)
 
 
 class Team:
@@ -180,7 +200,9 @@ class Operator:
     def __init__(self, team: Team, identity: str, kubeconfig: Path | None = None) -> None:
         self.health_port, self.metrics_port = free_port(), free_port()
         self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"operator-{team.namespace}-{identity}.log"
-        environ = {**os.environ, "POD_NAME": identity, "POD_NAMESPACE": team.namespace}
+        # Where tests run in a pod, these would lead to that pod's own cluster.
+        here = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_SERVICE_")}
+        environ = {**here, "POD_NAME": identity, "POD_NAMESPACE": team.namespace}
         environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "services"), str(ROOT / "operators")])
         if kubeconfig is not None:
             environ["KUBECONFIG"] = str(kubeconfig)
@@ -232,7 +254,7 @@ def until(
     """What comes within a time; else a failure that says what did not."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(Refused, Unavailable):
             value = found()
             if value:
                 return value

@@ -233,7 +233,7 @@ def test_one_operator_has_no_disruption_budget_and_two_have() -> None:
 
 @every_helm
 def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
-    arguments = ["template", RELEASE, str(CHART), "--set", "model.name=m"]
+    arguments = ["template", RELEASE, str(CHART), "--set", "model.name=org/m"]
     done = helm_named(helm).run(*arguments)
     assert done.returncode != 0
     assert HINT in done.stderr
@@ -248,6 +248,8 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
     [
         ("model.nam=m", "model"),
         ("model.codec=int4", "model.codec"),
+        ("model.name=gpt2", "model.name"),
+        ("model.path=models/7b/final", "model.path"),
         ("model.maxModelLen=0", "model.maxModelLen"),
         ("engines.replicas.max=none", "engines.replicas.max"),
         ("engines.gpus=-1", "engines.gpus"),
@@ -255,6 +257,14 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
         ("store.tiers[0].name=Fast\\,store.tiers[0].gib=1", "store.tiers.0.name"),
         ("gateway.serviceType=Ingress", "gateway.serviceType"),
         ("image.servingDigest=sha256:1", "image.servingDigest"),
+        ("image.repository=https://registry/x", "image.repository"),
+        ("image.repository=registry/x:1.0", "image.repository"),
+        ("engines.memory=64GB", "engines.memory"),
+        ("network.egress[0].namespace=x", "network.egress.0"),
+        ("gateway.env[0].name=not a name", "gateway.env.0.name"),
+        ("service.name=a-name-that-is-longer-than-forty-characters", "service.name"),
+        ("test.namespace=a b", "test.namespace"),
+        ("store.tiers[0].name=ssd,store.tiers[0].gib=0", "store.tiers.0.gib"),
         ("operator.replicas=9", "operator.replicas"),
         ("operator.memory=lots", "operator.memory"),
         ("precompute.corpora[0].name=c", "precompute.corpora.0"),
@@ -275,6 +285,29 @@ def test_a_wrong_value_is_refused_with_its_path(helm: str, setting: str, path: s
     assert done.returncode != 0
     said = re.sub(r"at '/?([^']*)'", lambda match: match[1].replace("/", "."), done.stderr)
     assert f"- {path or '(root)'}: " in said or f"- {path}: " in said, done.stderr
+
+
+@every_helm
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            [
+                f"precompute.corpora[{index}].{pair}"
+                for index in (0, 1)
+                for pair in ("name=c", "namespace=n", "source=s")
+            ],
+            'precompute.corpora: two are called "c"',
+        ),
+        (["image.serving=serving-cpu"], "image.serving is serving-cpu, and engines.gpus 1"),
+        (["image.serving=serving-gpu", "engines.gpus=0"], "image.serving is serving-gpu, and engines.gpus 0"),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused(helm: str, settings: list[str], says: str) -> None:
+    values = [part for setting in settings for part in ("--set", setting)]
+    done = helm_named(helm).run("template", RELEASE, str(CHART), "-f", str(VALUES["defaults"]), *values)
+    assert done.returncode != 0
+    assert says in done.stderr
 
 
 @pytest.mark.parametrize("value_set", ["defaults", "tls", "minimal"])

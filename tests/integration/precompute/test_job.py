@@ -129,6 +129,18 @@ def test_another_model_is_refused_until_it_is_meant_to_replace(bench: Bench) -> 
     assert not old & bench.stored()
 
 
+def test_a_job_forgets_what_was_replaced_before_it_began(bench: Bench) -> None:
+    write_corpus(bench.source, TEXTS)
+    bench.run()
+    old = bench.stored()
+    replacing = {"dtype": "float16", "replace_model": True, "retire": True}
+    assert bench.run(**replacing).chunks_invalidated == 0
+    assert old < bench.stored()  # the old model still serves
+    assert bench.run(**replacing).chunks_invalidated == len(old)
+    assert not old & bench.stored()
+    assert len(bench.stored()) == len(old)
+
+
 def test_pins_cover_the_corpus(bench: Bench) -> None:
     with pytest.raises(NotFound):
         pin(bench.ledger, bench.spec().store, "tea", 60.0)

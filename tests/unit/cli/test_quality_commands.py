@@ -32,6 +32,8 @@ class RunningEngine(FakeEngine):
     prefix_token_ids = (0,)
     num_layers = 8
     binding = BINDING
+    spec: EngineSpec | None = None
+    """As it was started."""
 
     def generate(self, prompts: Any, arrivals_s: list[float] | None = None) -> Any:
         return super().generate(prompts)
@@ -44,6 +46,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
 
     @contextmanager
     def measuring_engine(spec: EngineSpec) -> Iterator[RunningEngine]:
+        engine.spec = spec
         yield engine
 
     for module in (calibrate, evaluate):
@@ -80,6 +83,14 @@ def test_a_report_is_written_and_shown(engine: RunningEngine, tmp_path: Path) ->
     assert document["choice"]["selection"]["ratio"] == 0.15
 
 
+def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path: Path) -> None:
+    told = ("--engine", '{"tensor_parallel_size": 2}', "--connector", '{"portable": false}')
+    assert calibrated(tmp_path, *told, "--dtype", "float16").exit_code == ExitCode.OK
+    assert engine.spec is not None
+    assert engine.spec.vllm_args == {"tensor_parallel_size": 2, "dtype": "float16"}
+    assert engine.spec.extra_config == {"portable": False}
+
+
 def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
     engine: RunningEngine, tmp_path: Path
 ) -> None:
@@ -96,6 +107,8 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
         ({"count": 5}, (), "5 can be asked"),
         ({"answer": "never"}, (), "answers none of 40 right"),
         ({}, ("--store", "ram://here"), "ends with this process"),
+        ({}, ("--engine", "{"), "engine: is no JSON"),
+        ({}, ("--connector", "[]"), "connector: must be a JSON object"),
     ],
 )
 def test_bad_input_is_code_2_and_says_what_to_change(

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kintsugi_operator.api import BlendServiceSpec, from_manifest
+from kintsugi_operator.environment import FIELDS
 from kintsugi_operator.objects import Owner
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -52,6 +53,24 @@ def replicas(draw: st.DrawFn) -> dict[str, int]:
     return {"min": least, "max": draw(st.integers(max(least, 1), 16))}
 
 
+@st.composite
+def variables(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Environment variables that a spec may add."""
+    found = draw(st.lists(st.sampled_from(["OTEL_SERVICE_NAME", "HTTPS_PROXY", "A", "_b9"]), unique=True))
+    return [{"name": name, **draw(sources)} for name in found]
+
+
+key_refs = st.fixed_dictionaries({"name": objects, "key": st.sampled_from(["token", "a.b_c-d"])})
+sources = st.one_of(
+    st.fixed_dictionaries({}, optional={"value": st.text(max_size=20)}),
+    key_refs.map(lambda ref: {"valueFrom": {"secretKeyRef": ref}}),
+    key_refs.map(lambda ref: {"valueFrom": {"configMapKeyRef": ref}}),
+    st.sampled_from(FIELDS).map(lambda path: {"valueFrom": {"fieldRef": {"fieldPath": path}}}),
+)
+egress = st.fixed_dictionaries(
+    {"ports": st.lists(st.integers(1, 65535), min_size=1, max_size=3)},
+    optional={"namespace": objects},
+) | st.fixed_dictionaries({"ports": st.just([3128]), "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"])})
 engines = st.fixed_dictionaries(
     {"replicas": replicas()},
     optional={
@@ -62,6 +81,7 @@ engines = st.fixed_dictionaries(
         "kvCacheGib": st.sampled_from([0.5, 40]),
         "vllm": st.just({"max_num_seqs": 16}),
         "connector": st.just({"slice_tokens": 256}),
+        "env": variables(),
         "nodes": nodes,
     },
 )
@@ -83,6 +103,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
         "tlsSecret": draw(optional),
         "insecure": True,
+        "env": draw(variables()),
         "nodes": draw(nodes),
         **({"image": draw(images)} if draw(st.booleans()) else {}),
     }
@@ -105,6 +126,7 @@ gateway_options = st.fixed_dictionaries(
         "serviceType": st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
         "grpcPort": st.just(7501),
         "fillOnMiss": st.sampled_from(["off", "background"]),
+        "env": variables(),
         "nodes": nodes,
     },
 )
@@ -125,6 +147,7 @@ networks = st.fixed_dictionaries(
         "clientNamespaces": st.lists(objects, max_size=2),
         "monitoringNamespace": objects,
         "kuberayNamespace": objects,
+        "egress": st.lists(egress, max_size=2),
     },
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.spaces import checked_namespace
 from kintsugi_operator.api import (
     BlendServiceSpec,
     CorpusPrecomputeSpec,
@@ -30,6 +32,9 @@ from tests.unit.operator.specs import SMALL, manifests, spec_of, specs
 ROOT = Path(__file__).resolve().parents[3]
 BLEND_SERVICE = jsonschema.Draft7Validator(
     crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+)
+CORPUS_PRECOMPUTE = jsonschema.Draft7Validator(
+    crds()["corpusprecomputes"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 )
 
 
@@ -82,6 +87,33 @@ def test_a_wrong_field_is_named_as_yaml_does(
         ({"engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
         ({"engines": {"connector": {"store": "x"}}}, "engines.connector.store"),
         ({"model": {"codec": "zip"}}, "codec"),
+        ({"gateway": {"grpcPort": 12000}}, "spec.gateway.grpcPort: 12000 is taken by Ray's workers"),
+        (
+            {"engines": {"gpus": 1, "vllm": {"tensor_parallel_size": 2}}},
+            "spec.engines.vllm.tensor_parallel_size: 2 needs as many GPUs",
+        ),
+        ({"model": {"path": "s3://bucket/model"}}, r"spec\.model\.path: .* 's3://bucket/model'"),
+        ({"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}, "spec.store.env.0.name: RAY_ADDRESS: "),
+        ({"engines": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "model.tokenSecret"),
+        ({"gateway": {"env": [{"name": "A"}, {"name": "A"}]}}, "spec.gateway.env.1.name: A is there twice"),
+        ({"gateway": {"env": [{"name": "A", "valueFrom": {}}]}}, "env.0.valueFrom: name one of"),
+        (
+            {
+                "gateway": {
+                    "env": [
+                        {
+                            "name": "A",
+                            "value": "b",
+                            "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+                        }
+                    ]
+                }
+            },
+            "env.0.value: give value or valueFrom",
+        ),
+        ({"network": {"egress": [{"ports": []}]}}, "spec.network.egress.0.ports: are mandatory"),
+        ({"network": {"egress": [{"ports": [1], "cidr": "10.0.0.1/8"}]}}, "spec.network.egress.0.cidr"),
+        ({"network": {"egress": [{"ports": [1], "cidr": "::/0", "namespace": "n"}]}}, "not both"),
     ],
 )
 def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says: str) -> None:
@@ -95,12 +127,28 @@ def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says
         ({"namespace": "a b"}, "spec.namespace"),
         ({"overlap": 512}, "overlap"),
         ({"schedule": "61 * * * *"}, "schedule"),
+        ({"workers": {"vllm": {"revision": "x"}}}, "spec.workers.vllm.revision: follows from the service"),
+        ({"workers": {"vllm": {"dtype": "float16"}}}, "spec.workers.vllm.dtype"),
     ],
 )
 def test_a_corpus_that_cannot_work_says_what_to_change(values: dict[str, Any], says: str) -> None:
     base = {"service": "acme", "namespace": "tenant", "source": "/corpus"}
     with pytest.raises(InvalidField, match=says):
         check_corpus(from_manifest(CorpusPrecomputeSpec, {**base, **values}))
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "A.b-c_d", "9", "a b", "", "/a", "é", "x" * 128, "x" * 129])
+def test_a_tenants_name_is_the_cores(name: str) -> None:
+    base = {"service": "acme", "namespace": name, "source": "/corpus"}
+    try:
+        checked_namespace(name)
+    except InvalidField:
+        with pytest.raises(InvalidField, match=r"spec\.namespace"):
+            check_corpus(from_manifest(CorpusPrecomputeSpec, base))
+        assert not CORPUS_PRECOMPUTE.is_valid({"spec": base})
+    else:
+        check_corpus(from_manifest(CorpusPrecomputeSpec, base))
+        CORPUS_PRECOMPUTE.validate({"spec": base})
 
 
 def test_the_crds_are_valid_and_structural() -> None:
@@ -134,6 +182,30 @@ def test_every_rule_of_the_types_is_in_the_crd() -> None:
     tiers = spec["properties"]["store"]["properties"]["tiers"]
     assert tiers["x-kubernetes-list-map-keys"] == ["name"]
     assert "oldSelf" in tiers["items"]["x-kubernetes-validations"][0]["rule"]
+
+
+def test_rules_speak_of_fields_that_are_there() -> None:
+    """The API server refuses a whole CRD for one rule that it cannot compile."""
+    words = (
+        "as break const continue else false for function if import in let loop namespace null package return "
+        "true var void while"
+    )
+    reserved = set(words.split())
+    looked_at = 0
+    for crd in crds().values():
+        root = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        for where, schema in structures(root):
+            for rule in schema.get("x-kubernetes-validations", []):
+                for path, call in re.findall(r"[sS]elf((?:\.\w+)+)(\(?)", rule["rule"]):
+                    names = path.strip(".").split(".")
+                    inner = schema
+                    for name in names[:-1] if call else names:
+                        assert name not in reserved, f"{where}: {rule['rule']}"
+                        if name == "metadata":  # Kubernetes' own
+                            break
+                        inner = inner["properties"][name.removeprefix("__").removesuffix("__")]
+                        looked_at += 1
+    assert looked_at > 30
 
 
 def test_the_files_are_what_the_types_say() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from kintsugi.cli.main import app
 from kintsugi_operator.api import CorpusPrecomputeSpec, from_manifest
 from kintsugi_operator.corpus import CorpusDesired, CorpusObserved, Target, desired_corpus, figures_in
 from kintsugi_operator.deployed import Revision
+from kintsugi_operator.jobs import calibration_job
 from kintsugi_operator.names import LABEL_SERVICE
 from kintsugi_operator.objects import Owner
 from kintsugi_operator.observed import JobState, JobView
@@ -63,6 +67,79 @@ def test_it_runs_at_once() -> None:
     assert given["--namespace"] == "tenant"
     assert given["--store"] == "shards://acme-directory.team.svc:7410"
     assert given["--corpus"] == "handbook"
+
+
+def test_its_engines_have_the_environment_of_the_services() -> None:
+    proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+    spec = spec_of(engines={"env": [proxy]}, gateway={"env": [{"name": "OTEL_SERVICE_NAME", "value": "x"}]})
+    cluster = job_of(decide(corpus_of(), at=Target(spec, Revision.of(spec), True)))["spec"]["rayClusterSpec"]
+    for template in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]):
+        env = template["spec"]["containers"][0]["env"]
+        assert proxy in env
+        assert "OTEL_SERVICE_NAME" not in {one["name"] for one in env}
+
+
+def options_of(command: list[str]) -> dict[str, str]:
+    """As the command line itself understands them. Fails where it does not know one."""
+    group: Any = get_command(app)
+    arguments = command[1:]
+    while hasattr(group, "commands"):
+        group, arguments = group.commands[arguments[0]], arguments[1:]
+    return dict(group.make_context("kintsugi", list(arguments)).params)
+
+
+def test_the_command_line_knows_what_jobs_say() -> None:
+    spec = spec_of(
+        model={"path": "org/name", "systemPrompt": "Be brief.", "codec": "int8", "maxModelLen": 8192},
+        engines={
+            "gpus": 2,
+            "vllm": {"kv_cache_dtype": "fp8", "max_num_seqs": 4, "trust_remote_code": True},
+            "connector": {"portable": False, "slice_tokens": 64},
+        },
+    )
+    asked = corpus_of(retireOldEditions=True, format="csv", workers={"gpus": 4, "vllm": {"seed": 1}})
+    at = Target(spec, Revision.of(spec), True)
+    job = job_of(decide(asked, at=at))
+    told: Any = options_of(shlex.split(job["spec"]["entrypoint"]))
+    assert (told["source"], told["model"], told["codec"], told["retire"]) == (
+        "/corpus/docs",
+        "org/name",
+        "int8",
+        True,
+    )
+    assert told["portable"] is False
+    # What the service's chunks are bound to, and not its other arguments.
+    assert json.loads(told["engine"]) == {
+        "kv_cache_dtype": "fp8",
+        "max_model_len": 8192,
+        "seed": 1,
+        "tensor_parallel_size": 4,
+        "trust_remote_code": True,
+    }
+    (volume,) = [
+        one
+        for one in job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]
+        if one["name"] == "revision"
+    ]
+    assert volume["configMap"]["name"] == f"acme-revision-{at.revision.name}"
+    assert str(told["system"]) == "/etc/kintsugi/revision/system-prompt.txt"
+
+    calibration = calibration_job(spec, OWNER, at.revision)
+    measured: Any = options_of(shlex.split(calibration["spec"]["entrypoint"]))
+    assert json.loads(measured["engine"]) == {
+        "kv_cache_dtype": "fp8",
+        "max_model_len": 8192,
+        "max_num_seqs": 4,
+        "tensor_parallel_size": 2,
+        "trust_remote_code": True,
+    }
+    assert json.loads(measured["connector"]) == {"portable": False}
+    assert measured["system"] == told["system"]
+
+
+def test_nothing_is_said_that_goes_without_saying() -> None:
+    command = shlex.split(job_of(decide(corpus_of()))["spec"]["entrypoint"])
+    assert not {"--system", "--codec", "--no-portable", "--retire", "--dtype"} & set(command)
 
 
 def test_a_source_cannot_smuggle_options_or_a_shell() -> None:

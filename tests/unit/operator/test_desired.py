@@ -20,11 +20,13 @@ from kintsugi.serving.access import checked_exposure
 from kintsugi_operator.api import BlendServiceSpec
 from kintsugi_operator.deployed import Revision, service_spec
 from kintsugi_operator.desired import desired
+from kintsugi_operator.environment import RESERVED
 from kintsugi_operator.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX, matches
 from kintsugi_operator.network import OPERATOR
 from kintsugi_operator.objects import Owner
 from kintsugi_operator.observed import (
     JobState,
+    KubeRay,
     Observed,
     RayServiceView,
     job_view,
@@ -349,6 +351,83 @@ def test_gpus_are_asked_for_and_used() -> None:
     assert "amd.com/gpu" not in gateway["template"]["spec"]["containers"][0]["resources"]["limits"]
     args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
     assert args["engines"]["vllm"] == {"tensor_parallel_size": 2}
+
+
+def environments(objects: tuple[Manifest, ...]) -> dict[str, list[Manifest]]:
+    """Of the containers, by the role of their pods; a calibration's has none."""
+    return {
+        template["metadata"]["labels"].get(LABEL_ROLE, "calibration"): container["env"]
+        for template in pod_templates(objects)
+        for container in template["spec"]["containers"]
+    }
+
+
+def test_variables_reach_the_pods_they_are_for_and_no_others() -> None:
+    collector = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://$(HOST):4317"}
+    host = {"name": "HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}
+    proxy = {"name": "HTTPS_PROXY", "valueFrom": {"secretKeyRef": {"name": "proxy", "key": "url"}}}
+    empty = {"name": "MALLOC_ARENA_MAX", "value": ""}
+    plain = objects_of(spec_of())
+    told = objects_of(
+        spec_of(gateway={"env": [host, collector]}, engines={"env": [proxy]}, store={"env": [empty]})
+    )
+    added = {
+        role: [one for one in env if one not in environments(plain)[role]]
+        for role, env in environments(told).items()
+    }
+    calibration = [
+        one
+        for template in pod_templates(tuple(each for each in told if each["kind"] == "RayJob"))
+        for one in template["spec"]["containers"][0]["env"]
+    ]
+    assert added["gateway"] == [host, collector]
+    assert added["engine"] == [proxy]
+    assert added["shard"] == [{"name": "MALLOC_ARENA_MAX"}]
+    assert proxy in calibration
+    assert collector not in calibration
+
+
+@PROPERTY
+@given(specs)
+def test_nothing_that_the_operator_sets_may_be_set_by_a_spec(spec: BlendServiceSpec) -> None:
+    own = {one.name for part in (spec.engines, spec.store, spec.gateway) for one in part.env}
+    for template in pod_templates(objects_of(spec)):
+        names = [one["name"] for one in template["spec"]["containers"][0]["env"]]
+        assert len(set(names)) == len(names)
+        for name in set(names) - own:
+            assert re.match(RESERVED, name), name
+
+
+def test_what_may_be_called_is_what_the_spec_names() -> None:
+    asked = [
+        {"ports": [4317], "namespace": "observability"},
+        {"ports": [3128, 9000], "cidr": "10.0.0.0/8"},
+        {"ports": [8443]},
+    ]
+    objects = objects_of(spec_of(network={"egress": asked, "downloads": False}))
+    plain = {one["metadata"]["name"] for one in objects_of(spec_of(network={"downloads": False}))}
+    added = {one["metadata"]["name"]: one for one in objects if one["metadata"]["name"] not in plain}
+    assert sorted(added) == ["acme-egress-calibration", "acme-egress-corpus", "acme-egress-service"]
+    policy = added["acme-egress-service"]["spec"]
+    assert policy["policyTypes"] == ["Egress"]
+    collector, proxy, anywhere = policy["egress"]
+    assert collector["to"] == [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}
+    ]
+    assert proxy["to"] == [{"ipBlock": {"cidr": "10.0.0.0/8"}}]
+    assert [one["port"] for one in proxy["ports"]] == [3128, 9000]
+    assert "to" not in anywhere
+
+
+@pytest.mark.parametrize(("told", "namespace"), [({}, "team"), ({"kuberayNamespace": "kuberay"}, "kuberay")])
+def test_kuberay_reaches_dashboards_from_one_namespace_only(told: dict[str, str], namespace: str) -> None:
+    """Its label alone would let in whoever may make a pod somewhere."""
+    policy = named(objects_of(spec_of(network=told)), "NetworkPolicy", "acme-heads")
+    (peer,) = [one for one in policy["spec"]["ingress"][0]["from"] if "kuberay" in str(one["podSelector"])]
+    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    seen = desired(spec_of(network=told), OWNER, BEFORE, Observed(KubeRay(True, True)), NOW)
+    (condition,) = [one for one in seen.status.conditions if one.type == "KubeRayReady"]
+    assert condition.message == f"let in from namespace {namespace} alone: network.kuberayNamespace"
 
 
 def test_without_policies_there_are_none() -> None:

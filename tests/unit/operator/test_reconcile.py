@@ -388,6 +388,40 @@ def test_without_kuberay_it_says_what_to_do() -> None:
     assert world.cluster.named("RayService")
 
 
+def test_a_pod_that_does_not_start_is_said_and_not_written_again(world: World) -> None:
+    """A missing Secret, or a node's memory, is seen on pods alone."""
+    world.make(tls={"secret": "nobody-made-it"})
+    world.settle()
+    parts = {"store": "StoreReady", "service": "Ready"}
+    for part in parts:
+        labels = {"kintsugi.dev/service": "acme", "kintsugi.dev/part": part}
+        created = (NOW - timedelta(minutes=5)).isoformat()
+        waiting = {"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]}
+        metadata = {"name": f"{part}-pod", "labels": labels, "creationTimestamp": created}
+        world.cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": waiting})
+    world.look()
+    for part, condition in parts.items():
+        assert f"pod {part}-pod: a Secret, ConfigMap or claim" in world.condition(condition)["message"]
+    before = world.cluster.writes.copy()
+    world.now += timedelta(minutes=5)
+    world.look()
+    assert world.cluster.writes == before
+
+
+def test_a_corpus_says_why_its_pods_do_not_start(world: World) -> None:
+    world.up()
+    world.fill()
+    run(world.reconciler.corpus("default", "docs"))
+    labels = {"kintsugi.dev/corpus": "docs", "kintsugi.dev/part": "corpus"}
+    state = {"waiting": {"reason": "ImagePullBackOff"}}
+    status = {"containerStatuses": [{"image": "r/x:1", "state": state}]}
+    metadata = {"name": "docs-head", "labels": labels}
+    world.cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": status})
+    run(world.reconciler.corpus("default", "docs"))
+    said = world.condition("Complete", "docs", "CorpusPrecompute")["message"]
+    assert said.endswith("pod docs-head: image r/x:1 cannot be pulled")
+
+
 def test_what_the_api_server_refuses_is_said(world: World) -> None:
     world.make()
     world.cluster.refuse = lambda one: "quota exceeded" if one["kind"] == "RayService" else ""

@@ -161,6 +161,32 @@ def test_a_retired_edition_leaves_its_own_chunks_as_orphans(ledger: Ledger) -> N
     assert [edition.fingerprint for edition in ledger.editions("tea")] == [OTHER.fingerprint.hex]
 
 
+def test_what_was_complete_last_is_not_replaced_yet(ledger: Ledger) -> None:
+    """Engines may still serve the model before this one."""
+    spaces = [ChunkSpace(ModelFingerprint(bytes([n]) * 32), "acme") for n in range(3)]
+
+    def opened(space: ChunkSpace) -> int:
+        return ledger.open_edition("tea", space, "src", "model", "cut")
+
+    def filled(space: ChunkSpace) -> None:
+        ledger.end_run(ledger.begin_run(opened(space)), 1, 1.0, complete=True)
+
+    def replaced(edition: int) -> list[int]:
+        return [one.id for one in ledger.replaced("tea", edition)]
+
+    first, second, third = (opened(space) for space in spaces)
+    assert replaced(third) == []
+    filled(spaces[0])
+    assert replaced(second) == [third]
+    filled(spaces[1])
+    assert replaced(third) == [first]
+    assert replaced(second) == [first, third]
+    # Back to the first model: the second is the one that may still be served.
+    assert replaced(first) == [third]
+    filled(spaces[0])
+    assert replaced(first) == [second, third]
+
+
 def test_two_jobs_on_one_corpus_are_refused(ledger: Ledger, tmp_path: Path) -> None:
     with (
         ledger.exclusive("tea"),

@@ -13,11 +13,13 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.chunking import ChunkingConfig
+from kintsugi.client.checkpoint import model_fingerprint
+from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
 from kintsugi.precompute.service import spec_of
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import durable
+from tests.fakes.hub import FakeHub, point_library, serving
 
 
 def spec(**values: Any) -> JobSpec:
@@ -38,6 +40,7 @@ def spec(**values: Any) -> JobSpec:
         ({"bytes_max": -1}, "bytes_max"),
         ({"tokens_per_s_max": -1.0}, "tokens_per_s_max"),
         ({"errors_share_max": 1.5}, "errors_share_max"),
+        ({"codec": "zip"}, "codec"),
     ],
 )
 def test_impossible_values_are_named(values: dict[str, Any], field: str) -> None:
@@ -70,6 +73,36 @@ def test_facts_of_a_model() -> None:
     assert facts.space.prefix_token_ids == (0,)
     assert facts.chunk_bytes(512) == 512 * facts.chunk_bytes(1)
     assert ModelFacts.of(spec(dtype="float16")).space.fingerprint != facts.space.fingerprint
+
+
+def test_facts_follow_what_the_engines_are_told() -> None:
+    plain = ModelFacts.of(spec())
+    small = ModelFacts.of(spec(codec="int8"))
+    assert small.space == plain.space
+    assert small.chunk_bytes(512) < 0.6 * plain.chunk_bytes(512)
+    for told in (
+        {"hf_overrides": {"rope_theta": 2e4}},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+    ):
+        assert ModelFacts.of(spec(engine=told)).space.fingerprint != plain.space.fingerprint
+    behind = ModelFacts.of(spec(prefix_token_ids=[0, 7], portable=False)).space
+    assert (behind.prefix_token_ids, behind.portable) == ((0, 7), False)
+
+
+def test_a_hub_name_is_looked_up_by_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cached_checkpoint("tiny-llama")
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with serving(FakeHub({"org/tiny": files})) as hub:
+        point_library(monkeypatch, hub.url, tmp_path / "hub")
+        asked = spec(model="org/tiny")
+        facts = ModelFacts.of(asked)
+        assert facts.layout == ModelFacts.of(spec()).layout
+        assert facts.space.fingerprint == model_fingerprint("org/tiny", "torch.bfloat16/auto/None")
+        text = "Tea came by sea."
+        assert Chunker.of_model("org/tiny").token_ids(text) == Chunker.of_model(folder).token_ids(text)
+    assert asked.model_folder == "org/tiny"
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 
 def test_models_that_are_none_are_explained(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Checkpoints that are called by a hub's name, `org/model`: their files in the hub's cache on this machine.
+
+`huggingface_hub` reads from its own environment variables where the hub is, who asks, where the cache lies,
+and whether to stay offline. It comes with tokenizers and with vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.errors import NotFound, PermissionDenied, Unavailable
+
+MAIN = "main"
+SAID_MAX = 300
+"""Characters of an error of the library, which writes whole paragraphs."""
+
+
+def is_hub_name(model: str | Path) -> bool:
+    """Whether it is written as one; a folder of that name comes first."""
+    path = Path(model)
+    return not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in (".", "..")
+
+
+def snapshot(name: str | Path, revision: str = MAIN) -> Path:
+    """Where the cache holds a model at a branch, tag or commit; it need not be there."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    repository = cache / f"models--{'--'.join(Path(name).parts)}"
+    with contextlib.suppress(OSError):
+        revision = (repository / "refs" / revision).read_text(encoding="ascii").strip()
+    return repository / "snapshots" / revision
+
+
+def name_of(folder: Path) -> str:
+    """The hub name of a snapshot's folder."""
+    return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def downloaded(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:
+    """The snapshot's folder with those of the files that the model has. Asks the hub which commit is meant,
+    and takes the cache's word where nobody answers.
+
+    Raises `NotFound`, `PermissionDenied`, and `Unavailable` for what neither the cache nor the hub has.
+    """
+    with _translated(name):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=list(files)))
+
+
+def safetensors_files(name: str, revision: str) -> list[str]:
+    """Those at the root of a model's repository. Raises as `downloaded` does."""
+    with _translated(name):
+        from huggingface_hub import HfApi
+
+        found = HfApi().list_repo_files(name, revision=revision)
+    return sorted(file for file in found if file.endswith(".safetensors") and "/" not in file)
+
+
+def tensors(name: str, file: str, revision: str) -> list[list[Any]]:
+    """`[name, dtype, shape]` of each tensor of a file that stays where it is: its header alone is read.
+    Raises as `downloaded` does."""
+    with _translated(name):
+        from huggingface_hub import HfApi
+
+        found = HfApi().parse_safetensors_file_metadata(name, file, revision=revision).tensors
+    return [[tensor, info.dtype, list(info.shape)] for tensor, info in sorted(found.items())]
+
+
+@contextlib.contextmanager
+def _translated(model: str | Path) -> Iterator[None]:
+    try:
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise NotFound(
+            f"{model} is not a checkpoint folder, and cannot be downloaded: pip install huggingface_hub"
+        ) from error
+    # The library's transport has a tree of its own; with older ones it is OSError's.
+    unreachable = (getattr(errors, name, OSError) for name in ("HTTPError", "XetDownloadError"))
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise PermissionDenied(
+            f"{model} may not be downloaded: accept its terms at the hub, and set HF_TOKEN"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise NotFound(
+            f"{model} is neither a folder here nor a model of the hub; check the name, or set HF_TOKEN to a "
+            "token that may read it"
+        ) from error
+    except (OSError, ValueError, errors.SafetensorsParsingError, *unreachable) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise Unavailable(
+            f"{model} cannot be downloaded ({said[:SAID_MAX]}); "
+            f"let this machine reach the hub, or download it first (hf download {model})"
+        ) from error
