@@ -14,6 +14,7 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.checkpoints.passages import bundled_passages
 from kintsugi.client.chunking import ChunkingConfig
 from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.spaces import ChunkKey
@@ -26,7 +27,8 @@ from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ShardServer
 from kintsugi.store.shard import Shard
 
-MUSIQUE = Path(__file__).parents[4] / "shared/data/musique_s.json"
+PASSAGE_CHARS_MIN = 200
+"""Of a paragraph; shorter ones are titles."""
 
 
 @pytest.fixture
@@ -36,11 +38,11 @@ def shard() -> Iterator[ShardServer]:
 
 
 def passages(count: int) -> list[str]:
-    """Distinct passages of MuSiQue."""
-    if not MUSIQUE.exists():
-        pytest.skip(f"{MUSIQUE} is not here")
-    questions = json.loads(MUSIQUE.read_text())
-    return list(dict.fromkeys(ctx["text"] for question in questions for ctx in question["ctxs"]))[:count]
+    """Distinct paragraphs of the passages that ship with Kintsugi."""
+    paragraphs = [part.strip() for passage in bundled_passages() for part in passage.text.split("\n\n")]
+    found = [text for text in dict.fromkeys(paragraphs) if len(text) >= PASSAGE_CHARS_MIN]
+    assert len(found) >= count
+    return found[:count]
 
 
 def write_corpus(path: Path, texts: dict[str, str]) -> None:
