@@ -48,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._file("/".join(parts[:2]), "/".join(parts[4:]))
 
-    def _describe(self, name: str, what: str, revision: str) -> None:
+    def _describe(self, name: str, what: str = "revision", revision: str = "main") -> None:
         if self._is_refused(name):
             return
         if revision not in ("main", COMMIT):
