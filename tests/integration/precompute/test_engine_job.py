@@ -60,8 +60,8 @@ def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
 def test_an_engine_of_another_space_ends_the_job(bench: Bench) -> None:
     pytest.importorskip("vllm")
     write_corpus(bench.source, {"a": "One sentence. " * 60})
-    # The engine is told another RoPE base than the folder says, which the job cannot know.
-    engine = {**ENGINE, "hf_overrides": {"rope_theta": 20000.0}}
+    # The engine is told another dtype than the job's `dtype` says.
+    engine = {**ENGINE, "dtype": "float32"}
     with pytest.raises(InvalidField, match="chunk space"):
         Job(bench.spec(engine=engine), bench.ledger).run()
     assert bench.stored() == set()
