@@ -367,6 +367,8 @@ class AsyncEngine:
         if self._metrics is not None:
             self._metrics.shutdown()
             self._metrics.server_close()
+        if client.output_handler is not None:
+            client.output_handler.cancel()  # it would take the core's end for a failure
         await asyncio.to_thread(client.shutdown)
         # vLLM closes its sockets and leaves their context to the garbage collector: two threads, and a
         # warning at whatever runs then.

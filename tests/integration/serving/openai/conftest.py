@@ -131,9 +131,10 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
         run(grpc.stop())
         run(server.stop())
         run(gateway.close())
-        sockets = engine.client.engine_core.resources.ctx
+        sockets, handler = engine.client.engine_core.resources.ctx, engine.client.output_handler
         run(engine.stop())
         assert sockets.closed
+        assert handler.cancelled()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
