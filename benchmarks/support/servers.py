@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.support.engines import say
 from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.engine.asynchronous import UNIPROC
+from kintsugi.engine.asynchronous import BIND, UNIPROC
 from kintsugi.serving.load_run import Endpoint
 
 NAME = "measured"
@@ -32,7 +32,7 @@ START_S = 300.0
 STOP_S = 60.0
 SERVER_CORE, CLIENT_CORE = 0, 1
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}\n\n{% endfor %}"
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", BIND: "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 """One compute thread each, and no binding of vLLM's: it would leave the core that the server is pinned to."""
 REPOSITORY = Path(__file__).parents[2]
 

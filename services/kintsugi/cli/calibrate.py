@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kintsugi.cli.arguments import check_writable
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
@@ -73,10 +74,8 @@ def _check_destination(task: Task) -> None:
         raise InvalidField("store", "give --store URL, where engines look, or --out FILE, or both")
     if task.store is not None and is_process_local(task.store):
         raise InvalidField("store", f"{task.store!r} ends with this process; name a shard, or use --out FILE")
-    if task.out is not None and not task.out.parent.is_dir():
-        raise InvalidField("out", f"{task.out.parent} is not a folder; make it first")
-    if task.out is not None and task.out.is_dir():
-        raise InvalidField("out", f"{task.out} is a folder; name a file in it")
+    if task.out is not None:
+        check_writable("out", task.out)
     if task.store is not None:
         with closing(open_store(task.store)) as store:
             store.stats()

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kintsugi.cli import html
+from kintsugi.cli.arguments import check_writable
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
 from kintsugi.cli.rag import read_chunk
@@ -24,7 +25,6 @@ from kintsugi.cli.render import (
 )
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import UNCALIBRATED_NOTE, Model, Session, Trust, named_model, opened
-from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import RagPrompt
 from kintsugi.quality import reports
 from kintsugi.quality.questions import asked
@@ -73,10 +73,8 @@ def run(screen: Screen, task: Task) -> ExitCode:
 
 def _check_files(task: Task) -> None:
     """Before an engine is started. Raises `InvalidField`, and what reading the report raises."""
-    if task.html is not None and not task.html.parent.is_dir():
-        raise InvalidField("html", f"{task.html.parent} is not a folder; make it first")
-    if task.html is not None and task.html.is_dir():
-        raise InvalidField("html", f"{task.html} is a folder; name a file in it")
+    if task.html is not None:
+        check_writable("html", task.html)
     if task.trust.report is not None:
         reports.read(task.trust.report)
 

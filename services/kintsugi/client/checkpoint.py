@@ -67,7 +67,7 @@ def model_fingerprint(
     """
     if not kv_dtype:
         raise InvalidField("kv_dtype", "is empty; name the KV cache's element type, such as bfloat16")
-    folder = _checked_folder(Path(path), revision or "main")
+    folder = _checked_folder(Path(path), revision or hub.MAIN)
     config = read_config(folder)
     facts = {name: value for name, value in config.items() if name not in _IRRELEVANT_FIELDS}
     rope = {name: value for name, value in facts.items() if _ROPE_FIELD.search(name)}
@@ -86,7 +86,7 @@ def model_fingerprint(
 
 def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The `config.json` of a checkpoint, found as `model_fingerprint` finds it. Raises alike."""
-    return _json(_checked_folder(Path(path), revision or "main") / "config.json")
+    return _json(_checked_folder(Path(path), revision or hub.MAIN) / "config.json")
 
 
 def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None = None) -> str:
