@@ -23,7 +23,9 @@ OUTLIER_FLOOR_S = 1e-3
 """An estimate of no time at all counts as so much when a pause is told from a change."""
 FORGETTING = 0.98
 """What a fit keeps of its past with each observation."""
-PRIOR_WEIGHT = 0.02
+PRIOR_OBSERVATIONS = 0.5
+"""How many observations a fit's prior is worth, however many there are: a service's prompts are alike, and
+what their differences say of single terms is mostly noise."""
 SWEEPS = 40
 CONVERGED_SHARE = 1e-7
 """A sweep that changes no coefficient by more is the last."""
@@ -122,7 +124,8 @@ class Estimates:
         self._blends_seen += 1
         if self._blends_seen == 1 or seconds <= 0:
             return
-        self._blend.add(terms, seconds, prior=blend_prior(self._step.value, num_layers))
+        knows_steps = self._step.count >= STEPS_MIN
+        self._blend.add(terms, seconds, blend_prior(self._step.value, num_layers) if knows_steps else None)
 
     def observe_tail(self, seconds: float) -> None:
         if self._blends_seen != 1:  # that one prepared kernels
@@ -180,38 +183,42 @@ class _Mean:
 
 
 class Fit:
-    """Least squares of relative errors with forgetting; no coefficient is ever negative.
+    """Least squares of relative errors with forgetting, drawn to a prior; no coefficient is ever negative.
 
     Relative, so that long prompts do not drown short ones, and an observation that a pause made slow weighs
     little. One that is too fast would weigh all the more (a step seems short when the end of the one before
     was noticed late): it counts as the forecast ÷ `OUTLIER_FACTOR`, and the second in a row is believed.
-    Solved by coordinate descent from the last solution: the problem is convex, and a direction that was never
-    observed stays where it was. The first term is a constant and comes last: what can be explained by an
-    amount of work is.
+
+    Prompts that are alike tell what they cost, not which term costs it; that the prior tells. Without one it
+    is the work's, the second term: half the work takes half the time, whatever noise says.
+
+    Solved by coordinate descent from the last solution: the problem is convex. The first term is a constant
+    and comes last: what can be explained by an amount of work is.
     """
 
     def __init__(self, size: int) -> None:
         self.value: Terms = (0.0,) * size
         self.count = 0
+        self._weight = 0.0
         self._was_fast = False
         self._gram = [[0.0] * size for _ in range(size)]
         self._right = [0.0] * size
 
     def add(self, terms: Sequence[float], seconds: float, prior: Sequence[float] | None = None) -> None:
-        """`prior`: coefficients to begin with; it is forgotten like any observation."""
+        """`prior`: what is known of the coefficients otherwise, at this moment."""
         seconds = self._believed(terms, seconds)
         rows = [term / seconds for term in terms]
-        if self.count == 0 and prior is not None:
-            self.value = tuple(prior)
-            for index, row in enumerate(rows):
-                self._gram[index][index] += PRIOR_WEIGHT * row * row
-                self._right[index] += PRIOR_WEIGHT * row * row * prior[index]
         self.count += 1
+        self._weight = FORGETTING * self._weight + 1.0
         for index, row in enumerate(rows):
             self._right[index] = FORGETTING * self._right[index] + row
             for other, column in enumerate(rows):
                 self._gram[index][other] = FORGETTING * self._gram[index][other] + row * column
-        self.value = self._solved()
+        self.value = self._solved(self._all_work() if prior is None else prior)
+
+    def _all_work(self) -> Terms:
+        per_unit = self._right[1] / self._gram[1][1] if self._gram[1][1] else 0.0
+        return 0.0, per_unit, *(0.0,) * (len(self.value) - 2)
 
     def _believed(self, terms: Sequence[float], seconds: float) -> float:
         known_s = sum(coefficient * term for coefficient, term in zip(self.value, terms, strict=True))
@@ -219,15 +226,18 @@ class Fit:
         is_first, self._was_fast = is_fast and not self._was_fast, is_fast
         return known_s / OUTLIER_FACTOR if is_first else seconds
 
-    def _solved(self) -> Terms:
-        value = list(self.value)
+    def _solved(self, prior: Sequence[float]) -> Terms:
+        value, pull = list(self.value), PRIOR_OBSERVATIONS / self._weight
         for _ in range(SWEEPS):
             before = tuple(value)
             for index in (*range(1, len(value)), 0):
                 row = self._gram[index]
                 if row[index] > 0:
                     rest = sum(row[other] * value[other] for other in range(len(value)) if other != index)
-                    value[index] = max(0.0, (self._right[index] - rest) / row[index])
+                    alone = (self._right[index] - rest) / row[index]
+                    value[index] = max(0.0, (alone + pull * prior[index]) / (1 + pull))
+                else:
+                    value[index] = prior[index]
             if all(abs(new - old) <= CONVERGED_SHARE * old for new, old in zip(value, before, strict=True)):
                 break
         return tuple(value)
