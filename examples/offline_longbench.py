@@ -58,6 +58,8 @@ def main() -> int:
         path = arguments.out / f"{dataset}.json"
         path.write_text(json.dumps(evaluation.to_mapping(), indent=1) + "\n")
         print(f"wrote {path}")
+        if evaluation.error is not None:
+            return 1
     return 0
 
 

@@ -17,6 +17,7 @@ from kintsugi.cli.exits import ExitCode, reported
 from kintsugi.cli.lists import floats
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
+from kintsugi.quality.drawing import prepare
 from kintsugi.serving.load_plot import draw
 from kintsugi.serving.load_profile import (
     CountTokens,
@@ -115,8 +116,6 @@ def measure(screen: Screen, task: Task) -> bool:
     # All of them before the first is run: a slip in the last would cost what was measured until then.
     arrivals_s = [_arrivals(task, rate) for rate in task.rates_per_s]
     if task.plot is not None:
-        from kintsugi.quality.plots import prepare  # who draws nothing does not wait for its imports
-
         prepare(task.plot.parent)
     with screen.step("Writing the corpus"):
         texts = corpus(task.workload, _counter(task.tokenizer))

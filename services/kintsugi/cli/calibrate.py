@@ -22,14 +22,11 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import CalibrationReport, Entry, Thresholds, described, shortfalls
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import Budget, Calibration, calibrate, passage_questions
-from kintsugi.quality.measure import Bench, answer_tokens, tokenised
+from kintsugi.quality.calibrate import Budget, Calibration, calibrate, check_budget, prepared
 from kintsugi.quality.questions import Question, read_questions
 from kintsugi.quality.session import EngineSpec, measuring_engine
 from kintsugi.quality.shadow import utc_now
 
-PASSAGE_TOKENS = 192
-"""Of each bundled passage in a prompt: enough to attend across, little enough to measure often."""
 ROWS_MAX = 24
 
 
@@ -47,6 +44,7 @@ class Task:
 
 def run(screen: Screen, task: Task) -> ExitCode:
     """`NOT_BLENDABLE` where nothing passes: the report is written all the same, and keeps the gate shut."""
+    check_budget(task.budget, task.thresholds)
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
     with screen.engine_log(), ExitStack() as stack:
@@ -83,21 +81,9 @@ def _check_destination(task: Task) -> None:
 
 def measured(screen: Screen, engine: LocalEngine, task: Task, given: list[Question] | None) -> Calibration:
     """Calibrate a running engine."""
-    tokenizer = engine.tokenizer
-    questions = given or passage_questions(
-        lambda text: len(tokenizer(text, add_special_tokens=False).input_ids),
-        min(PASSAGE_TOKENS, engine.max_model_len // 6),
-        max(task.budget.prompts, task.thresholds.prompts_min),
-        task.budget.seed,
-    )
-    max_tokens = answer_tokens(questions, tokenizer)
-    cases, warnings = tokenised(
-        questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
-    )
-    bench = Bench(engine, cases, max_tokens)
-    with screen.step("Storing the chunks") as say:
-        bench.store_chunks(lambda done, total: say(f"{done} of {total}"))
-    with screen.step(f"Calibrating on {counted(len(cases), 'question')}") as say:
+    with screen.step("Preparing the questions") as say:
+        bench, warnings = prepared(engine, given, task.budget, say)
+    with screen.step(f"Calibrating on {counted(len(bench.cases), 'question')}") as say:
         calibration = calibrate(
             bench,
             engine.num_layers,

@@ -13,10 +13,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kintsugi.cli.exits import error_document, exit_code_of
 from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid, plots
+from kintsugi.quality.drawing import prepare
 from kintsugi.quality.evaluate import Axes, RateRow, Row, best_by_selector, evaluate, rate_rows, reshaped
 from kintsugi.quality.measure import Bench, answer_tokens, tokenised
 from kintsugi.quality.metrics import Interval
@@ -50,29 +53,41 @@ class Evaluation:
     rows: list[Row]
     rates: list[RateRow]
     warnings: list[str]
+    error: dict[str, Any] | None
+    """What ended it early: type, message, exit code."""
 
     def to_mapping(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def run(screen: Screen, task: Task) -> Evaluation:
-    """Measure, show, draw."""
+    """Measure, show, draw. An engine that fails costs what it and later ones would have measured, no more."""
     if task.plots is not None:
-        plots.prepare(task.plots)
-    evaluation = measured(screen, task)
-    for warning in dict.fromkeys(evaluation.warnings):
+        prepare(task.plots)
+    found = Evaluation(task.spec.model, str(task.questions), [], [], [], None)
+    try:
+        _measure(screen, task, found)
+    except KintsugiError as error:
+        if not found.rows:
+            raise
+        found.error = error_document(error, exit_code_of(error))
+        screen.note(f"kintsugi: {found.error['message']}")
+    _show(screen, task, found)
+    return found
+
+
+def _show(screen: Screen, task: Task, found: Evaluation) -> None:
+    for warning in dict.fromkeys(found.warnings):
         screen.note(f"kintsugi: warning: {warning}")
     if task.plots is not None:
-        for path in plots.draw(task.plots, evaluation.rows, evaluation.rates):
+        for path in plots.draw(task.plots, found.rows, found.rates):
             screen.note(f"wrote {path}")
-    screen.show(evaluation.to_mapping(), lambda console: render(console, evaluation))
-    return evaluation
+    screen.show(found.to_mapping(), lambda console: render(console, found))
 
 
-def measured(screen: Screen, task: Task) -> Evaluation:
+def _measure(screen: Screen, task: Task, found: Evaluation) -> None:
     """Every engine in turn."""
     questions = read_questions(task.questions, task.limit)
-    found = Evaluation(task.spec.model, str(task.questions), [], [], [])
     settings = list(_axes(task, num_layers=2).engines())
     for number, (codec, speed) in enumerate(settings):
         spec = dataclasses.replace(task.spec, codec=codec, store=task.spec.store or _memory(speed))
@@ -95,7 +110,6 @@ def measured(screen: Screen, task: Task) -> Evaluation:
                     bench.store_chunks(lambda done, total: None)
                     best = best_by_selector(found.rows)
                     found.rates += rate_rows(engine, bench, best, axes.rates_per_s, say)
-    return found
 
 
 def _memory(speed: float | None) -> str:

@@ -142,9 +142,7 @@ def calibrate(
     store: Annotated[str | None, typer.Option(help="Publish here: the store that engines name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report to a file, for --report.")] = None,
     codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
-    prompts: Annotated[
-        int, typer.Option(min=1, help="Questions per confirmed configuration; never fewer than 32.")
-    ] = 96,
+    prompts: Annotated[int, typer.Option(help="Questions per confirmed configuration, at least 32.")] = 96,
     seed: Annotated[int, typer.Option(help="Which questions, in which order. Same seed, same report.")] = 0,
     dtype: Annotated[str, typer.Option(help="As the engine will serve: part of the fingerprint.")] = "auto",
     chunk_store: Annotated[
@@ -232,7 +230,9 @@ def evaluate(
         plots,
         max_tokens,
     )
-    command.run(Screen(as_json), task)
+    error = command.run(Screen(as_json), task).error
+    if error is not None:
+        raise typer.Exit(error["exit_code"])
 
 
 @app.command()

@@ -164,8 +164,3 @@ def _sections(text: str) -> Iterator[tuple[int, int]]:
         begin = end
     if begin < len(text):
         yield begin, len(text)
-
-
-def keys_of(space: ChunkSpace, chunks: Sequence[Chunk]) -> list[ChunkKey]:
-    """The chunks' keys in a chunk space."""
-    return [chunk.key(space) for chunk in chunks]

@@ -66,13 +66,17 @@ class SaveOutcome:
     reason: str = ""
 
 
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+
 @dataclass(frozen=True)
 class OpenAICall:
     """A request to an OpenAI endpoint, authenticated and looked through by the gateway."""
 
     request_id: str
     path: str
-    """`/v1/completions` or `/v1/chat/completions`."""
+    """`COMPLETIONS_PATH` or `CHAT_PATH`."""
     body: Mapping[str, Any]
     """The request's JSON, with what is ours (`kintsugi`, `documents` marked as chunks) taken out."""
     params: KintsugiParams

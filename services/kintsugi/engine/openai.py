@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kintsugi.core.deploy import OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
-from kintsugi.core.exchange import OpenAICall, OpenAIHead
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
 from kintsugi.engine.load import Load
@@ -45,8 +45,6 @@ from kintsugi.engine.openai_prompt import SegmentTokenizer, with_documents
 
 logger = logging.getLogger(__name__)
 
-CHAT_PATH = "/v1/chat/completions"
-COMPLETIONS_PATH = "/v1/completions"
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream"
 _DONE = "data: [DONE]\n\n"

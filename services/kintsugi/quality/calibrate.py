@@ -20,14 +20,17 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding, CalibrationReport, Entry, Noise, Thresholds, described, shortfalls
 from kintsugi.core.request import SelectorName
+from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import grid
-from kintsugi.quality.measure import Bench, Scores, measured
+from kintsugi.quality.measure import Bench, Scores, answer_tokens, measured, tokenised
 from kintsugi.quality.questions import Question, asked
 
 CONFIRMATIONS_PER_SELECTOR_MAX = 8
 """Two ratios that only seemed right, at every check layer, leave the next ratio its chance."""
 ACCURACY_LOW = 0.5
 PASSAGE_CHUNKS = 4
+PASSAGE_TOKENS = 192
+"""Of each bundled passage in a prompt: enough to attend across, little enough to measure often."""
 Tell = Callable[[str], None]
 
 
@@ -51,6 +54,39 @@ class Calibration:
     warnings: list[str]
 
 
+def check_budget(budget: Budget, thresholds: Thresholds) -> None:
+    """Before an engine is started: raises `InvalidField` where nothing could be confirmed."""
+    if budget.prompts < thresholds.prompts_min:
+        raise InvalidField(
+            "prompts",
+            f"{budget.prompts} are too few to trust a blend by; allow at least {thresholds.prompts_min}",
+        )
+
+
+def prepared(
+    engine: LocalEngine,
+    given: Sequence[Question] | None,
+    budget: Budget,
+    tell: Tell = lambda text: None,
+) -> tuple[Bench, list[str]]:
+    """What `calibrate` measures on, its chunks stored, and warnings: the given questions, or prompts of the
+    bundled passages. Raises `InvalidField` for questions that the engine cannot be asked."""
+    tokenizer = engine.tokenizer
+    questions = given or passage_questions(
+        lambda text: len(tokenizer(text, add_special_tokens=False).input_ids),
+        min(PASSAGE_TOKENS, engine.max_model_len // 6),
+        budget.prompts,
+        budget.seed,
+    )
+    max_tokens = answer_tokens(questions, tokenizer)
+    cases, warnings = tokenised(
+        questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
+    )
+    bench = Bench(engine, cases, max_tokens)
+    bench.store_chunks(lambda done, total: tell(f"storing chunks, {done} of {total}"))
+    return bench, warnings
+
+
 def calibrate(
     bench: Bench,
     num_layers: int,
@@ -63,7 +99,8 @@ def calibrate(
 ) -> Calibration:
     """Measure and decide. `bench` has its chunks stored.
 
-    Raises `InvalidField` for too few questions, and for a model whose full prefill answers none of them.
+    Raises `InvalidField` for too few questions or prompts, and for a model whose full prefill answers none
+    of them.
     """
     chosen = _sampled(len(bench.cases), budget, thresholds)
     screening, rest = chosen[: budget.screened], chosen[budget.screened :]
@@ -127,6 +164,7 @@ def _confirmed(
 
 def _sampled(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
     """Indices of the cases to use, shuffled by the seed."""
+    check_budget(budget, thresholds)
     if count < thresholds.prompts_min:
         raise InvalidField(
             "questions",
@@ -134,7 +172,7 @@ def _sampled(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
         )
     order = list(range(count))
     random.Random(budget.seed).shuffle(order)
-    return order[: max(budget.prompts, thresholds.prompts_min)]
+    return order[: budget.prompts]
 
 
 def _full_prefill_is_right(bench: Bench, indices: Sequence[int]) -> list[str]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.quality.drawing import figure_and_axes, prepare, save
 from kintsugi.quality.evaluate import FULL, REUSE, RateRow, Row
 from kintsugi.quality.metrics import Interval
 
-FORMATS = ("svg", "png")
-SIZE_INCHES = (7.0, 4.4)
 COLOURS = ("#b8860b", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b", "#6b6b6b", "#4b4bb3", "#a0a020")
 MARKERS = "osD^vPXh"
 STYLES = ("-", "--", ":", "-.")
@@ -20,46 +17,15 @@ SPAN_MIN = 0.1
 """Of the quality axis: a smaller one would make noise look like a difference."""
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder. Whoever measures for long asks before: raises `Unavailable` where plots cannot be
-    drawn here, `InvalidField` where the folder cannot be made."""
-    if find_spec("matplotlib") is None:
-        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or ask for none")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidField("plots", f"{folder} cannot be made ({error.strerror}); name a folder") from error
-
-
-def _figure() -> tuple[Any, Any]:
-    """A figure that needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    return figure, axes
-
-
 def draw(folder: Path, rows: Sequence[Row], rates: Sequence[RateRow]) -> list[Path]:
-    """Write every picture that the rows allow, in each of `FORMATS`; their paths."""
+    """Write every picture that the rows allow; their paths."""
     prepare(folder)
     paths = []
     if any(row.selection is not None for row in rows):
-        paths += _save(folder, "quality-cost", _quality(rows, against_cost=True))
-        paths += _save(folder, "quality-ttft", _quality(rows, against_cost=False))
+        paths += save(folder / "quality-cost", _quality(rows, against_cost=True))
+        paths += save(folder / "quality-ttft", _quality(rows, against_cost=False))
     if rates:
-        paths += _save(folder, "ttft-rate", _rates(rates))
-    return paths
-
-
-def _save(folder: Path, name: str, figure: Any) -> list[Path]:
-    paths = [folder / f"{name}.{suffix}" for suffix in FORMATS]
-    for path in paths:
-        figure.savefig(path, dpi=150)
+        paths += save(folder / "ttft-rate", _rates(rates))
     return paths
 
 
@@ -74,7 +40,7 @@ def quality_of(row: Row) -> tuple[Interval, str]:
 
 def _quality(rows: Sequence[Row], against_cost: bool) -> Any:
     """One line per family of configurations, in the first setting; baselines as dashed lines and a star."""
-    figure, axes = _figure()
+    figure, axes = figure_and_axes()
     first = rows[0].setting
     here = [row for row in rows if row.setting == first]
     looks = _Looks()
@@ -152,7 +118,7 @@ def _look_of(method: str, looks: _Looks) -> dict[str, str]:
 
 
 def _rates(rates: Sequence[RateRow]) -> Any:
-    figure, axes = _figure()
+    figure, axes = figure_and_axes()
     looks = _Looks()
     for method in dict.fromkeys(row.method for row in rates):
         points = sorted((row for row in rates if row.method == method), key=lambda row: row.rate_per_s)

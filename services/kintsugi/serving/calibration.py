@@ -19,8 +19,6 @@ REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 BOUND = ("portable", "query_layers")
 """Of the connector's configuration, what calibration has to share with the engines that serve."""
-PASSAGE_TOKENS = 192
-"""Of each bundled passage in a prompt, where no questions are given."""
 
 
 @dataclass(frozen=True)
@@ -81,28 +79,14 @@ class Calibrator:
         return Calibrated(None if chosen is None else described(chosen), report.choice.why)
 
     def _measured(self, engine: Any) -> CalibrationReport:
-        from kintsugi.quality.calibrate import Budget, calibrate, passage_questions
-        from kintsugi.quality.measure import Bench, answer_tokens, tokenised
+        from kintsugi.quality.calibrate import Budget, calibrate, prepared
         from kintsugi.quality.questions import read_questions
         from kintsugi.quality.shadow import utc_now
 
-        tokenizer = engine.tokenizer
         budget, thresholds = Budget(), Thresholds()
         file = questions_file(self._model, self._engines)
-        questions = (
-            read_questions(file)
-            if file is not None
-            else passage_questions(
-                lambda text: len(tokenizer(text, add_special_tokens=False).input_ids),
-                min(PASSAGE_TOKENS, engine.max_model_len // 6),
-                max(budget.prompts, thresholds.prompts_min),
-                budget.seed,
-            )
-        )
-        max_tokens = answer_tokens(questions, tokenizer)
-        cases, _ = tokenised(questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens)
-        bench = Bench(engine, cases, max_tokens)
-        bench.store_chunks(lambda done, total: self._say(f"storing chunks, {done} of {total}"))
+        given = None if file is None else read_questions(file)
+        bench, _ = prepared(engine, given, budget, self._say)
         calibration = calibrate(
             bench,
             engine.num_layers,

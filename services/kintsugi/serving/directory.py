@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from kintsugi.client.directory import ShardAddress, ShardDirectory, ShardMap
+from kintsugi.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
 from kintsugi.client.grpc_store import options_of
 from kintsugi.client.tls import ServerTls, TlsFiles, checked_listen
 from kintsugi.core.deploy import StoreSpec
@@ -38,7 +38,6 @@ LEASE_S = 5.0
 late."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
-SHARDS_MAX = 1024
 
 
 @dataclass(frozen=True)

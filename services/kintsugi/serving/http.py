@@ -35,18 +35,13 @@ from kintsugi.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kintsugi.core.exchange import OpenAICall, OpenAIHead
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.serving.access import Access, Caller
 from kintsugi.serving.backend import EngineBackend
 from kintsugi.serving.gateway import Gateway
 from kintsugi.serving.openai_answer import accounting_in, without_times_in
 from kintsugi.serving.openai_metrics import HttpMetrics
-from kintsugi.serving.openai_request import (
-    CHAT_PATH,
-    COMPLETIONS_PATH,
-    parsed_call,
-    wanted_namespace,
-)
+from kintsugi.serving.openai_request import parsed_call, wanted_namespace
 from kintsugi.serving.recent_info import RecentInfo
 from kintsugi.serving.tracing import TRACE_HEADERS, Timelines, add_layers, describe, span
 

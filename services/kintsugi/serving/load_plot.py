@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from kintsugi.core.errors import Unavailable
+from kintsugi.quality.drawing import figure_and_axes, prepare, save
 from kintsugi.serving.load_report import Summary
 
-FORMATS = ("svg", "png")
-SIZE_INCHES = (7.0, 4.4)
 COLOURS = ("#b8860b", "#222222", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b")
 MARKERS = "os^Dv*"
 
 
 def draw(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float | None = None) -> list[Path]:
-    """Write the picture in each of `FORMATS`, by `path`'s stem; where. ``series`` are loads by endpoint.
+    """Write the picture as `drawing.save` does; where. ``series`` are loads by endpoint.
 
     Medians as lines, up to the 95th percentile shaded. Raises `Unavailable` without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unavailable(f"plots need matplotlib ({error}); install it, or leave --plot out") from error
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
+    prepare(path.parent)
+    figure, axes = figure_and_axes()
     for number, (name, summaries) in enumerate(series.items()):
         points = sorted((one for one in summaries if one.ttft_s), key=lambda one: one.rate_per_s)
         rates = [one.rate_per_s for one in points]
@@ -47,8 +36,4 @@ def draw(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float | Non
     axes.set_ylabel("time to first token, ms (median to 95th percentile)")
     axes.set_yscale("log")
     axes.legend(fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_suffix(f".{suffix}") for suffix in FORMATS]
-    for one in paths:
-        figure.savefig(one, dpi=150)
-    return paths
+    return save(path, figure)

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.exchange import OpenAICall
+from kintsugi.core.exchange import CHAT_PATH, OpenAICall
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, checked_priority
 
-CHAT_PATH = "/v1/chat/completions"
-COMPLETIONS_PATH = "/v1/completions"
 SEARCHED_CHARS_MAX = 1 << 21
 """Of all messages together. Text beyond it is not searched for known chunks: no model reads so much."""
 ANSWERS_MAX = 256

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kintsugi.client.directory import SHARDS_MAX
 from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
 from kintsugi.serving.addresses import free_port, is_wildcard, joined, tls_of
-from kintsugi.serving.directory import SHARDS_MAX, Announcer, Configured
+from kintsugi.serving.directory import Announcer, Configured
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.server import ServerOptions, ShardServer
 from kintsugi.store.shard import Shard

@@ -16,9 +16,9 @@ from kintsugi.cli import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.main import app
-from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.request import SelectorName
-from kintsugi.quality import plots, reports
+from kintsugi.quality import drawing, reports
 from kintsugi.quality.session import EngineSpec, prefix_of_file
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
@@ -172,7 +172,7 @@ def test_an_evaluation_that_cannot_end_well_is_not_begun(
 def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
     arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--plots", str(tmp_path)]
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == ExitCode.UNAVAILABLE
@@ -223,6 +223,27 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
         "hkvd r=0.3 @1",
     ]
     assert len(document["rates"]) == 3
+
+
+def test_an_engine_that_fails_costs_only_its_own_rows(
+    engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def one_that_starts(spec: EngineSpec) -> Iterator[RunningEngine]:
+        if spec.codec == "int8":
+            raise Unavailable("vLLM did not start")
+        yield engine
+
+    monkeypatch.setattr(evaluate, "measuring_engine", one_that_starts)
+    arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
+    arguments += ["--ratios", "0.3", "--selectors", "hkvd", "--check-layers", "1", "--codecs", "raw,int8"]
+    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})
+    assert result.exit_code == ExitCode.UNAVAILABLE
+    assert "hkvd r=0.3 @1" in result.stdout
+    assert "vLLM did not start" in result.stderr
+    document = json.loads(RUNNER.invoke(app, [*arguments, "--json"]).stdout)
+    assert len(document["rows"]) == 3
+    assert document["error"]["exit_code"] == ExitCode.UNAVAILABLE
 
 
 @pytest.fixture

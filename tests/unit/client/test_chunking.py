@@ -16,7 +16,7 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `chunkin
 
 from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.checkpoints.passages import bundled_passages
-from kintsugi.client.chunking import SECTION_CHARS, Chunker, ChunkingConfig, keys_of
+from kintsugi.client.chunking import SECTION_CHARS, Chunker, ChunkingConfig
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 
@@ -62,11 +62,11 @@ def test_a_request_that_tokenises_a_chunk_alone_finds_it(folder: Path) -> None:
 def test_keys_are_the_same_in_another_process(folder: Path) -> None:
     code = (
         "import sys, random; from tests.unit.client.test_chunking import *; "
-        "print([k.hex for k in keys_of(SPACE, list(chunker(sys.argv[1], tokens_max=100).chunks(TEXT)))])"
+        "print([chunk.key(SPACE).hex for chunk in chunker(sys.argv[1], tokens_max=100).chunks(TEXT)])"
     )
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}", str(folder)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
-    keys = [key.hex for key in keys_of(SPACE, list(chunker(folder, tokens_max=100).chunks(TEXT)))]
+    keys = [chunk.key(SPACE).hex for chunk in chunker(folder, tokens_max=100).chunks(TEXT)]
     assert said.stdout.strip() == str(keys)
 
 

@@ -81,6 +81,11 @@ def test_a_model_that_answers_nothing_right_is_refused() -> None:
         run(FakeEngine(full_is_right=False))
 
 
+def test_too_few_prompts_are_refused() -> None:
+    with pytest.raises(InvalidField, match="31 are too few to trust a blend by; allow at least 32"):
+        run(FakeEngine(), 60, Budget(31))
+
+
 def test_too_few_questions_are_refused() -> None:
     with pytest.raises(InvalidField, match="31 can be asked, but a calibration needs 32"):
         run(FakeEngine(), 31)

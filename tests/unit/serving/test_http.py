@@ -17,11 +17,10 @@ import pytest
 
 from kintsugi.client.tls import ServedFiles, TlsFiles
 from kintsugi.core import errors
-from kintsugi.core.exchange import OpenAICall
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
 from kintsugi.serving import http, recent_info
 from kintsugi.serving.access import Access, Caller, OpenAccess
 from kintsugi.serving.http import BODY_BYTES_MAX, HttpFront, Problem
-from kintsugi.serving.openai_request import CHAT_PATH, COMPLETIONS_PATH
 from kintsugi.serving.openai_server import HttpServer
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered
 from tests.integration.store.test_tls import issue

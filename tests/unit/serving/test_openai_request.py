@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.core.exchange import OpenAICall
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
 from kintsugi.core.request import SPANS_MAX, Op, SelectorName
-from kintsugi.serving.openai_request import CHAT_PATH, COMPLETIONS_PATH, parsed_call, wanted_namespace
+from kintsugi.serving.openai_request import parsed_call, wanted_namespace
 
 KNOWN = ("Salt is mined in the north.", "Tea came by sea.")
 
