@@ -33,8 +33,8 @@ PUT_S = 600.0
 STUFFED_CHUNK_TOKENS = 384
 KILL_AFTER_S = 8.0
 KILLED = (("storeshard", "StoreShard"), ("engine", "Engine"), ("engine_again", "Engine"))
-"""The engine twice: a kernel may have dropped from its page cache what an engine read when it started long ago.
-The second start finds it there."""
+"""The engine twice: a kernel may have dropped from its page cache what an engine read when it started long
+ago. The second start finds it there."""
 METRIC_S = 5.0
 
 
