@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 REFUSALS_PER_PROBE = 4
 """Of so many prompts that were not blended because loading is slow, one has a chunk read beside it: so a
 store that became fast is noticed. The prompt does not wait for it."""
-REFUSALS_PER_TRIAL = 64
-"""Of so many that were not blended because computing a blend is slow, one is blended: nothing else would
-show that this has changed. It pays for it."""
+TRIAL_FIRST = 2
+TRIAL_LAST = 64
+"""After so many prompts that were not blended because computing a blend is slow, one is blended: nothing else
+would show that this has changed, or was a mistake. It pays for it. What a young engine believes rests on few
+measurements, so its first trials come soon, each after twice as many prompts as the one before."""
 STEPS_IN_FLIGHT_MAX = 16
 
 
@@ -49,7 +51,7 @@ class _Awaited:
     request: Request
     admitted_s: float
     planned_s: float | None = None
-    """When its blend was planned, where nothing else was being computed then."""
+    """When its blend was planned, where nothing else has been computed since."""
     pass_s: float | None = None
     """What its pass computed and waited for."""
     predicted_s: float | None = None
@@ -78,6 +80,7 @@ class Timing:
         self._pass_ends_s: dict[str, float] = {}
         """When the computing of each pass in flight is predicted to end."""
         self._refusals = {"loading_is_slower": 0, "blending_is_slower": 0}
+        self._trial_after = TRIAL_FIRST
 
     @property
     def measured(self) -> Measured:
@@ -107,6 +110,7 @@ class Timing:
         self._pass_ends_s.pop(request_id, None)  # a blend that waited for cache blocks may be none any more
         if is_blend:
             self._pass_ends_s[request_id] = now_s + (ttft_s or 0.0)
+            self._disturbs_others({request_id})
 
     def pass_ended(self, request_id: str, sample: PassSample | None) -> None:
         """A blend or save is over; ``sample`` where it went as planned."""
@@ -130,7 +134,14 @@ class Timing:
         requests = len(output.num_scheduled_tokens)
         pairs = _pairs(output) if tokens > requests else 0.0
         self._running = set(output.num_scheduled_tokens)
+        self._disturbs_others(self._running)
         self._steps.append(_Step(self.clock(), tokens, pairs, not ours_in_flight))
+
+    def _disturbs_others(self, computing: set[str]) -> None:
+        """What else takes until their first tokens is no longer their own tail."""
+        for request_id, awaited in self._awaited.items():
+            if len(computing) > (request_id in computing):
+                awaited.planned_s = None
 
     def step_ended(self) -> None:
         """Steps end in the order in which they began."""
@@ -154,10 +165,11 @@ class Timing:
 
     def trial_is_due(self) -> bool:
         """Whether the next prompt is blended although computing it so is predicted to be slower."""
-        return self._refusals["blending_is_slower"] >= REFUSALS_PER_TRIAL
+        return self._refusals["blending_is_slower"] >= self._trial_after
 
     def tried(self) -> None:
         self._refusals["blending_is_slower"] = 0
+        self._trial_after = min(2 * self._trial_after, TRIAL_LAST)
 
     def probe_is_due(self, reason: str) -> bool:
         """Count a refusal; whether it is time to read a chunk beside it."""

@@ -24,13 +24,11 @@ OUTLIER_FLOOR_S = 1e-3
 FORGETTING = 0.98
 """What a fit keeps of its past with each observation."""
 PRIOR_OBSERVATIONS = 0.5
-"""How many observations a fit's prior is worth, however many there are: a service's prompts are alike, and
-what their differences say of single terms is mostly noise."""
+"""How many observations a fit's prior is worth, term by term, however many there are: a service's prompts are
+alike, and what their differences say of single terms is mostly noise."""
 SWEEPS = 40
 CONVERGED_SHARE = 1e-7
 """A sweep that changes no coefficient by more is the last."""
-TRUSTED_AFTER = 3
-"""Observations after which a fit tells an outlier."""
 BLENDS_MIN = 2
 """Passes before a fit of them counts; the first of an engine, which prepares kernels, is not among them."""
 STEPS_MIN = 2
@@ -109,7 +107,7 @@ class Estimates:
             rate.add(transfer.opening_s / transfer.opening_bytes)
 
     def observe_decode(self, seconds: float, num_bytes: int) -> None:
-        if num_bytes:
+        if num_bytes and self._blends_seen:  # the first pass prepared kernels
             self._decode.add(seconds / num_bytes)
 
     def observe_step(self, tokens: int, pairs: float, seconds: float) -> None:
@@ -189,11 +187,10 @@ class Fit:
     little. One that is too fast would weigh all the more (a step seems short when the end of the one before
     was noticed late): it counts as the forecast ÷ `OUTLIER_FACTOR`, and the second in a row is believed.
 
-    Prompts that are alike tell what they cost, not which term costs it; that the prior tells. Without one it
-    is the work's, the second term: half the work takes half the time, whatever noise says.
+    Prompts that are alike tell what they cost, not which term costs it. That the prior tells, made as dear as
+    what was observed; without one the second term costs all, the work: half of it takes half the time.
 
-    Solved by coordinate descent from the last solution: the problem is convex. The first term is a constant
-    and comes last: what can be explained by an amount of work is.
+    Solved by coordinate descent from the last solution: the problem is convex.
     """
 
     def __init__(self, size: int) -> None:
@@ -205,7 +202,7 @@ class Fit:
         self._right = [0.0] * size
 
     def add(self, terms: Sequence[float], seconds: float, prior: Sequence[float] | None = None) -> None:
-        """`prior`: what is known of the coefficients otherwise, at this moment."""
+        """`prior`: how the coefficients compare, as far as that is known otherwise at this moment."""
         seconds = self._believed(terms, seconds)
         rows = [term / seconds for term in terms]
         self.count += 1
@@ -214,15 +211,20 @@ class Fit:
             self._right[index] = FORGETTING * self._right[index] + row
             for other, column in enumerate(rows):
                 self._gram[index][other] = FORGETTING * self._gram[index][other] + row * column
-        self.value = self._solved(self._all_work() if prior is None else prior)
+        work_alone = (0.0, 1.0, *(0.0,) * (len(rows) - 2))
+        self.value = self._solved(self._as_dear(work_alone if prior is None else prior))
 
-    def _all_work(self) -> Terms:
-        per_unit = self._right[1] / self._gram[1][1] if self._gram[1][1] else 0.0
-        return 0.0, per_unit, *(0.0,) * (len(self.value) - 2)
+    def _as_dear(self, prior: Sequence[float]) -> Terms:
+        """The prior times the factor at which it fits best."""
+        products = [sum(cell * other for cell, other in zip(row, prior, strict=True)) for row in self._gram]
+        itself = sum(one * product for one, product in zip(prior, products, strict=True))
+        observed = sum(one * right for one, right in zip(prior, self._right, strict=True))
+        factor = observed / itself if itself > 0 else 1.0
+        return tuple(factor * one for one in prior)
 
     def _believed(self, terms: Sequence[float], seconds: float) -> float:
         known_s = sum(coefficient * term for coefficient, term in zip(self.value, terms, strict=True))
-        is_fast = self.count >= TRUSTED_AFTER and seconds < known_s / OUTLIER_FACTOR
+        is_fast = self.count > 0 and seconds < known_s / OUTLIER_FACTOR
         is_first, self._was_fast = is_fast and not self._was_fast, is_fast
         return known_s / OUTLIER_FACTOR if is_first else seconds
 
@@ -230,7 +232,7 @@ class Fit:
         value, pull = list(self.value), PRIOR_OBSERVATIONS / self._weight
         for _ in range(SWEEPS):
             before = tuple(value)
-            for index in (*range(1, len(value)), 0):
+            for index in range(len(value)):
                 row = self._gram[index]
                 if row[index] > 0:
                     rest = sum(row[other] * value[other] for other in range(len(value)) if other != index)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kintsugi.engine.protocol import PassSample
-from kintsugi.engine.timing import REFUSALS_PER_PROBE, REFUSALS_PER_TRIAL, Timing
+from kintsugi.engine.timing import REFUSALS_PER_PROBE, TRIAL_FIRST, TRIAL_LAST, Timing
 
 
 @dataclass
@@ -133,6 +133,22 @@ def test_the_tail_is_what_a_pass_does_not_explain(bench: Bench) -> None:
     assert bench.timing.measured.tail_s == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("other", ["a step", "a pass"])
+def test_what_others_compute_meanwhile_is_no_tail(bench: Bench, other: str) -> None:
+    request: Any = StubRequest("r")
+    bench.timing.admitted(request)
+    bench.timing.planned("r", None, is_blend=True)
+    if other == "a step":
+        bench.prefill(8000, 1.0, ours_in_flight=True)
+    else:
+        bench.timing.planned("later", None, is_blend=True)
+    bench.timing.pass_ended("r", PassSample(busy_s=0.1, load_wait_s=0.0, projection_share=0.2))
+    bench.step(StubOutput({"r": 1}), 1.0)
+    request.num_output_tokens = 1
+    bench.timing.forget("r")
+    assert bench.timing.measured.tail_s == 0
+
+
 def test_a_pass_waits_for_those_ahead(bench: Bench) -> None:
     assert bench.timing.ahead_s == 0
     bench.timing.planned("one", 3.0, is_blend=True)
@@ -166,12 +182,19 @@ def test_now_and_then_a_refusal_is_looked_into(bench: Bench) -> None:
     due = [bench.timing.probe_is_due("loading_is_slower") for _ in range(2 * REFUSALS_PER_PROBE)]
     assert due == [True, *[False] * (REFUSALS_PER_PROBE - 1)] * 2
     assert not bench.timing.probe_is_due("no_chunk_cached")
-    for _ in range(REFUSALS_PER_TRIAL):
-        assert not bench.timing.trial_is_due()
-        assert not bench.timing.probe_is_due("blending_is_slower")
-    assert bench.timing.trial_is_due()
-    bench.timing.tried()
-    assert not bench.timing.trial_is_due()
+
+
+def test_trials_come_soon_at_first_and_then_rarely(bench: Bench) -> None:
+    gaps = []
+    for _ in range(8):
+        refused = 0
+        while not bench.timing.trial_is_due():
+            assert not bench.timing.probe_is_due("blending_is_slower")
+            refused += 1
+        gaps.append(refused)
+        bench.timing.tried()
+    assert gaps == [2, 4, 8, 16, 32, 64, 64, 64]
+    assert (gaps[0], gaps[-1]) == (TRIAL_FIRST, TRIAL_LAST)
 
 
 def test_a_context_behind_cached_tokens_is_attended_to(bench: Bench) -> None:

@@ -321,5 +321,30 @@ def test_alike_prompts_on_a_busy_machine_stay_blended(seed: int) -> None:
         assert plan.hits == request.hits
         region = Region(0, request.num_tokens - 1)
         terms = terms_of(work_of(GPU, plan.selection, plan.hits, region), plan.hits, region)
-        work_s = sum(cost * term for cost, term in zip(GPU_BLEND, terms, strict=True))
-        estimates.observe_blend(terms, GPU.num_layers, work_s * noise.uniform(0.85, 1.3))
+        seconds = _dot(GPU_BLEND, terms) * noise.uniform(0.85, 1.3)
+        estimates.observe_blend(terms, GPU.num_layers, seconds)
+
+
+def test_short_prompts_first_do_not_make_a_long_blend_look_dear() -> None:
+    """Chats, a few short prompts, short blends, each at what it costs; then the first long prompt."""
+    estimates = Estimates()
+    blend = (25e-3, *GPU_BLEND[1:])
+    for tokens in (*range(20, 60, 2), 500, 500, 500):
+        pairs = attended_pairs(0, tokens)
+        seconds = 8e-3 + GPU_STEP[1] * tokens + GPU_STEP[2] * pairs
+        estimates.observe_step(tokens, pairs, seconds)
+    for _ in range(3):
+        request = asked(1e12, chunks=2, size=256)
+        region = Region(0, request.num_tokens - 1)
+        terms = terms_of(work_of(GPU, Selection(0.15), request.hits, region), request.hits, region)
+        estimates.observe_blend(terms, GPU.num_layers, _dot(blend, terms))
+    request = asked(1e12, chunks=7, measured=estimates.snapshot())
+    region = Region(0, request.num_tokens - 1)
+    truth_s = _dot(blend, terms_of(work_of(GPU, Selection(0.15), request.hits, region), request.hits, region))
+    predicted_s = CONTROLLER.plan(request).predicted_ttft_s
+    assert predicted_s is not None
+    assert predicted_s < 2 * truth_s
+
+
+def _dot(coefficients: tuple[float, ...], terms: tuple[float, ...]) -> float:
+    return sum(cost * term for cost, term in zip(coefficients, terms, strict=True))

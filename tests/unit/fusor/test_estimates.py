@@ -126,6 +126,9 @@ def test_a_fit_forgets() -> None:
 
 def test_decoding_is_counted_per_byte() -> None:
     estimates = Estimates()
+    estimates.observe_decode(900.0, 1000)  # of the first pass
+    estimates.observe_blend((1.0, 4000.0, 10.0, 10.0, 1000.0), 4, 1.0)
+    assert estimates.snapshot().decode_s_per_byte == 0
     estimates.observe_decode(0.0, 0)
     estimates.observe_decode(30.0, 1000)
     assert estimates.snapshot().decode_s_per_byte == 30.0 / 1000
