@@ -84,6 +84,17 @@ def model_fingerprint(
     )
 
 
+def digest_weights(path: str | Path) -> None:
+    """Read the weights of a checkpoint folder as a fingerprint does, so that it need not: for whoever has
+    other things to do meanwhile, in another thread. What cannot be read is left to `model_fingerprint` to
+    say."""
+    try:
+        if Path(path).is_dir():
+            _weights(Path(path).resolve())
+    except (KintsugiError, OSError) as error:
+        log.debug("not digested ahead: %s", error)
+
+
 def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The `config.json` of a checkpoint, found as `model_fingerprint` finds it. Raises alike."""
     return _json(_checked_folder(Path(path), revision or hub.MAIN) / "config.json")

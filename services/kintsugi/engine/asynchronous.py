@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from kintsugi.client.checkpoint import digest_weights
 from kintsugi.client.interface import ChunkStore
 from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.deploy import OpenAISpec
@@ -127,6 +128,8 @@ class AsyncEngine:
         does not start.
         """
         config = spec.config
+        # A fingerprint reads all weights: from the disk while vLLM is imported.
+        digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext
@@ -142,6 +145,7 @@ class AsyncEngine:
             vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(
                 UsageContext.ENGINE_CONTEXT
             )
+            await digested
             binding = binding_of(vllm_config, config)
             await asyncio.to_thread(prepare, binding)
             store = open_store(config.store)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.client import checkpoint
-from kintsugi.client.checkpoint import model_fingerprint
+from kintsugi.client.checkpoint import digest_weights, model_fingerprint
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 
 CONFIG = {
@@ -205,3 +205,16 @@ def test_a_broken_index_is_corrupted(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(Corrupted, match="weight_map"):
         model_fingerprint(folder, "bfloat16")
+
+
+def test_weights_that_were_read_ahead_are_not_read_again(folder: Path) -> None:
+    digest_weights(folder)
+    read = checkpoint._content_digest.cache_info().misses
+    (folder / "tokenizer.json").unlink()
+    model_fingerprint(folder, "bfloat16")
+    assert checkpoint._content_digest.cache_info().misses == read
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "/nowhere", "", "."])
+def test_what_cannot_be_read_ahead_is_left_to_who_needs_it(name: str) -> None:
+    digest_weights(name)
