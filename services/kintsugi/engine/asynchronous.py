@@ -229,6 +229,11 @@ class AsyncEngine:
         if self.client is None or self.client.errored:
             raise Unavailable("the engine has ended; it is started again")
 
+    def when_ended(self, act: Callable[[], None]) -> None:
+        """Call ``act`` on the event loop once the engine's process has ended by itself; not for `stop`."""
+        # vLLM tells nobody; but with its core ends the task that reads the core's answers.
+        self.client.output_handler.add_done_callback(lambda task: None if task.cancelled() else act())
+
     def serve_metrics(self, host: str, port: int) -> None:
         """Answer Prometheus with what vLLM and the connector count, until `stop`."""
         from prometheus_client import start_http_server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
@@ -60,6 +61,14 @@ def _tokens_of(model: ModelSpec) -> tuple[int, ...]:
     return tuple(AutoTokenizer.from_pretrained(model.path)(model.system_prompt).input_ids)
 
 
+def end_with_core() -> None:
+    """A replica whose vLLM core was killed ends at once: with nothing to do it would be every router's first
+    choice until Serve's health checks have failed three times. Serve restarts a process that is gone at once,
+    and routers drop it at the first request that it does not take."""
+    log.error("vLLM's core ended, so this replica ends; Serve starts another")
+    os._exit(1)
+
+
 class Engine:
     """One replica. `serving.ray_backend` calls it."""
 
@@ -78,6 +87,7 @@ class Engine:
                 log.exception("the calibration report beside %s was not published", served.path)
 
         engine = await AsyncEngine.start(async_spec(served, spec, url), prepare)
+        engine.when_ended(end_with_core)
         self._engine: AsyncEngine | None = engine
         self._backend = LocalBackend(engine)
         self._shadowing = shadowing_of(spec, engine, REGISTRY)

@@ -176,26 +176,27 @@ def children(process: int) -> list[int]:
     return [int(child) for thread in task.iterdir() for child in (thread / "children").read_text().split()]
 
 
+@pytest.mark.parametrize("victim", ["replica", "core"])
 def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
-    deployed: Deployed, ray_engines: RayEngines
+    deployed: Deployed, ray_engines: RayEngines, victim: str
 ) -> None:
-    rest = others(deployed, ENGINE_DEPLOYMENT)
-    (process,) = deployed.process_ids(ENGINE_DEPLOYMENT).values()
+    rest, before = others(deployed, ENGINE_DEPLOYMENT), deployed.process_ids(ENGINE_DEPLOYMENT)
+    (process,) = before.values()
     cores = children(process)
     assert cores
 
-    async def cut_off() -> dict[str, int]:
+    async def cut_off() -> None:
         request = ray_engines.request(ray_engines.tokens(12), max_tokens=8000)
         async with aclosing(ray_engines.backend.generate(request)) as deltas:
             await anext(deltas)
-            before = await asyncio.to_thread(killed, deployed, ENGINE_DEPLOYMENT)
+            for each in [process] if victim == "replica" else cores:
+                os.kill(each, signal.SIGKILL)
             with pytest.raises(Unavailable, match="ask again"):
                 async for _ in deltas:
                     pass
-        return before
 
-    before = ray_engines.run(cut_off())
-    assert eventually(lambda: not any(Path(f"/proc/{core}").exists() for core in cores), 30)
+    ray_engines.run(cut_off())
+    assert eventually(lambda: not any(Path(f"/proc/{each}").exists() for each in (process, *cores)), 30)
     with Client(deployed.grpc, namespace="sdk") as client:
         answer = client.generate(TEXTS, "Tide?", sampling=GREEDY)
     assert answer.accounting["outcome"] in ("blended", "prefix_hit"), json.dumps(answer.accounting)
