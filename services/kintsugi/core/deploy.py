@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
@@ -391,8 +392,8 @@ def directory_url(store: StoreSpec, host: str = "") -> str:
     """The URL by which engines and clients know the shards, with the head node's address as ``host``."""
     query = ""
     if store.tls_ca:
-        query = f"?tls_ca={store.tls_ca}&tls_cert={store.tls_cert}&tls_key={store.tls_key}"
-        query += f"&tls_name={store.tls_name}" if store.tls_name else ""
+        given = {name: getattr(store, name) for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}
+        query = "?" + urlencode({name: value for name, value in given.items() if value}, safe="/")
     host = host or store.host
     return f"shards://{f'[{host}]' if ':' in host else host}:{store.directory_port}{query}"
 

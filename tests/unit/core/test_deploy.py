@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -159,6 +160,12 @@ def test_engines_know_the_directory_alone() -> None:
     named = dataclasses.replace(tls, tls_name="store")
     assert directory_url(named).endswith("&tls_key=/k&tls_name=store")
     assert directory_url(StoreSpec(), "head") == "shards://head:7410"
+
+
+def test_paths_arrive_as_they_were_written() -> None:
+    store = StoreSpec(tls_ca="/a+b/ca", tls_cert="/a&b/50%25.crt", tls_key="/a#b/ä key=", tls_name="a b")
+    query = parse_qs(urlsplit(directory_url(store)).query, strict_parsing=True)
+    assert query == {name: [getattr(store, name)] for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}
 
 
 def test_only_what_differs_from_its_default_is_written() -> None:
