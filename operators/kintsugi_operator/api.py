@@ -173,7 +173,7 @@ class Replicas:
 
     RULES: ClassVar = (Rule("self.min <= self.max", "min must not exceed max"),)
 
-    min: int = bounded(1, minimum=0, maximum=1024)
+    min: int = bounded(1, minimum=1, maximum=1024)
     max: int = bounded(1, minimum=1, maximum=1024)
 
 

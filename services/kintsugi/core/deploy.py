@@ -79,8 +79,8 @@ class Scale:
     max: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min <= self.max or self.max < 1:
-            raise InvalidField("replicas", f"min {self.min} and max {self.max} must satisfy 0 <= min <= max")
+        if not 1 <= self.min <= self.max:
+            raise InvalidField("replicas", f"min {self.min} and max {self.max} must satisfy 1 <= min <= max")
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def test_a_proxy_is_bound_where_it_is_told_to() -> None:
 
 
 def specs() -> st.SearchStrategy[ServiceSpec]:
-    scales = st.integers(0, 4).flatmap(
-        lambda least: st.integers(max(1, least), 8).map(lambda most: Scale(least, most))
+    scales = st.integers(1, 4).flatmap(
+        lambda least: st.integers(least, 8).map(lambda most: Scale(least, most))
     )
     amounts = st.floats(0.25, 64, allow_nan=False)
     engines = st.builds(
@@ -188,6 +188,7 @@ def test_a_configuration_file() -> None:
         ({"model": {"path": ""}}, "model.path"),
         ({"model": {"path": "m", "codec": "zip"}}, "codec"),
         ({"model": {"path": "m"}, "engines": {"replicas": {"min": 3, "max": 1}}}, "replicas"),
+        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 0, "max": 1}}}, "replicas"),
         ({"model": {"path": "m"}, "engines": {"cpus": -1}}, "engines.cpus"),
         ({"model": {"path": "m"}, "engines": {"gpus": float("nan")}}, "engines.gpus"),
         ({"model": {"path": "m"}, "engines": {"kv_cache_gib": 0}}, "engines.kv_cache_gib"),

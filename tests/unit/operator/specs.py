@@ -49,8 +49,8 @@ images = st.fixed_dictionaries(
 
 @st.composite
 def replicas(draw: st.DrawFn) -> dict[str, int]:
-    least = draw(st.integers(0, 8))
-    return {"min": least, "max": draw(st.integers(max(least, 1), 16))}
+    least = draw(st.integers(1, 8))
+    return {"min": least, "max": draw(st.integers(least, 16))}
 
 
 @st.composite

@@ -79,6 +79,7 @@ def test_a_wrong_field_is_named_as_yaml_does(
         ({"gateway": {"tokensSecret": ""}}, "gateway.tokensSecret: is mandatory"),
         ({"network": {"policies": False}}, "store.tlsSecret: is mandatory without network.policies"),
         ({"engines": {"replicas": {"min": 3, "max": 2}}}, "replicas.min: must not exceed max"),
+        ({"engines": {"replicas": {"min": 0}}}, "replicas: min 0"),
         ({"gateway": {"httpPort": 7500}}, "must differ"),
         ({"gateway": {"httpPort": 8265}}, "8265 is taken by Ray's dashboard"),
         ({"engines": {"sharedMemory": "16Gi"}}, "counts towards memory"),

@@ -139,7 +139,7 @@ def test_only_the_operator_of_this_release_reaches_dashboards() -> None:
 
 def test_a_budget_can_be_counted_without_the_scale_of_a_ray_cluster() -> None:
     """RayClusters have no scale: Kubernetes lets no pod of theirs go under `maxUnavailable`."""
-    spec = spec_of(store={"shards": 3}, gateway={"replicas": 2}, engines={"replicas": {"min": 0, "max": 4}})
+    spec = spec_of(store={"shards": 3}, gateway={"replicas": 2}, engines={"replicas": {"min": 1, "max": 4}})
 
     def least(engines: int) -> dict[str, int]:
         observed = Observed(
