@@ -196,8 +196,10 @@ def _running(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterat
     finally:
         if ray.is_initialized():
             with screen.engine_log(), screen.step("Stopping: answers end, shards write back"):
-                Service(spec).stop()
-                ray.shutdown()
+                try:
+                    Service(spec).stop()
+                finally:
+                    ray.shutdown()
 
 
 def described(found: Sequence[Progress]) -> str:

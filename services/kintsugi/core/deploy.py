@@ -38,6 +38,9 @@ HEALTH_CHECK_PERIOD_S = 2.0
 """How long a dead replica may go unnoticed."""
 HEALTH_CHECK_TIMEOUT_S = 30.0
 """A machine that is busy with a prefill answers late."""
+END_MARGIN_S = 15.0
+"""What a replica is given beyond its drain time before Serve kills it: Serve waits two seconds first, and
+files and ports are closed after it."""
 REQUESTS_MAX = 512
 """That run or wait in one engine; more wait in the gateway's handle, up to `QUEUED_MAX`."""
 QUEUED_MAX = 4096
@@ -461,7 +464,7 @@ def _health(drain_s: float) -> dict[str, Any]:
     return {
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
-        "graceful_shutdown_timeout_s": drain_s,
+        "graceful_shutdown_timeout_s": drain_s + END_MARGIN_S,
     }
 
 

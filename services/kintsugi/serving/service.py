@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kintsugi.core.deploy import (
+    END_MARGIN_S,
     ENGINE_DEPLOYMENT,
     GATEWAY_DEPLOYMENT,
     SERVICE_APP,
@@ -31,6 +32,8 @@ SYSTEM_CPUS = 1
 """For Serve's controller and the tasks that build applications."""
 POLL_S = 0.25
 ASK_TIMEOUT_S = 30.0
+STOP_SLACK_S = 15.0
+"""Until Serve has killed what outlasted its time, and says so."""
 MESSAGE_CHARS_MAX = 2000
 
 
@@ -174,14 +177,29 @@ class Service:
         return info
 
     def stop(self) -> None:
-        """Drain and end every replica, engines before shards, then the directory. Idempotent."""
+        """Drain and end every replica, engines before shards, then the directory. Idempotent.
+
+        Raises `DeadlineExceeded` for an application that outlasts the time that the specification gives it.
+        """
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
         try:
-            serve.delete(SERVICE_APP)
-            serve.delete(STORE_APP)
+            self._end(SERVICE_APP, self.spec.engines.drain_s)
+            self._end(STORE_APP, self.spec.store.drain_s)
             serve.shutdown()
         except RayServeException as error:
             log.info("Serve does not run, so there is nothing to end: %s", error)
         remove_directory()
+
+    def _end(self, application: str, drain_s: float) -> None:
+        """Serve's own wait for the end is 60 s, whatever replicas were given."""
+        from ray import serve
+
+        timeout_s = drain_s + END_MARGIN_S + STOP_SLACK_S
+        deadline_s = time.monotonic() + timeout_s
+        serve.delete(application, _blocking=False)
+        while application in serve.status().applications:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{application} has not ended after {timeout_s:.0f} s; Ray kills it")
+            time.sleep(POLL_S)

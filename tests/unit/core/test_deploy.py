@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.deploy import (
+    END_MARGIN_S,
     ENGINE_DEPLOYMENT,
     GATEWAY_DEPLOYMENT,
     SERVICE_APP,
@@ -166,6 +167,18 @@ def test_paths_arrive_as_they_were_written() -> None:
     store = StoreSpec(tls_ca="/a+b/ca", tls_cert="/a&b/50%25.crt", tls_key="/a#b/ä key=", tls_name="a b")
     query = parse_qs(urlsplit(directory_url(store)).query, strict_parsing=True)
     assert query == {name: [getattr(store, name)] for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}
+
+
+def test_replicas_may_use_all_of_their_drain_time() -> None:
+    spec = ServiceSpec(ModelSpec("m"), EngineSpec(drain_s=20), StoreSpec(drain_s=300))
+    every = [deployments(made(spec)) for made in (store_application, service_application)]
+    given = {name: one["graceful_shutdown_timeout_s"] for found in every for name, one in found.items()}
+    assert given == {
+        SHARD_DEPLOYMENT: 300 + END_MARGIN_S,
+        ENGINE_DEPLOYMENT: 20 + END_MARGIN_S,
+        GATEWAY_DEPLOYMENT: 20 + END_MARGIN_S,
+    }
+    assert END_MARGIN_S > 2  # that Serve waits before it asks a replica to end
 
 
 def test_only_what_differs_from_its_default_is_written() -> None:

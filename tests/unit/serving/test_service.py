@@ -1,12 +1,19 @@
-"""What is said about a service that does not start."""
+"""What is said about a service that does not start, and how long one may take to end."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("ray", reason="install the extra `serving`")
 
-from kintsugi.serving.service import MESSAGE_CHARS_MAX, cause_in
+from ray import serve
+
+from kintsugi.core.deploy import SERVICE_APP, STORE_APP, EngineSpec, ModelSpec, ServiceSpec, StoreSpec
+from kintsugi.core.errors import DeadlineExceeded
+from kintsugi.serving import service as module
+from kintsugi.serving.service import MESSAGE_CHARS_MAX, Service, cause_in
 
 TRACEBACK = """The deployment failed to start 3 times in a row. Error:
 ray::ServeReplica:kintsugi:Engine.initialize_and_get_metadata()
@@ -25,3 +32,54 @@ def test_our_own_error_is_found_in_a_traceback() -> None:
 
 def test_of_others_the_end_is_shown() -> None:
     assert cause_in("x" * 5000 + "the end") == ("x" * 5000 + "the end")[-MESSAGE_CHARS_MAX:]
+
+
+class StubServe:
+    """As much of Serve as ends a service, on a clock of its own."""
+
+    def __init__(self, ends_after_s: dict[str, float]) -> None:
+        self.now_s = 0.0
+        self.ended: list[str] = []
+        self.is_down = False
+        self._ends_after_s = ends_after_s
+        self._ends_s = dict.fromkeys(ends_after_s, float("inf"))
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def delete(self, name: str, _blocking: bool = True) -> None:
+        assert not _blocking, "Serve would wait for 60 s and no longer"
+        self._ends_s[name] = self.now_s + self._ends_after_s[name]
+        self.ended.append(name)
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            applications={n: None for n, end_s in self._ends_s.items() if end_s > self.now_s}
+        )
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch, stub: StubServe) -> StubServe:
+    for name in ("delete", "status", "shutdown"):
+        monkeypatch.setattr(serve, name, getattr(stub, name))
+    monkeypatch.setattr(module, "time", stub)
+    monkeypatch.setattr(module, "remove_directory", lambda: None)
+    Service(ServiceSpec(ModelSpec("m"), EngineSpec(drain_s=90), StoreSpec(drain_s=300))).stop()
+    return stub
+
+
+def test_a_service_may_take_as_long_to_end_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = stopped(monkeypatch, StubServe({SERVICE_APP: 100.0, STORE_APP: 310.0}))
+    assert stub.ended == [SERVICE_APP, STORE_APP]
+    assert stub.is_down
+    assert stub.now_s == pytest.approx(410.0, abs=1.0)
+
+
+def test_one_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeadlineExceeded, match="kintsugi-store has not ended after 330 s"):
+        stopped(monkeypatch, StubServe({SERVICE_APP: 1.0, STORE_APP: float("inf")}))
