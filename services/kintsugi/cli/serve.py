@@ -138,6 +138,7 @@ def run(screen: Screen, task: Task) -> ExitCode:
         text = yaml.safe_dump(config, sort_keys=False)
         screen.show(config, lambda console: console.out(text, end="", highlight=False))
         return ExitCode.OK
+    _check_here(spec)
     spec = _with_free_ports(spec)
     events = Events(screen)
     with _stop_signal() as stop, _running(screen, spec, stop) as service:
@@ -149,6 +150,18 @@ def run(screen: Screen, task: Task) -> ExitCode:
             watch.look()
     events.say("stopped", "stopped")
     return ExitCode.OK
+
+
+def _check_here(spec: ServiceSpec) -> None:
+    """Raises `InvalidField` for what a cluster may have and this machine cannot: better now than from inside
+    Serve."""
+    gateways = spec.gateway.replicas
+    if gateways > 1:
+        raise InvalidField(
+            "gateway.replicas",
+            f"{gateways} gateways need as many nodes, and this is one; ask for 1, or deploy on a Ray cluster "
+            "what --print-config prints",
+        )
 
 
 def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:

@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
+from kintsugi.cli import serve as command
 from kintsugi.cli.main import app
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.serve import Events, Task, Watch, described, read_yaml, specified
@@ -73,6 +74,31 @@ def test_the_configuration_is_printed_as_serve_deploy_takes_it() -> None:
     as_json = CliRunner().invoke(app, ["serve", "--print-config", "--shards", "2", "--json"])
     assert yaml.safe_load(printed.stdout) == json.loads(as_json.stdout)
     assert json.loads(as_json.stdout)["applications"][0]["deployments"][0]["num_replicas"] == 2
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is refused before anything starts."""
+
+    def start(*arguments: Any) -> None:
+        raise AssertionError("Ray was to be started")
+
+    monkeypatch.setattr(command, "start_ray", start)
+
+
+def refusal(*arguments: str) -> str:
+    """What `kintsugi serve` says of bad input."""
+    refused = CliRunner().invoke(app, ["serve", "--json", *arguments])
+    assert refused.exit_code == 2, refused.output
+    return str(json.loads(refused.stdout)["error"]["message"])
+
+
+def test_two_gateways_are_refused_on_one_machine(no_ray: None, tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("model: {path: other}\ngateway: {replicas: 2}\n")
+    assert "gateway.replicas: 2 gateways need as many nodes" in refusal("--config", str(file))
+    printed = CliRunner().invoke(app, ["serve", "--config", str(file), "--print-config"])
+    assert printed.exit_code == 0
 
 
 def test_what_is_missing_is_said_while_it_starts() -> None:
