@@ -281,6 +281,15 @@ if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml
         engines: Annotated[int | None, typer.Option(min=1, help="Engine replicas.")] = None,
         grpc_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
         http_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
+        tokens_file: Annotated[Path | None, typer.Option(help="Who may call; see kintsugi token.")] = None,
+        tls_cert: Annotated[Path | None, typer.Option(help="Of the gateway, with --tls-key.")] = None,
+        tls_key: Annotated[Path | None, typer.Option(help="Of the gateway, with --tls-cert.")] = None,
+        insecure: Annotated[
+            bool, typer.Option("--insecure", help="Let the gateway listen beyond loopback without these.")
+        ] = False,
+        read_only: Annotated[
+            bool, typer.Option("--read-only", help="Nobody stores or deletes chunks through the gateway.")
+        ] = False,
         allow_uncalibrated: Annotated[
             bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
         ] = False,
@@ -302,6 +311,11 @@ if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml
             engines=engines,
             grpc_port=grpc_port,
             http_port=http_port,
+            tokens_file=tokens_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            insecure=insecure,
+            read_only=read_only,
             allow_uncalibrated=allow_uncalibrated,
             print_config=print_config,
         )

@@ -21,6 +21,7 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
     EngineSpec,
+    GatewaySpec,
     ModelSpec,
     Scale,
     ServiceSpec,
@@ -32,8 +33,10 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.serving.addresses import free_port
+from kintsugi.serving.access import checked_exposure, opened_access
+from kintsugi.serving.addresses import free_port, joined
 from kintsugi.serving.calibration import NOT_CALIBRATED, Calibrated, start_calibrator
+from kintsugi.serving.grpc_server import served_files
 from kintsugi.serving.service import Progress, Service, start_ray
 from kintsugi.store.opening import SsdSpec, parsed_size
 
@@ -58,6 +61,11 @@ class Task:
     engines: int | None = None
     grpc_port: int | None = None
     http_port: int | None = None
+    tokens_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    read_only: bool = False
     allow_uncalibrated: bool = False
     print_config: bool = False
 
@@ -79,11 +87,7 @@ def specified(task: Task) -> ServiceSpec:
         model=model,
         engines=_engines(spec.engines, task),
         store=_store(spec.store, task),
-        gateway=dataclasses.replace(
-            spec.gateway,
-            grpc_port=spec.gateway.grpc_port if task.grpc_port is None else task.grpc_port,
-            http_port=spec.gateway.http_port if task.http_port is None else task.http_port,
-        ),
+        gateway=_gateway(spec.gateway, task),
     )
 
 
@@ -111,6 +115,19 @@ def _store(store: StoreSpec, task: Task) -> StoreSpec:
     if task.shards is not None:
         changes["shards"] = task.shards
     return dataclasses.replace(store, **changes)
+
+
+def _gateway(gateway: GatewaySpec, task: Task) -> GatewaySpec:
+    changes: dict[str, Any] = {}
+    for name in ("grpc_port", "http_port"):
+        if getattr(task, name) is not None:
+            changes[name] = getattr(task, name)
+    for name in ("tokens_file", "tls_cert", "tls_key"):
+        if getattr(task, name) is not None:
+            changes[name] = str(getattr(task, name).resolve())
+    for name in ("insecure", "read_only"):
+        changes[name] = getattr(gateway, name) or getattr(task, name)
+    return dataclasses.replace(gateway, **changes)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -153,15 +170,22 @@ def run(screen: Screen, task: Task) -> ExitCode:
 
 
 def _check_here(spec: ServiceSpec) -> None:
-    """Raises `InvalidField` for what a cluster may have and this machine cannot: better now than from inside
-    Serve."""
-    gateways = spec.gateway.replicas
-    if gateways > 1:
+    """Raises `InvalidField` for what the gateway would refuse, or cannot have on one machine: better now than
+    from inside Serve. What is only printed may be for other machines, with other files."""
+    gateway = spec.gateway
+    if gateway.replicas > 1:
         raise InvalidField(
             "gateway.replicas",
-            f"{gateways} gateways need as many nodes, and this is one; ask for 1, or deploy on a Ray cluster "
-            "what --print-config prints",
+            f"{gateway.replicas} gateways need as many nodes, and this is one; ask for 1, or deploy on a Ray "
+            "cluster what --print-config prints",
         )
+    opened_access(gateway.tokens_file)
+    files = served_files(gateway)
+    if files is not None:
+        files.read()
+    for port in (gateway.grpc_port, gateway.http_port):
+        listen = joined(gateway.host, port)
+        checked_exposure(listen, bool(gateway.tokens_file), files is not None, gateway.insecure)
 
 
 def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:

@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.cli import serve as command
+from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.serve import Events, Task, Watch, described, read_yaml, specified
-from kintsugi.core.deploy import EngineSpec, ModelSpec, Scale, ServiceSpec, TierSpec
+from kintsugi.core.deploy import EngineSpec, GatewaySpec, ModelSpec, Scale, ServiceSpec, TierSpec
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.serving.access import add_grant, new_token
 from kintsugi.serving.service import Progress
 
 
@@ -35,6 +37,28 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     assert (spec.store.ram_gib, spec.store.shards) == (2.0, 3)
     assert spec.engines.replicas == Scale(2, 2)
     assert spec.gateway.grpc_port == 0
+
+
+def test_options_of_the_gateway_win_over_the_file_and_name_files_absolutely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("model: {path: other}\ngateway: {tokens_file: old, read_only: true, http_port: 1}\n")
+    asked: list[Task] = []
+    monkeypatch.setattr(command, "run", lambda screen, task: asked.append(task) or ExitCode.OK)
+    options = [*("--tokens-file", "t.json"), *("--tls-cert", "c.pem"), *("--tls-key", "k.pem"), "--insecure"]
+    for more in (["--config", str(file), *options], ["--read-only"]):
+        assert CliRunner().invoke(app, ["serve", *more]).exit_code == 0
+    first, second = (specified(task).gateway for task in asked)
+    assert first == GatewaySpec(
+        http_port=1,
+        tokens_file=str(Path("t.json").resolve()),
+        tls_cert=str(Path("c.pem").resolve()),
+        tls_key=str(Path("k.pem").resolve()),
+        insecure=True,
+        read_only=True,
+    )
+    assert second == GatewaySpec(read_only=True)
 
 
 def test_ssd_tiers_keep_the_shards_identities_on_the_first(tmp_path: Path) -> None:
@@ -99,6 +123,26 @@ def test_two_gateways_are_refused_on_one_machine(no_ray: None, tmp_path: Path) -
     assert "gateway.replicas: 2 gateways need as many nodes" in refusal("--config", str(file))
     printed = CliRunner().invoke(app, ["serve", "--config", str(file), "--print-config"])
     assert printed.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("gateway", "options", "says"),
+    [
+        ("host: 0.0.0.0", [], "give --tokens-file and --tls-cert with --tls-key, or say --insecure"),
+        ("host: '::'", ["--tokens-file", "{tokens}"], "give --tls-cert with --tls-key, or say --insecure"),
+        ("replicas: 1", ["--tokens-file", "nowhere.json"], "nowhere.json cannot be read"),
+        ("replicas: 1", ["--tls-cert", "c.pem"], "give tls_cert and tls_key together"),
+        ("replicas: 1", ["--tls-cert", "c.pem", "--tls-key", "k.pem"], "c.pem cannot be read"),
+    ],
+)
+def test_what_the_gateway_would_refuse_is_refused_at_once(
+    no_ray: None, tmp_path: Path, gateway: str, options: list[str], says: str
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    add_grant(tokens, new_token("search", ["*"])[1])
+    file = tmp_path / "service.yaml"
+    file.write_text(f"model: {{path: other}}\ngateway: {{{gateway}}}\n")
+    assert says in refusal("--config", str(file), *(option.format(tokens=tokens) for option in options))
 
 
 def test_what_is_missing_is_said_while_it_starts() -> None:
