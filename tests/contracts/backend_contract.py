@@ -7,6 +7,7 @@ start, so the fixture may outlive a test; prompts differ from test to test.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
 from kintsugi.core.exchange import (
     EngineDelta,
     EngineInfo,
@@ -103,6 +104,13 @@ class BackendContract:
         assert Outcome(last.accounting["outcome"])
         assert sum(len(delta.token_ids) for delta in (*rest, last)) == 4
         assert "".join(delta.text for delta in (*rest, last))
+
+    def test_a_prompt_for_another_model_is_sent_elsewhere(self, engines: Engines) -> None:
+        own = engines.run(engines.backend.info()).fingerprint
+        request = engines.request(engines.tokens(12))
+        assert engines.run(engines.answer(dataclasses.replace(request, fingerprint=own)))
+        with pytest.raises(Unavailable, match="another model"):
+            engines.run(engines.answer(dataclasses.replace(request, fingerprint="ab" * 32)))
 
     def test_answers_run_side_by_side(self, engines: Engines) -> None:
         async def ask() -> list[list[EngineDelta]]:

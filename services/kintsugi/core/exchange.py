@@ -27,6 +27,9 @@ class EngineRequest:
     """vLLM's: lower goes first. A gateway says who may ask for less than 0."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """W3C trace context headers (`traceparent`, `tracestate`)."""
+    fingerprint: str = ""
+    """Hexadecimal, of the model that the tokens are for: while one replaces another, engines of both answer.
+    Empty where the engine asks itself."""
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,7 @@ class AsyncEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         """As `EngineBackend.generate`. Raises `InvalidField` before anything is submitted."""
+        self._check_model(request.fingerprint)
         self._check_prompt(request.prompt_token_ids)
         sampling = self._sampling(request)
         self._submitted += 1
@@ -289,6 +290,10 @@ class AsyncEngine:
             if translated is None:
                 raise
             raise translated from error
+
+    def _check_model(self, fingerprint: str) -> None:
+        if fingerprint not in ("", self.binding.model.hex):
+            raise Unavailable("this engine serves another model than the prompt is for; ask again")
 
     def _check_prompt(self, token_ids: Sequence[int]) -> None:
         if not token_ids:

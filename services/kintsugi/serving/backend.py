@@ -21,7 +21,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """The answer as it comes. Closing the generator ends the work in the engine."""
+        """The answer as it comes. Closing the generator ends the work in the engine. A request for another
+        model is `Unavailable` before anything is computed."""
 
     @abstractmethod
     async def save(

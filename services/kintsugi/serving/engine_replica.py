@@ -131,7 +131,10 @@ class Engine:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What `serving.engine_router` reads."""
-        return {} if self._engine is None else {**asdict(self._engine.stats()), "host": self._host}
+        if self._engine is None:
+            return {}
+        fingerprint = self._engine.binding.model.hex
+        return {**asdict(self._engine.stats()), "host": self._host, "fingerprint": fingerprint}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `serving.autoscaling.EnginePolicy` reads."""

@@ -86,6 +86,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
             int(report.get("waiting_tokens", 0)) + sent.tokens,
             float(report.get("tokens_per_s", 0.0)),
             str(report.get("host", "")),
+            str(report.get("fingerprint", "")),
         )
 
     def _wanted(self, pending_request: PendingRequest) -> Wanted:
@@ -104,7 +105,8 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
                 chunks: dict[str, int] = {}
                 if self._directory is not None and params.spans:
                     chunks = tokens_by_host(params.spans, self._directory.current())
-                return Wanted(len(ids), prefix_digests(params.namespace, ids), chunks)
+                prefix = prefix_digests(params.namespace, ids)
+                return Wanted(len(ids), prefix, chunks, argument.fingerprint)
             if isinstance(argument, OpenAICall):
                 text = tokens_in(argument.body)
                 return Wanted(text.num_tokens, text_digests(argument.params.namespace, text.beginning))

@@ -351,6 +351,7 @@ class Gateway:
             {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
             checked_priority(call.priority, self.overtaking),
             trace.headers(),
+            prompt.space.fingerprint.hex,
         )
 
     async def _answer(

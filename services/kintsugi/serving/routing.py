@@ -48,6 +48,8 @@ class EngineView:
     tokens_per_s: float = 0.0
     """0: not measured yet."""
     host: str = ""
+    fingerprint: str = ""
+    """Of its model; empty: it has not said yet."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,18 @@ class Wanted:
     """`prefix_digests` of its prompt."""
     chunks: Mapping[str, int] = field(default_factory=dict)
     """Tokens of its chunks that lie on each host, as far as is known."""
+    fingerprint: str = ""
+    """Of the model that it is for; empty: any."""
 
     @property
     def chunk_tokens(self) -> int:
         return sum(self.chunks.values())
+
+    def strangeness(self, view: EngineView) -> int:
+        """0 of an engine with its model, 1 of one that has not said which it has, 2 of one with another."""
+        if self.fingerprint in ("", view.fingerprint):
+            return 0
+        return 2 if view.fingerprint else 1
 
 
 def prefix_digests(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -171,12 +181,14 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: Route
 def ranked(
     views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory, costs: RouteCosts
 ) -> list[str]:
-    """Engines, the best first; equals in the order of their names' digests, which differs by prompt, so that
-    idle engines share prompts that nobody holds."""
+    """Engines, the best first, those of another model last; equals in the order of their names' digests,
+    which differs by prompt, so that idle engines share prompts that nobody holds."""
     salt = wanted.prefix[0] if wanted.prefix else 0
 
-    def key(name: str) -> tuple[float, int]:
-        cost = cost_ms(views[name], wanted, memory.resident_tokens(wanted.prefix, name), costs)
-        return round(cost, 3), xxhash.xxh3_64_intdigest(name.encode(), seed=salt)
+    def key(name: str) -> tuple[int, float, int]:
+        view = views[name]
+        cost = cost_ms(view, wanted, memory.resident_tokens(wanted.prefix, name), costs)
+        order = xxhash.xxh3_64_intdigest(name.encode(), seed=salt)
+        return wanted.strangeness(view), round(cost, 3), order
 
     return sorted(views, key=key)

@@ -106,6 +106,8 @@ class StubBackend(EngineBackend):
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         self._check_up()
+        if request.fingerprint not in ("", self._info.fingerprint):
+            raise Unavailable("the stub serves another model than the prompt is for; ask again")
         max_tokens = self._checked(request)
         if len(self.seen.requests) < REMEMBERED_MAX:
             self.seen.requests.append(request)

@@ -251,6 +251,7 @@ def test_what_comes_with_a_request_reaches_the_engine() -> None:
         assert (request.params.ratio, request.params.selector, request.priority) == (0.25, "query", -3)
         assert request.params.namespace == NAMESPACE
         assert request.prompt_token_ids[0] == 1, "the prefix that chunks were prefilled behind"
+        assert request.fingerprint == gateway.backend.space(NAMESPACE).fingerprint.hex
 
 
 def test_a_trace_and_a_request_id_go_through_to_the_engine() -> None:

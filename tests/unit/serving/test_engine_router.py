@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,19 @@ def prompt(begin: int, length: int = 512) -> EngineRequest:
 def test_what_waits_counts_and_all_others_follow() -> None:
     replicas = [replica("busy", waiting_tokens=9000), replica("idle", waiting_tokens=0)]
     assert first(router(), replicas, asked(prompt(0))) == "idle"
+
+
+def test_a_prompt_goes_to_an_engine_of_its_model_while_there_is_one() -> None:
+    replicas = [
+        replica("idle", waiting_tokens=0, fingerprint="bb"),
+        replica("busy", waiting_tokens=9000, fingerprint="aa"),
+    ]
+    request = asked(dataclasses.replace(prompt(0), fingerprint="aa"))
+    assert first(router(), replicas, request) == "busy"
+    assert first(router(), [replica("new"), *replicas], request) == "busy"
+    assert first(router(), [replica("new"), *replicas[:1]], request) == "new"
+    assert first(router(), replicas, asked(prompt(0))) == "idle"
+    assert first(router(), replicas[:1], request) == "idle", "which refuses it: nobody waits for nothing"
 
 
 def test_what_was_sent_counts_until_the_next_report() -> None:
