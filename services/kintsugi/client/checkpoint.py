@@ -95,6 +95,13 @@ def digest_weights(path: str | Path) -> None:
         log.debug("not digested ahead: %s", error)
 
 
+def tokenizer_digest(path: str | Path, revision: str | None = None) -> str:
+    """Hexadecimal, of the `tokenizer.json` that `client.chunking` tokenises with; empty where there is none.
+    The checkpoint is found as `model_fingerprint` finds it. Raises alike."""
+    file = _checked_folder(Path(path), revision or hub.MAIN) / "tokenizer.json"
+    return _digest(file) if file.is_file() else ""
+
+
 def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The `config.json` of a checkpoint, found as `model_fingerprint` finds it. Raises alike."""
     return _json(_checked_folder(Path(path), revision or hub.MAIN) / "config.json")

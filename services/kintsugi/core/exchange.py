@@ -110,3 +110,5 @@ class EngineInfo:
     max_model_len: int
     blending: str
     """`on`, or why not: the gate's reason."""
+    tokenizer: str = ""
+    """Hexadecimal, `client.checkpoint.tokenizer_digest`; empty: it does not matter."""

@@ -97,7 +97,7 @@ class AsyncEngine:
         self, client: Any, spec: AsyncSpec, store: ChunkStore, gate: Gate, unsupported: str | None
     ) -> None:
         """Owns all of it."""
-        from kintsugi.engine.gate import prefix_of
+        from kintsugi.engine.gate import prefix_of, tokenizer_of
 
         self.client = client
         """The `AsyncLLM`, for vLLM's own handling of OpenAI requests."""
@@ -109,6 +109,7 @@ class AsyncEngine:
         self.max_model_len = int(client.model_config.max_model_len)
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
+        self._tokenizer = tokenizer_of(client.vllm_config)
         self._spec = spec
         self._watched = WatchedClient(client)
         self._gate = gate
@@ -191,6 +192,7 @@ class AsyncEngine:
             portable=self._portable,
             max_model_len=self.max_model_len,
             blending=closed or "on",
+            tokenizer=self._tokenizer,
         )
 
     @property

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Protocol
 
 from vllm import __version__ as vllm_version
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from kintsugi import __version__
-from kintsugi.client.checkpoint import complete, kv_dtype_of, model_fingerprint
+from kintsugi.client.checkpoint import complete, kv_dtype_of, model_fingerprint, tokenizer_digest
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.errors import KintsugiError, NotFound
 from kintsugi.core.gate import CALIBRATE, GateState, decide
@@ -176,11 +176,22 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
     kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
-    # The commit that was loaded, whatever its branch points at by now.
-    revision = getattr(model.revision, "resolved", model.revision)
+    revision = _revision_of(model)
     # vLLM fetches the tokenizer's files that it needs; others may have fetched more.
     complete(model.model, revision)
     return model_fingerprint(model.model, kv_dtype, overrides, revision)
+
+
+def tokenizer_of(vllm_config: VllmConfig) -> str:
+    """The digest of what a gateway tokenises with."""
+    model = vllm_config.model_config
+    return tokenizer_digest(model.model, _revision_of(model))
+
+
+def _revision_of(model: ModelConfig) -> str | None:
+    """The commit that was loaded, whatever its branch points at by now."""
+    revision: str | None = getattr(model.revision, "resolved", model.revision)
+    return revision
 
 
 def prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:

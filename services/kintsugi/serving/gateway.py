@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from kintsugi.client.checkpoint import tokenizer_digest
 from kintsugi.client.documents import DocumentIndex
 from kintsugi.client.interface import AsyncChunkStore
 from kintsugi.client.registry import open_async_store
@@ -158,10 +159,11 @@ class Gateway:
         fill: FillConfig | None = None,
         read_only: bool = False,
         overtaking: bool = False,
+        tokenizer: str = "",
     ) -> None:
         """``tokenize``: a text's ids alone, without special tokens. ``detokenize`` given, the texts of
         ``documents`` are found in messages. ``fill`` None: misses are not filled. ``overtaking``: requests
-        may have a priority below 0."""
+        may have a priority below 0. ``tokenizer``: the digest of what tokenises; empty: any engine's."""
         self.backend = backend
         self.store = store
         self.access = access or OpenAccess()
@@ -177,6 +179,9 @@ class Gateway:
         self._timelines = Timelines()
         self._active = 0
         self.recent_info = RecentInfo(lambda: self.backend.info())
+        self._tokenizer = tokenizer
+        self._own_info: EngineInfo | None = None
+        """Of an engine with our tokenizer."""
         self._info: EngineInfo | None = None
         """What `_spaces` are of."""
         self._spaces: dict[str, ChunkSpace] = {}
@@ -236,11 +241,18 @@ class Gateway:
             fill=FillConfig() if mode is FillMode.BACKGROUND else None,
             read_only=spec.read_only,
             overtaking=spec.overtaking,
+            tokenizer=tokenizer_digest(model_folder),
         )
 
     async def info(self) -> EngineInfo:
-        """Of the engines, the newest that one said. Raises `Unavailable` where none has ever answered."""
-        return await self.recent_info.known(INFO_TTL_S)
+        """Of the engines, the newest that one with our tokenizer said: while one model replaces another,
+        engines of both answer. Raises `Unavailable` where none has ever answered."""
+        info = await self.recent_info.known(INFO_TTL_S)
+        if not self._tokenizer or info.tokenizer in ("", self._tokenizer):
+            self._own_info = info
+        if self._own_info is None:
+            raise Unavailable("only engines of another model answer yet; try again later")
+        return self._own_info
 
     async def space(self, namespace: str) -> ChunkSpace:
         """What chunks of a namespace are found by."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import json
 import logging
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.client.checkpoint import tokenizer_digest
 from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.client.sdk import Client, ClientOptions
 from kintsugi.client.sdk_types import DocumentChunk, Sampling
@@ -30,6 +32,7 @@ from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pa
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
+from kintsugi.serving import gateway as gateway_module
 from kintsugi.serving import grpc_server
 from kintsugi.serving.access import ANYONE, TokenFile
 from kintsugi.serving.fill import FillConfig
@@ -518,6 +521,32 @@ def test_a_gateway_opens_as_its_spec_says_before_any_engine_is_there(tmp_path: P
         await gateway.close()
 
     asyncio.run(restarted())
+
+
+def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its token ids mean something else to the engines of the model that is being replaced."""
+    monkeypatch.setattr(gateway_module, "INFO_TTL_S", 0.0)
+
+    async def replaced() -> None:
+        backend = StubBackend()
+        alike, ours = await backend.info(), tokenizer_digest(BUNDLED_CHECKPOINT)
+        backend._info = dataclasses.replace(alike, tokenizer="ab" * 32)
+        gateway = await Gateway.open(GatewaySpec(), backend, "ram://gateway-model", BUNDLED_CHECKPOINT)
+        try:
+            with pytest.raises(Unavailable, match="another model"):
+                await gateway.tokenize(ANYONE, NAMESPACE, ["a"])
+            backend._info = dataclasses.replace(alike, tokenizer=ours)
+            await gateway.recent_info.get(0.0)
+            space = await gateway.space(NAMESPACE)
+            backend._info = dataclasses.replace(alike, tokenizer="ab" * 32, fingerprint="cd" * 32)
+            await gateway.recent_info.get(0.0)
+            assert await gateway.space(NAMESPACE) == space
+        finally:
+            await gateway.close()
+
+    asyncio.run(replaced())
 
 
 def test_a_chunk_is_saved_once_however_many_ask() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.client import checkpoint
-from kintsugi.client.checkpoint import digest_weights, model_fingerprint
+from kintsugi.client.checkpoint import digest_weights, model_fingerprint, tokenizer_digest
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 
 CONFIG = {
@@ -87,6 +87,16 @@ def test_what_decides_kv_changes_it(folder: Path, change: Callable[[Path], None]
     before = model_fingerprint(folder, "bfloat16")
     change(folder)
     assert model_fingerprint(folder, "bfloat16") != before
+
+
+def test_a_tokenizer_is_told_from_another_whatever_the_weights(folder: Path) -> None:
+    before = tokenizer_digest(folder)
+    change_weight_byte(folder)
+    assert tokenizer_digest(str(folder)) == before
+    change_tokenizer(folder)
+    assert tokenizer_digest(folder) not in ("", before)
+    (folder / "tokenizer.json").unlink()
+    assert tokenizer_digest(folder) == ""
 
 
 def test_kv_dtype_and_overrides_change_it(folder: Path) -> None:

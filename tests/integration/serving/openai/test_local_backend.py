@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.client.checkpoint import tokenizer_digest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineRequest
 from kintsugi.core.request import KintsugiParams, Op
@@ -63,6 +64,10 @@ class TestLocalBackend(BackendContract):
         seen = [engines.run(cached_tokens(name, n)) for n, name in enumerate(("ours", "ours", "theirs"))]
         assert seen[0] == seen[2] == 0
         assert seen[1] > 0
+
+
+def test_an_engine_names_the_tokenizer_that_its_gateway_reads(served: Served) -> None:
+    assert served.info.tokenizer == tokenizer_digest(BUNDLED_CHECKPOINT) != ""
 
 
 def test_one_worker_lives_in_the_cores_process(served: Served) -> None:
