@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kintsugi.core.errors import Corrupted, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.serving import known_chunks
-from kintsugi.serving.known_chunks import COMPARISONS_MAX, WINDOW_CHARS, KnownChunks, disjoint, window_hashes
+from kintsugi.serving.known_chunks import KnownChunks
+from kintsugi.serving.known_texts import COMPARISONS_MAX, WINDOW_CHARS, disjoint, window_hashes
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "test"}), "tenant")
 
