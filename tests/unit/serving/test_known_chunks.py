@@ -1,22 +1,22 @@
 from __future__ import annotations
 
-import itertools
 import random
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import xxhash
 
 from kintsugi.core.errors import Corrupted, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.serving import known_chunks
 from kintsugi.serving.known_chunks import KnownChunks
-from kintsugi.serving.known_texts import COMPARISONS_MAX, WINDOW_CHARS, disjoint, window_hashes
+from kintsugi.serving.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX, ChunkText
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "test"}), "tenant")
 
@@ -170,6 +170,53 @@ def test_a_restart_finds_texts_again(tmp_path: Path) -> None:
     known.close()
 
 
+def test_what_an_older_version_kept_is_read(tmp_path: Path) -> None:
+    """Its records have no hash of a text's end."""
+    texts = [words(seed, 300) for seed in range(3)]
+    environment = lmdb.open(str(tmp_path))
+    with environment.begin(write=True) as transaction:
+        for number, text in enumerate([*texts, None], 1):
+            known_text = ChunkText(0, 0, bytes(16)) if text is None else ChunkText.of(text)
+            assert known_text is not None
+            kept = (known_text.window, known_text.chars, known_text.digest)
+            header = struct.pack("<QBQI16s", number, text is not None, *kept)
+            value = header + zlib.compress(number.to_bytes(4, "little"), 1)
+            name = b"tenant\0" + key_of(number).digest
+            transaction.put(name, xxhash.xxh3_64_digest(name + value) + value)
+    environment.close()
+    known = KnownChunks(tmp_path)
+    message = "".join(texts)
+    everything = [(0, 300), (300, 600), (600, 900)]
+    assert [known.token_ids("tenant", key_of(number)) for number in (1, 2, 3, 4)] == [(1,), (2,), (3,), (4,)]
+    assert known.find("tenant", message) == everything
+    assert known.find("tenant", message.replace(texts[1][200:], "x" * 100)) == [(0, 300), (600, 900)]
+    known.remember("tenant", key_of(2), (2,), texts[1])
+    known.remember("tenant", key_of(4), (4,))
+    assert known.find("tenant", message) == everything
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert len(known) == 4
+    assert known.find("tenant", message) == everything
+    known.forget("tenant", [key_of(2)])
+    assert known.find("tenant", message) == [(0, 300), (600, 900)]
+    known.close()
+
+
+def test_chunks_that_begin_alike_are_all_found(known: KnownChunks) -> None:
+    header, footer = "file_path: /data/corpus/handbook/", "\n-- this page ends here --------------\n"
+    texts = [f"{header}{n:02}.md\n{words(n, 100 + n % 3)}{footer if n % 2 else ''}" for n in range(60)]
+    for number, text in enumerate(texts):
+        known.remember("tenant", key_of(number), (number,), text)
+    for shown in ([text] for text in texts):
+        assert known.find("tenant", f"Use this: {shown[0]} Why?") == [(10, 10 + len(shown[0]))]
+    message = "\n".join(texts)
+    assert [message[start:end] for start, end in known.find("tenant", message)] == texts
+    left = ALIKE_TRIED_MAX + 2
+    for gone in range(59, left - 4, -1):
+        known.forget("tenant", [key_of(gone)])
+        assert [message[start:end] for start, end in known.find("tenant", message)] == texts[:gone]
+
+
 def test_a_damaged_record_is_a_miss(tmp_path: Path) -> None:
     known = KnownChunks(tmp_path)
     known.remember("tenant", key_of(1), range(512), words(7, 100))
@@ -249,27 +296,3 @@ def test_a_long_text_is_searched_in_milliseconds() -> None:
     for _ in range(20):
         assert len(known.find("tenant", message)) == 10
     assert (time.process_time() - began_s) / 20 < 0.003
-
-
-@given(st.text(max_size=200), st.integers(0, 150))
-@settings(deadline=None)
-def test_a_windows_hash_does_not_depend_on_what_is_around_it(text: str, offset: int) -> None:
-    hashes = window_hashes(text)
-    assert len(hashes) == max(0, len(text) - WINDOW_CHARS + 1)
-    if offset < len(hashes):
-        assert hashes[offset] == window_hashes(text[offset : offset + WINDOW_CHARS])[0]
-
-
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=9))
-@settings(max_examples=200, deadline=None)
-def test_disjoint_covers_as_much_as_any_choice(pairs: list[tuple[int, int]]) -> None:
-    spans = [(start, start + length) for start, length in pairs]
-    chosen = disjoint(spans)
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(chosen))
-    assert set(chosen) <= set(spans)
-    best = 0
-    for mask in range(1 << len(spans)):
-        some = sorted(span for index, span in enumerate(spans) if mask >> index & 1)
-        if all(a[1] <= b[0] for a, b in itertools.pairwise(some)):
-            best = max(best, sum(end - start for start, end in some))
-    assert sum(end - start for start, end in chosen) == best
