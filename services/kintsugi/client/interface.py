@@ -136,11 +136,13 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; the number that was there. Streams already open stay whole."""
+        """Forget chunks; the number that was there. Streams already open stay whole. Raises `Unavailable`
+        where one who may hold them did not answer; all others have forgotten them then."""
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        """Manifests in key order, for paging."""
+        """Manifests in key order, for paging. Raises `Unavailable` where one who may hold some did not
+        answer."""
 
     @abstractmethod
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:

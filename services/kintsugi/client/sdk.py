@@ -415,7 +415,8 @@ class AsyncClient:
         return await self._core.get_chunk(key)
 
     async def delete_chunk(self, key: str) -> bool:
-        """Forget a chunk; whether it was there."""
+        """Forget a chunk; whether it was there. Raises `Unavailable` where a shard that may hold it does not
+        answer: again once it does."""
         return await self._core.delete_chunk(key)
 
     async def close(self) -> None:

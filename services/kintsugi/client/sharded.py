@@ -225,7 +225,7 @@ class AsyncShardedStore(AsyncChunkStore):
     async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
         shards = await self.shard_map()
         if not shards.shards and keys:
-            raise Unavailable("the shard map is empty; start a shard")
+            raise Unavailable(_NO_SHARDS)
         asked: dict[ShardAddress, list[int]] = {}
         for index, key in enumerate(keys):
             for owner in shards.owners(key):
@@ -374,24 +374,29 @@ class AsyncShardedStore(AsyncChunkStore):
 
     async def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         present = sum(manifest is not None for manifest in await self.lookup(namespace, keys))
-        await self._broadcast(lambda store: store.delete(namespace, keys))
+        # Not of the owners alone: who owned a chunk before the map changed may hold it, too.
+        shards = await self.shard_map()
+        answers = await self._ask_all((shard, _delete_call(namespace, keys)) for shard in shards.shards)
+        _of_all(shards, answers, "it may still hold the chunks, the others do not; delete them again")
         return present
 
     async def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
     ) -> list[ChunkManifest]:
-        """What is found by key alone: a shard may still hold what another owns by now."""
+        """What is found by key alone: a shard may still hold what another owns by now. What a shard that does
+        not answer holds may be nowhere else, also with replicas."""
         shards = await self.shard_map()
         found: dict[ChunkKey, ChunkManifest] = {}
         while len(found) < limit:
-            pages = await self._ask_all(
+            answers = await self._ask_all(
                 (shard, _list_call(namespace, limit, after)) for shard in shards.shards
             )
+            pages = _of_all(shards, answers, "what it holds would be left out; list again")
             # Behind a full page its shard may hold more, and what others hold there comes after it.
-            ends = [page[-1].key for page in pages if page and len(page) >= limit]
+            ends = [page[-1].key for page in pages if len(page) >= limit]
             end = min(ends, default=None)
             for shard, page in zip(shards.shards, pages, strict=True):
-                near = [manifest for manifest in page or () if end is None or manifest.key <= end]
+                near = [manifest for manifest in page if end is None or manifest.key <= end]
                 found.update((m.key, m) for m in near if shard in shards.owners(m.key))
             if end is None:
                 break
@@ -453,6 +458,7 @@ class ShardedStore(BlockingStore):
         super().__init__(AsyncShardedStore(directory, options, connect, Threads()))
 
 
+_NO_SHARDS = "the shard map is empty; start a shard"
 _SHARDS, _LEASE = ",", "="
 """In the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""
 
@@ -466,6 +472,17 @@ def _by_owner(
         for owner in shards.owners(key)[:replicas]:
             owned.setdefault(owner, []).append(key)
     return owned
+
+
+def _of_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) -> list[Answer]:
+    """The answers of all shards of the map. Raises `Unavailable` where one has none."""
+    if not shards.shards:
+        raise Unavailable(_NO_SHARDS)
+    silent = [shard for shard, answer in zip(shards.shards, answers, strict=True) if answer is None]
+    if silent:
+        counted = f"{len(silent)} of {len(answers)} shards"
+        raise Unavailable(f"{silent[0].address} does not answer ({counted}): {otherwise}")
+    return [answer for answer in answers if answer is not None]
 
 
 def _renumbered(buffer_for: BufferFor | None, chunks: Sequence[int]) -> BufferFor | None:
@@ -497,6 +514,12 @@ def _pin_call(
     namespace: str, keys: Sequence[ChunkKey], lease_s: float
 ) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Pinned]]:
     return lambda store: store.pin(namespace, keys, lease_s)
+
+
+def _delete_call(
+    namespace: str, keys: Sequence[ChunkKey]
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, int]]:
+    return lambda store: store.delete(namespace, keys)
 
 
 def _list_call(

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kintsugi.client.chunking import Chunker
 from kintsugi.client.registry import open_store
@@ -36,7 +36,7 @@ from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.readers import Failure, read
 from kintsugi.precompute.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
-from kintsugi.precompute.warm import delete_orphans, forget
+from kintsugi.precompute.warm import delete_some_orphans, forget
 from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFactory, WorkerSpec, durable
 
 QUEUED_BATCHES = 4
@@ -52,6 +52,9 @@ STARTS_FAILED_MAX = 3
 WAIT_S = 0.2
 DOCUMENTS_JUDGED = 200
 """The share of failures is first judged after so many documents, and at the end."""
+
+
+Answer = TypeVar("Answer")
 
 
 class Cancelled(Exception):
@@ -291,7 +294,7 @@ class Job:
         while self._batches.num_tokens > self.spec.batch_tokens * QUEUED_BATCHES * self.spec.workers:
             self._pump(flush=False)
 
-    def _patiently(self, ask: Callable[[], list[str | None]]) -> list[str | None]:
+    def _patiently(self, ask: Callable[[], Answer]) -> Answer:
         """The store's answer, waiting for one that is away."""
         deadline_s = time.monotonic() + STORE_PATIENCE_S
         for wait_s in itertools.chain(STORE_WAIT_S, itertools.repeat(STORE_WAIT_S[-1])):
@@ -423,7 +426,9 @@ class Job:
 
     def _invalidate(self) -> None:
         """Delete chunks that no document of any corpus has any more, and only those."""
-        self.progress.chunks_invalidated = delete_orphans(self._ledger, self._store, self.spec.namespace)
+        some = functools.partial(delete_some_orphans, self._ledger, self._store, self.spec.namespace)
+        while deleted := self._patiently(some):
+            self.progress.chunks_invalidated += deleted
 
     def _look_again(self, edition: int) -> None:
         """A store that is too small evicts the first chunks for the last ones: count what is gone."""

@@ -360,12 +360,16 @@ class Ledger(DocumentIndex):
             yield [ChunkKey(key) for (key,) in rows]
             db.executemany("DELETE FROM chunk WHERE key=?", rows)
 
-    def retire(self, edition: int) -> None:
-        """Forget an edition; its chunks become orphans where no other one has them."""
+    def empty(self, edition: int) -> None:
+        """Forget an edition's documents; its chunks become orphans where no other one has them."""
         with self._database.transaction() as db:
-            db.execute("DELETE FROM span WHERE edition=?", (edition,))
-            for table in ("document", "file", "run"):
+            for table in ("span", "document", "file", "run"):
                 db.execute(f"DELETE FROM {table} WHERE edition=?", (edition,))
+            db.execute("UPDATE edition SET completed_s=NULL WHERE id=?", (edition,))
+
+    def retire(self, edition: int) -> None:
+        """Forget an edition, which is `empty`."""
+        with self._database.transaction() as db:
             db.execute("DELETE FROM edition WHERE id=?", (edition,))
 
     def replaced(self, corpus: str, edition: int) -> list[Edition]:

@@ -52,7 +52,7 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
     """Forget the corpus's editions before the one that serves, and delete chunks that nobody else has.
 
     The number deleted. Raises `NotFound` where no edition is complete: nothing is retired before its
-    successor serves.
+    successor serves. Raises `Unavailable` where a shard does not answer: the same again goes on.
     """
     keep = serving(ledger, corpus)
     old = [edition for edition in ledger.editions(corpus) if edition.id < keep.id]
@@ -65,20 +65,28 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
 
 
 def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> int:
-    """Editions, and chunks that nobody else has; the number deleted."""
+    """Editions, and chunks that nobody else has; the number deleted.
+
+    Editions are there until the store has lost their chunks. Raises `Unavailable` where it could not.
+    """
+    for edition in editions:
+        ledger.empty(edition.id)
+    namespaces = {edition.namespace for edition in editions}
+    deleted = sum(delete_orphans(ledger, store, namespace) for namespace in namespaces)
     for edition in editions:
         ledger.retire(edition.id)
-    namespaces = {edition.namespace for edition in editions}
-    return sum(delete_orphans(ledger, store, namespace) for namespace in namespaces)
+    return deleted
 
 
 def delete_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
-    """Delete chunks that no document of any corpus has; their number."""
-    deleted = 0
-    while True:
-        with ledger.orphans(namespace) as keys:
-            if keys:
-                store.delete(namespace, keys)
-        if not keys:
-            return deleted
-        deleted += len(keys)
+    """Delete chunks that no document of any corpus has; their number. Raises `Unavailable`; those that the
+    store may still hold stay in the ledger."""
+    return sum(iter(lambda: delete_some_orphans(ledger, store, namespace), 0))
+
+
+def delete_some_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
+    """As `delete_orphans`, a page at most: 0 where there are none any more."""
+    with ledger.orphans(namespace) as keys:
+        if keys:
+            store.delete(namespace, keys)
+    return len(keys)

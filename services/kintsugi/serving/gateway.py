@@ -467,19 +467,21 @@ class Gateway:
         return StoredChunk(manifest, tier, self.known.knows(namespace, key))
 
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> bool:
-        """Whether it was there. What is known of it is forgotten, too."""
+        """Whether it was there. What is known of it is forgotten, too. Raises `Unavailable` where a shard
+        that may hold it does not answer."""
         caller.checked(namespace)
         self._check_writable("chunks cannot be deleted")
-        deleted = await self.store.delete(namespace, [key])
-        self.known.forget(namespace, [key])
-        if self._filler is not None:
-            self._filler.forget(namespace, [key])
-        return deleted > 0
+        try:
+            return await self.store.delete(namespace, [key]) > 0
+        finally:  # also where a shard still holds it: it is not to be found or filled meanwhile
+            self.known.forget(namespace, [key])
+            if self._filler is not None:
+                self._filler.forget(namespace, [key])
 
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
     ) -> list[StoredChunk]:
-        """In key order."""
+        """In key order. Raises `Unavailable` where a shard does not answer."""
         caller.checked(namespace)
         self._check_count("page_size", limit, self.limits.chunks_max)
         manifests = await self.store.list(namespace, limit, after)

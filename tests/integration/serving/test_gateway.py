@@ -23,7 +23,7 @@ from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 from kintsugi.client.checkpoint import tokenizer_digest
 from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.client.sdk import Client, ClientOptions
-from kintsugi.client.sdk_types import DocumentChunk, Sampling
+from kintsugi.client.sdk_types import DocumentChunk, Plain, Sampling
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
@@ -113,6 +113,30 @@ def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytes
         assert filler is not None
         assert gateway.eventually(lambda: not filler._unchecked)
         assert len(filler.queue) == 0
+
+
+def test_what_could_not_be_deleted_is_neither_found_nor_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
+
+        async def silent(namespace: str, keys: Sequence[ChunkKey]) -> int:
+            raise Unavailable("a shard does not answer")
+
+        gateway.backend.delays = StubDelays(token_s=0.02)
+        long_one = client.stream([Plain("another passage")], QUESTION, max_tokens=1000)
+        next(long_one)  # nothing is filled while it goes on
+        gateway.backend.delays = StubDelays()
+        for _ in range(2):
+            client.generate(PASSAGES[:1], QUESTION)
+        assert gateway.eventually(lambda: counted(gateway, "fill_queue_chunks") == 1)
+        (text,) = client.tokenize(PASSAGES[:1])
+        key = ChunkKey.from_hex(text.key)
+        assert gateway.gateway.known.knows(NAMESPACE, key)
+        monkeypatch.setattr(gateway.store, "delete", silent)
+        with pytest.raises(Unavailable, match="a shard does not answer"):
+            client.delete_chunk(text.key)
+        assert not gateway.gateway.known.knows(NAMESPACE, key)
+        assert counted(gateway, "fill_queue_chunks") == 0
+        long_one.close()
 
 
 class OneCorpus(DocumentIndex):

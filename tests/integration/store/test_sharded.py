@@ -91,6 +91,32 @@ def test_what_a_silent_shard_owns_is_not_called_missing(stack: ExitStack) -> Non
         nowhere.tiers("acme", keys)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_silent_shard_holds_is_neither_deleted_nor_left_out(stack: ExitStack, replicas: int) -> None:
+    with ExitStack() as doomed:
+        lost = serve(doomed, "shard-0")
+        servers = [lost, serve(stack, "shard-1"), serve(stack, "shard-2")]
+        address, held = lost.address, lost.shard
+        store = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map(servers, replicas)))))
+        keys = [manifest.key for manifest, _ in fill(store)]
+        assert [manifest.key for manifest in store.list("acme")] == sorted(keys)
+    silent = f"{address} does not answer .1 of 3 shards.: "
+    with pytest.raises(Unavailable, match=silent + ".* list again"):
+        store.list("acme")
+    with pytest.raises(Unavailable, match=silent + ".* delete them again"):
+        store.delete("acme", keys)
+    for server in servers[1:]:
+        assert server.shard.lookup("acme", keys) == [None] * len(keys), "what answers has done it"
+    assert any(held.lookup("acme", keys))
+
+
+def test_where_there_is_no_shard_nothing_is_said_to_be_gone(stack: ExitStack) -> None:
+    nowhere = stack.enter_context(closing(ShardedStore(FixedDirectory(ShardMap(1, ())))))
+    for ask in (lambda: nowhere.list("acme"), lambda: nowhere.delete("acme", [ChunkKey(bytes(32))])):
+        with pytest.raises(Unavailable, match="shard map is empty"):
+            ask()
+
+
 def test_what_a_new_shard_is_not_yet_given_stays_in_view(stack: ExitStack) -> None:
     servers = [serve(stack, f"shard-{i}") for i in range(3)]
     old = shard_map(servers[:2])

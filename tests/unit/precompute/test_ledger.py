@@ -152,10 +152,13 @@ def test_references_resolve_within_the_edition_that_serves(ledger: Ledger) -> No
     assert still.key == key(8)
 
 
-def test_a_retired_edition_leaves_its_own_chunks_as_orphans(ledger: Ledger) -> None:
+def test_an_emptied_edition_leaves_its_own_chunks_as_orphans(ledger: Ledger) -> None:
     Corpus(ledger).run(document("a", 1))
     Corpus(ledger, space=OTHER).run(document("a", 1, space=OTHER))
     old, _ = ledger.editions("tea")
+    ledger.empty(old.id)
+    assert orphans(ledger, "acme") == [key(1)]
+    assert [edition.completed for edition in ledger.editions("tea")] == [False, True]
     ledger.retire(old.id)
     assert orphans(ledger, "acme") == [key(1)]
     assert [edition.fingerprint for edition in ledger.editions("tea")] == [OTHER.fingerprint.hex]
