@@ -96,10 +96,13 @@ def serve(
         raise InvalidField("slo-ms", f"{slo_ms} must be above 0")
     if warm and not namespace:
         raise InvalidField("namespace", "is mandatory with --warm: name the tenant whose chunks are stored")
+    rates_per_s = tuple(floats("rates", rates))
+    if not rates_per_s:
+        raise InvalidField("rates", f"{rates!r} names none; give one or more, comma-separated")
     task = Task(
         Endpoint(url.rstrip("/"), model, api_key, namespace, chat),
         Workload(documents, zipf, chunks, chunk_tokens, answer_tokens, seed),
-        tuple(floats("rates", rates)),
+        rates_per_s,
         count,
         None if slo_ms is None else slo_ms / 1e3,
         trace,

@@ -135,10 +135,13 @@ def trace_arrivals(path: Path, speed: float = 1.0, count: int | None = None) -> 
     if path.stat().st_size > TRACE_BYTES_MAX:
         raise InvalidField("trace", f"{path} exceeds {TRACE_BYTES_MAX >> 20} MiB; cut it")
     times_s: list[float] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip() and len(times_s) < min(count or TRACE_REQUESTS_MAX, TRACE_REQUESTS_MAX):
-                times_s.append(_time_in(line, f"{path}:{number}"))
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip() and len(times_s) < min(count or TRACE_REQUESTS_MAX, TRACE_REQUESTS_MAX):
+                    times_s.append(_time_in(line, f"{path}:{number}"))
+    except UnicodeDecodeError:
+        raise InvalidField("trace", f"{path} is not UTF-8 text; name a trace of JSON lines") from None
     if not times_s:
         raise InvalidField("trace", f"{path} has no requests")
     times_s.sort()

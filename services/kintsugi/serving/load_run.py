@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.serving.load_profile import Request
 from kintsugi.serving.load_report import Sample
@@ -25,7 +25,7 @@ _DONE = "[DONE]"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a load goes, and in which form."""
+    """Where a load goes, and in which form. Raises `InvalidField` where that is no URL."""
 
     url: str
     """With its version: `http://127.0.0.1:8000/v1`."""
@@ -37,6 +37,16 @@ class Endpoint:
     chat: bool = False
     """Chat completions instead of completions."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise InvalidField("url", f"{self.url!r} is none ({error})") from None
+        if url.scheme not in ("http", "https") or not url.host or (url.port or 1) > 0xFFFF:
+            raise InvalidField(
+                "url", f"{self.url!r} is none of http:// or https://, a host and perhaps a port"
+            )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -72,18 +82,31 @@ class _Answer:
     accounting: Mapping[str, Any] | None = None
     error: str = ""
 
-    def take(self, event: Mapping[str, Any], now_s: float) -> None:
+    def take(self, data: str, now_s: float) -> None:
+        """An event of any endpoint: what is not as OpenAI has it is as if it were not there. Raises
+        `ValueError` for what is no JSON."""
+        event = _mapping(json.loads(data))
         if "error" in event:
-            self.error = str((event["error"] or {}).get("message", "error"))
-        for choice in event.get("choices") or ():
-            piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            error = event["error"]
+            self.error = str((error if isinstance(error, str) else _mapping(error).get("message")) or "error")
+        choices = event.get("choices")
+        for choice in map(_mapping, choices if isinstance(choices, list) else ()):
+            piece = choice.get("text") or _mapping(choice.get("delta")).get("content")
             if piece or choice.get("finish_reason"):
                 self.times_s.append(now_s)
-                self.text += piece
-        usage = event.get("usage") or {}
-        self.prompt_tokens = int(usage.get("prompt_tokens", self.prompt_tokens))
-        self.completion_tokens = int(usage.get("completion_tokens", self.completion_tokens))
-        self.accounting = event.get(PARAMS_KEY) or self.accounting
+                self.text += piece if isinstance(piece, str) else ""
+        usage = _mapping(event.get("usage"))
+        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        self.accounting = _mapping(event.get(PARAMS_KEY)) or self.accounting
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise
 
 
 def client_of(endpoint: Endpoint) -> httpx.AsyncClient:
@@ -98,7 +121,7 @@ async def served_model(client: httpx.AsyncClient) -> str:
     try:
         response = (await client.get("/models")).raise_for_status()
         return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+    except (httpx.HTTPError, ValueError, TypeError, LookupError) as error:
         raise Unavailable(f"{client.base_url} lists no model ({error}); is it an OpenAI endpoint?") from error
 
 
@@ -150,7 +173,7 @@ async def measured(
                 answer.error = f"HTTP {response.status_code}"
             async for line in response.aiter_lines():
                 if line.startswith(_DATA) and not line.endswith(_DONE):
-                    answer.take(json.loads(line.removeprefix(_DATA)), time.perf_counter())
+                    answer.take(line.removeprefix(_DATA), time.perf_counter())
     except (httpx.HTTPError, ValueError) as error:
         answer.error = type(error).__name__
     times_s = answer.times_s

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,6 +193,64 @@ def test_a_load_against_a_server() -> None:
     asyncio.run(measured())
 
 
+def _strange(call: OpenAICall) -> Sequence[Item]:
+    number = int(str(call.body["prompt"]))
+    error = [b'{"error": "no room"}', b'{"error": null}', b'{"error": {"message": null}}', b'{"error": [1]}']
+    usage = [
+        b'{"usage": {"prompt_tokens": null, "completion_tokens": "7"}}',
+        b'{"usage": [9]}',
+        b"[]",
+        b"null",
+    ]
+    choices = [
+        *(b'{"choices": [null, {"delta": "x"}]}', b'{"choices": {"text": "y"}}'),
+        b'{"choices": [{"delta": {"content": [{"text": "z"}]}}], "kintsugi": "hit"}',
+    ]
+    token = b'{"choices": [{"text": "well"}]}'
+    events = [[*error][number : number + 1], [*usage, *choices, token], [b"{"], [b"7", token]][
+        max(0, number - 3)
+    ]
+    return [STREAM, *(b"data: %s\n\n" % event for event in events), b"data: [DONE]\n\n"]
+
+
+def test_no_answer_of_an_endpoint_costs_the_others(tmp_path: Path) -> None:
+    async def measured() -> list[Sample]:
+        server = HttpServer(HttpFront(ScriptedBackend(_strange), OpenAccess()).app, "127.0.0.1", 0)
+        await server.start()
+        endpoint = Endpoint(f"http://{server.address}/v1", "scripted", namespace="acme")
+        samples = await run(endpoint, requests(SMALL, [0.0] * 7), [str(n) for n in range(7)], 2)
+        await server.stop()
+        return samples
+
+    samples = asyncio.run(measured())
+    errors = ["no room", "error", "error", "error", "", "JSONDecodeError", ""]
+    assert [sample.error for sample in samples] == errors
+    assert [sample.text for sample in samples[4::2]] == ["well", "well"]
+    assert (samples[4].prompt_tokens, samples[4].completion_tokens, samples[4].accounting) == (0, 0, None)
+    assert summarised(samples).errors == 5
+
+
+@pytest.mark.parametrize("answer", ['{"data": null}', "[]", '{"data": ["gpt"]}', '{"data": []}', "null", "?"])
+def test_an_endpoint_that_lists_no_model(answer: str) -> None:
+    async def asked() -> str:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=answer))
+        async with httpx.AsyncClient(transport=transport, base_url="http://endpoint/v1") as client:
+            return await served_model(client)
+
+    with pytest.raises(Unavailable, match="OpenAI endpoint"):
+        asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host:99999/v1", "http://[::1/v1", "localhost:8000/v1", "", "http:///v1"]
+)
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(InvalidField, match="url"):
+        Endpoint(url)
+    slip = CliRunner().invoke(app, ["serve", "--url", url])
+    assert slip.exit_code == ExitCode.BAD_INPUT
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     samples = [Sample(float(index), 0.1 * index + 0.1, 1.0) for index in range(5)]
     series = {"plain": [summarised(samples)], "ours": [summarised(samples[:3]), summarised([])]}
@@ -224,7 +283,15 @@ def test_the_command_measures_and_says_where_nothing_answers(tmp_path: Path) -> 
     assert gone.exit_code == ExitCode.UNAVAILABLE
     bad = CliRunner().invoke(app, ["serve", "--chunks", "300"])
     assert bad.exit_code == ExitCode.BAD_INPUT
-    for more in (("--rates", "1,0"), ("--trace", str(tmp_path)), ("--plot", f"{__file__}/plot")):
+    (tmp_path / "trace.jsonl").write_bytes(b'{"timestamp": 1}\n\xff\n')
+    garbled = ("--trace", str(tmp_path / "trace.jsonl"))
+    for more in (
+        ("--rates", "1,0"),
+        ("--rates", ","),
+        garbled,
+        ("--trace", str(tmp_path)),
+        ("--plot", f"{__file__}/plot"),
+    ):
         slip = CliRunner().invoke(app, ["serve", "--url", "http://127.0.0.1:1/v1", *more])
         assert slip.exit_code == ExitCode.BAD_INPUT, "nothing is asked of the endpoint before"
     unnamed = CliRunner().invoke(app, ["serve", "--warm", "127.0.0.1:1"])
