@@ -90,9 +90,12 @@ def parsed_call(
 
 
 def _check_answers(body: Mapping[str, Any]) -> None:
-    """Raises `InvalidField` for more than `ANSWERS_MAX`. What is no number or list is vLLM's to refuse."""
+    """Raises `InvalidField` for more than `ANSWERS_MAX`, and for an `n` that vLLM would read as a number. A
+    prompt of another kind is vLLM's to refuse."""
     n, prompt = body.get("n"), body.get("prompt")
-    each = n if isinstance(n, int) else 1
+    if not isinstance(n, int | None):
+        raise InvalidField("n", "must be a whole number, 1 where it is left out")
+    each = 1 if n is None else n
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     if each * prompts > ANSWERS_MAX:
         raise InvalidField(

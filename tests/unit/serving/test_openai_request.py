@@ -178,5 +178,14 @@ def test_answers_of_one_request_are_bounded(body: dict[str, Any], field: str) ->
     with pytest.raises(InvalidField, match="at most 256 are given at once") as caught:
         parsed_call("r", COMPLETIONS_PATH, body, "acme", lambda text: ())
     assert caught.value.field == field
-    for fine in ({"prompt": [5] * 1000}, {"prompt": ["x"] * 64, "n": 4}, {"n": "many"}):
+    for fine in ({"prompt": [5] * 1000}, {"prompt": ["x"] * 64, "n": 4}, {"n": None}):
         parsed_call("r", COMPLETIONS_PATH, fine, "acme", lambda text: ())
+
+
+@pytest.mark.parametrize("n", ["10000", 10000.0, 1.0, "many", [1]])
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+def test_answers_are_counted_before_anybody_reads_another_number_there(path: str, n: Any) -> None:
+    """vLLM's models read a number from text, and a whole one from a fraction of zero."""
+    with pytest.raises(InvalidField, match="whole number") as caught:
+        parsed({"messages": [], "prompt": "q", "n": n}, path)
+    assert caught.value.field == "n"
