@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
@@ -29,14 +30,21 @@ def tls_of(store: StoreSpec) -> TlsFiles | None:
 
 
 def free_port(host: str, first: int, count: int) -> int:
-    """The first port of a range that nobody listens on. Raises `Unavailable` where all are taken."""
+    """The first port of a range that nobody listens on.
+
+    Raises `Unavailable` where all are taken, and where one cannot be had for another reason, with it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(first, first + count):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host.strip("[]"), port))
-            except OSError:
-                continue
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise Unavailable(
+                    f"{joined(host, port)} cannot be listened on ({error.strerror}); name another one"
+                ) from error
             return port
     raise Unavailable(f"ports {first} to {first + count - 1} of {host} are all taken; name another first one")

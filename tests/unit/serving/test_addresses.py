@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
@@ -29,3 +30,18 @@ def test_a_taken_port_is_passed_over() -> None:
         with pytest.raises(Unavailable, match=f"{port} to {port} of 127.0.0.1 are all taken"):
             free_port("127.0.0.1", port, 1)
         assert free_port("127.0.0.1", port, 16) > port
+
+
+def test_an_address_that_is_not_ours_is_not_called_taken() -> None:
+    reason = r"192\.0\.2\.1:7500 cannot be listened on \(Cannot assign requested address\)"
+    with pytest.raises(Unavailable, match=reason):
+        free_port("192.0.2.1", 7500, 16)
+
+
+def test_a_port_that_needs_rights_is_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: socket.socket, address: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:80 cannot be listened on \(Permission denied\)"):
+        free_port("127.0.0.1", 80, 16)
