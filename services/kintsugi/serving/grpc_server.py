@@ -31,6 +31,7 @@ from kintsugi.core.exchange import EngineDelta
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving import gateway_wire as wire
 from kintsugi.serving.access import Caller, OpenAccess, checked_exposure
+from kintsugi.serving.addresses import joined
 from kintsugi.serving.gateway import INFO_TTL_S, Finished, Gateway, Resolved
 from kintsugi.serving.tracing import TRACE_HEADERS
 
@@ -323,7 +324,7 @@ class GatewayServer:
         Raises `InvalidField` for what is no address, and for one beyond loopback without tokens and TLS.
         """
         self.gateway = gateway
-        self._listen = f"{spec.host}:{spec.grpc_port}"
+        self._listen = joined(spec.host, spec.grpc_port)
         checked_address("gateway", self._listen)
         self._tls = served_files(spec)
         has_tokens = not isinstance(gateway.access, OpenAccess)

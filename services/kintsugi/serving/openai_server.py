@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from kintsugi.client.tls import ServedFiles
 from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.serving.addresses import joined
 
 KEEP_ALIVE_S = 60
 DRAIN_S = 10
@@ -98,13 +99,14 @@ class HttpServer:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self._host, self._port))
+            listener.bind((self._host.strip("[]"), self._port))
         except OSError as error:
             listener.close()
+            address = joined(self._host, self._port)
             raise Unavailable(
-                f"{self._host}:{self._port} cannot be listened on ({error.strerror}); free it or name another"
+                f"{address} cannot be listened on ({error.strerror}); free it or name another"
             ) from error
-        self.address = f"{self._host}:{listener.getsockname()[1]}"
+        self.address = joined(self._host, listener.getsockname()[1])
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             if self._task.done():
