@@ -49,6 +49,7 @@ JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
 _DATA = "data: "
+_DIED = "the engine has died; send the request to another"
 
 
 @dataclass
@@ -63,6 +64,8 @@ class _Asked:
     streams: list[Any] = field(default_factory=list)
     """What the engine yields from, to be closed."""
     accounting: dict[str, Any] | None = None
+    engine_died: bool = False
+    """While it answered; vLLM makes an event of the error."""
 
     def next_params(self) -> dict[str, Any]:
         """`kv_transfer_params` of the next prompt. Without spans the engine looks for chunks by content."""
@@ -122,7 +125,7 @@ class _Completion(OpenAIServingCompletion):  # type: ignore[misc]
         asked = request._asked
         asked.streams.append(outputs)
         return super().completion_stream_generator(
-            request, engine_inputs, _noted_pairs(outputs, asked), *args, **kwargs
+            request, engine_inputs, _noted(outputs, asked), *args, **kwargs
         )
 
 
@@ -148,16 +151,15 @@ class _Counted:
             self._load.ended(request_id)
 
 
-async def _noted(outputs: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
-    async for output in outputs:
-        asked.note(output)
-        yield output
-
-
-async def _noted_pairs(outputs: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
-    async for index, output in outputs:
-        asked.note(output)
-        yield index, output
+async def _noted(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
+    """``items``: outputs, or pairs of a prompt's index and its output."""
+    try:
+        async for item in items:
+            asked.note(item[1] if isinstance(item, tuple) else item)
+            yield item
+    except EngineDeadError:
+        asked.engine_died = True
+        raise
 
 
 class OpenAIFront:
@@ -219,6 +221,8 @@ class OpenAIFront:
                 asked.streams.append(response)
                 yield OpenAIHead(200, STREAM_TYPE)
                 async for event in _with_accounting(response, asked):
+                    if asked.engine_died:
+                        raise Unavailable(_DIED)
                     yield event.encode()
                 return
             error = getattr(response, "error", None)
@@ -245,7 +249,7 @@ class OpenAIFront:
                 completion._asked = asked
                 return await self._completion.create_completion(completion, raw)
         except EngineDeadError as error:
-            raise Unavailable("the engine has died; send the request to another") from error
+            raise Unavailable(_DIED) from error
         except KintsugiError:
             raise
         except ValidationError as error:

@@ -350,7 +350,7 @@ class HttpFront:
         async with aclosing(self._backend.openai(call)) as items:
             async for item in items:
                 if isinstance(item, OpenAIHead):
-                    await outgoing.head(item)
+                    outgoing.head(item)
                     continue
                 if started_s:
                     self.metrics.first_piece_s.labels(call.path).observe(time.monotonic() - started_s)
@@ -387,15 +387,24 @@ async def _followed_up(work: Awaitable[None]) -> None:
 
 @dataclass
 class _Outgoing:
-    """One response, on its way."""
+    """One response, on its way. Its head goes with the first of its body, which an engine gives out with its
+    first token: until then another engine may answer."""
 
     request_id: str
     _send: Send
     status: int | None = None
     """Once the head was sent."""
+    _head: OpenAIHead | None = None
+    """Until it is sent."""
     _is_stream: bool = False
 
-    async def head(self, head: OpenAIHead) -> None:
+    def head(self, head: OpenAIHead) -> None:
+        self._head = head
+
+    async def _begin(self) -> None:
+        head, self._head = self._head, None
+        if head is None:
+            return
         self.status = head.status
         self._is_stream = head.content_type.startswith("text/event-stream")
         headers = [
@@ -406,9 +415,11 @@ class _Outgoing:
         await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
 
     async def piece(self, body: bytes) -> None:
+        await self._begin()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self) -> None:
+        await self._begin()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def broken_off(self, error: KintsugiError) -> None:

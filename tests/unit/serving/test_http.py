@@ -161,17 +161,32 @@ def test_a_defect_is_logged_and_not_explained(caplog: pytest.LogCaptureFixture) 
     run(body)
 
 
-def test_an_engine_that_did_not_answer_is_asked_again_once() -> None:
+@pytest.mark.parametrize("said", [[], [STREAM], [JSON]])
+def test_an_engine_that_did_not_answer_is_asked_again_once(said: list[Item]) -> None:
+    """vLLM has a stream's head ready when the request begins to wait: it is no answer yet."""
+
     async def body() -> None:
         tried: list[str] = []
 
         def script(call: OpenAICall) -> Sequence[Item]:
             tried.append(call.request_id)
-            return [errors.Unavailable("gone")] if len(tried) == 1 else answered("second")
+            return [*said, errors.Unavailable("gone")] if len(tried) == 1 else answered("second")
 
         response = await post(ScriptedBackend(script), CHAT)
         assert response.json()["choices"][0]["text"] == "second"
         assert len(tried) == 2
+
+    run(body)
+
+
+def test_a_stream_that_no_engine_begins_has_an_errors_status() -> None:
+    async def body() -> None:
+        backend = scripted(STREAM, errors.Unavailable("gone"))
+        response = await post(backend, CHAT)
+        assert (response.status_code, error_of(response)["message"]) == (503, "gone")
+        assert len(backend.calls) == 2
+        empty = await post(scripted(STREAM), CHAT)
+        assert (empty.status_code, empty.headers["content-type"]) == (200, "text/event-stream")
 
     run(body)
 

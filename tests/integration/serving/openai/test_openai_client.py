@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -232,6 +233,36 @@ def test_a_caller_that_leaves_aborts_in_the_engine(served: Served) -> None:
         time.sleep(0.05)
     assert served.engine.stats().running == 0
     assert not served.engine.client.output_processor.has_unfinished_requests()
+
+
+def test_a_stream_is_sent_again_where_its_engine_dies_before_the_first_token(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes an event of a dead core: neither an answer nor a reason to stay with it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    generate, tried = served.engine.client.generate, 0
+
+    async def dying(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        nonlocal tried
+        tried += 1
+        if tried == 1:
+            raise EngineDeadError
+        async for output in generate(*args, **more):
+            yield output
+            if tried == 3:
+                raise EngineDeadError
+
+    monkeypatch.setattr(served.engine.client, "generate", dying)
+    body = {"model": served.model, "prompt": "Where?", "max_tokens": 2, "ignore_eos": True, "stream": True}
+    again = served.post("/v1/completions", body)
+    assert (again.status_code, tried) == (200, 2)
+    assert "error" not in again.text
+    begun = served.post("/v1/completions", body)
+    assert (begun.status_code, tried) == (200, 3)
+    *_, error, done = begun.text.strip().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert done == "data: [DONE]"
 
 
 def test_the_model_is_listed(served: Served) -> None:
