@@ -122,7 +122,7 @@ class EngineSpec:
     queueing_ms_max: float = 500.0
     """With `replicas.max > replicas.min`: more engines where requests are predicted to wait longer."""
     drain_s: float = 60.0
-    """How long requests may go on once an engine is to stop."""
+    """How long requests may go on once an engine or a gateway is to stop."""
     metrics_port: int = 7580
     """First of `METRICS_PORTS` of which an engine takes one that is free; 0: no metrics."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -378,7 +378,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         "ray_actor_options": _actor(gateway.cpus, 0.0, placement.gateway),
         # Ports are a host's: two gateways on one would fight for them.
         "max_replicas_per_node": 1,
-        "user_config": changed(gateway, "replicas", "cpus"),
+        "user_config": {"gateway": changed(gateway, "replicas", "cpus"), "drain_s": engines.drain_s},
         **_health(engines.drain_s),
     }
     args = {

@@ -17,7 +17,7 @@ from kintsugi.core.schema import load
 from kintsugi.serving.backend import EngineBackend
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.gateway import Gateway as Front
-from kintsugi.serving.grpc_server import GatewayServer, served_files
+from kintsugi.serving.grpc_server import STOP_GRACE_S, GatewayServer, served_files
 from kintsugi.serving.http import HttpFront
 from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.ray_backend import RayBackend
@@ -49,9 +49,9 @@ class OpenGateway:
             raise
         return opened
 
-    async def close(self) -> None:
-        """Answers under way may end. Idempotent."""
-        await asyncio.gather(self.http.stop(), self.grpc.stop())
+    async def close(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Answers under way may end, for `grace_s` at most. Idempotent."""
+        await asyncio.gather(self.http.stop(grace_s), self.grpc.stop(grace_s))
         await self.front.close()
 
 
@@ -65,11 +65,13 @@ class Gateway:
         self._model = load(ModelSpec, model, "model").path
         self._store_url = reachable(store_url)
         self._spec: GatewaySpec | None = None
+        self._drain_s = STOP_GRACE_S
         self._opened: OpenGateway | None = None
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve calls it at start and when `user_config` changes."""
-        spec = load(GatewaySpec, config, "gateway")
+        self._drain_s = float(config["drain_s"])
+        spec = load(GatewaySpec, config["gateway"], "gateway")
         if spec == self._spec and self._opened is not None:
             return
         await self._close()
@@ -93,7 +95,7 @@ class Gateway:
     async def _close(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
-            await opened.close()
+            await opened.close(self._drain_s)
 
     async def __del__(self) -> None:
         await self._close()

@@ -315,6 +315,30 @@ def _unread(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None
     return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
 
 
+class _Health(health_aio.HealthServicer):  # type: ignore[misc]
+    """Whoever watches is no answer that a stop has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watching: set[asyncio.Task[None]] = set()
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802  # gRPC calls it so
+        watching = asyncio.ensure_future(super().Watch(request, context))
+        self._watching.add(watching)
+        try:
+            # To cancel the call's own task would leave the client without a status.
+            await asyncio.wait((watching,))
+            if not watching.cancelled():
+                watching.result()
+        finally:
+            self._watching.discard(watching)
+            watching.cancel()
+
+    def end(self) -> None:
+        for watching in self._watching:
+            watching.cancel()
+
+
 class GatewayServer:
     """One gRPC server around a gateway, on the running event loop."""
 
@@ -337,9 +361,9 @@ class GatewayServer:
     async def start(self) -> None:
         """Raises `Unavailable` where the address cannot be had, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
-        service, health = KintsugiService(self.gateway), health_aio.HealthServicer()
+        service, self._watched = KintsugiService(self.gateway), _Health()
         self._server = grpc.aio.server(
-            interceptors=(_Guard(self.gateway, service, health),),
+            interceptors=(_Guard(self.gateway, service, self._watched),),
             maximum_concurrent_rpcs=limits.concurrent_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
@@ -353,7 +377,7 @@ class GatewayServer:
 
             add_PrecomputeServicer_to_server(self._precompute, self._server)
             services.append(PRECOMPUTE_SERVICE)
-        add_HealthServicer_to_server(health, self._server)
+        add_HealthServicer_to_server(self._watched, self._server)
         enable_server_reflection(services, self._server)
         try:
             if self._tls is None:
@@ -364,9 +388,9 @@ class GatewayServer:
             raise Unavailable(f"cannot listen on {self._listen}: {error}") from error
         self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
         await self._server.start()
-        self._health = asyncio.create_task(self._report_health(health))
+        self._health = asyncio.create_task(self._report_health())
 
-    async def _report_health(self, health: Any) -> None:
+    async def _report_health(self) -> None:
         """Serving while an engine answers."""
         while True:
             try:
@@ -378,7 +402,7 @@ class GatewayServer:
                 log.exception("no engine can be asked what it serves")
                 status = HealthCheckResponse.NOT_SERVING
             for service in ("", SERVICE):
-                await health.set(service, status)
+                await self._watched.set(service, status)
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
@@ -387,7 +411,10 @@ class GatewayServer:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
             self._health = None
-            await self._server.stop(grace_s)
+            stopped = asyncio.create_task(self._server.stop(grace_s))
+            await asyncio.sleep(0)  # nobody comes to watch any more
+            self._watched.end()
+            await stopped
 
 
 def served_files(spec: GatewaySpec) -> ServedFiles | None:

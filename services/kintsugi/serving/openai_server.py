@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import Generator
@@ -15,10 +16,9 @@ from starlette.types import ASGIApp
 from kintsugi.client.tls import ServedFiles
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.serving.addresses import joined
+from kintsugi.serving.grpc_server import STOP_GRACE_S
 
 KEEP_ALIVE_S = 60
-DRAIN_S = 10
-"""For answers that are under way when told to stop."""
 BACKLOG = 2048
 POLL_S = 0.01
 
@@ -84,7 +84,6 @@ class HttpServer:
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=DRAIN_S,
                 backlog=BACKLOG,
                 **options,
             )
@@ -114,9 +113,10 @@ class HttpServer:
                 raise Unavailable(f"the server on {self.address} ended while it started")
             await asyncio.sleep(POLL_S)
 
-    async def stop(self) -> None:
-        """Let running answers end, for `DRAIN_S` at most. Idempotent."""
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Let answers end for `grace_s`, in whole seconds. Idempotent."""
         if self._task is not None:
+            self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
             self._server.should_exit = True
             await self._task
             self._task = None

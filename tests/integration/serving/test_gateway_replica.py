@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 from kintsugi.client.sdk import Client
-from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.deploy import (
+    GATEWAY_DEPLOYMENT,
+    EngineSpec,
+    GatewaySpec,
+    ModelSpec,
+    ServiceSpec,
+    changed,
+    service_application,
+)
+from kintsugi.core.errors import KintsugiError
+from kintsugi.core.exchange import COMPLETIONS_PATH
+from kintsugi.serving import gateway_replica
 from kintsugi.serving.gateway_replica import OpenGateway
-from kintsugi.serving.stub import StubBackend
+from kintsugi.serving.grpc_server import STOP_GRACE_S
+from kintsugi.serving.stub import StubBackend, StubDelays
 
 NAMESPACE = "acme"
 STORE_URL = "ram://gateway-replica"
+DEADLINE_S = 20.0
 
 
 def has_ipv6() -> bool:
@@ -30,9 +47,9 @@ def has_ipv6() -> bool:
 
 
 @asynccontextmanager
-async def opened(host: str) -> AsyncIterator[OpenGateway]:
+async def opened(host: str = "127.0.0.1", delays: StubDelays | None = None) -> AsyncIterator[OpenGateway]:
     spec = GatewaySpec(host=host, grpc_port=0, http_port=0, fill_on_miss="off")
-    gateway = await OpenGateway.open(spec, StubBackend(), STORE_URL, str(BUNDLED_CHECKPOINT))
+    gateway = await OpenGateway.open(spec, StubBackend(delays), STORE_URL, str(BUNDLED_CHECKPOINT))
     try:
         yield gateway
     finally:
@@ -54,3 +71,101 @@ def test_either_spelling_of_an_ipv6_address_serves_both_protocols(host: str) -> 
             assert (await caller.get(f"http://{gateway.http.address}/readyz")).status_code == 200
 
     asyncio.run(ask())
+
+
+async def answers(gateway: OpenGateway) -> list[asyncio.Task[str]]:
+    """One under way over each protocol, and what becomes of it."""
+
+    def over_grpc() -> str:
+        with Client(gateway.grpc.address, NAMESPACE) as client:
+            try:
+                return client.generate([], "why?", max_tokens=1).finish_reason
+            except KintsugiError as error:
+                return type(error).__name__
+
+    async def over_http() -> str:
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as caller:
+            url = f"http://{gateway.http.address}{COMPLETIONS_PATH}"
+            answer = await caller.post(url, json={"prompt": "why?"})
+            return str(answer.json()["choices"][0]["finish_reason"])
+
+    tasks = [asyncio.create_task(asyncio.to_thread(over_grpc)), asyncio.create_task(over_http())]
+    while gateway.front._active < len(tasks):
+        await asyncio.sleep(0.005)
+    return tasks
+
+
+def test_answers_under_way_may_end_for_as_long_as_was_said() -> None:
+    async def ask() -> None:
+        async with asyncio.timeout(DEADLINE_S), opened(delays=StubDelays(first_token_s=0.5)) as gateway:
+            under_way = await answers(gateway)
+            await gateway.close(DEADLINE_S)
+            assert await asyncio.gather(*under_way) == ["length", "length"]
+
+    asyncio.run(ask())
+
+
+def test_answers_that_take_longer_are_cut() -> None:
+    async def ask() -> None:
+        async with asyncio.timeout(DEADLINE_S), opened(delays=StubDelays(first_token_s=600.0)) as gateway:
+            under_way = await answers(gateway)
+            began_s = time.monotonic()
+            await gateway.close(0.2)
+            assert time.monotonic() - began_s < STOP_GRACE_S / 2
+            cut = await asyncio.gather(*under_way, return_exceptions=True)
+            assert "length" not in cut
+
+    asyncio.run(ask())
+
+
+def test_who_watches_the_health_holds_up_no_stop() -> None:
+    async def ask() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            opened() as gateway,
+            grpc.aio.insecure_channel(gateway.grpc.address) as channel,
+        ):
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            await gateway.close(2 * DEADLINE_S)
+            assert await watch.code() is grpc.StatusCode.OK
+
+    asyncio.run(ask())
+
+
+def test_a_gateway_that_is_configured_anew_drains_for_as_long_as_its_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With what Serve is told, and a stub in place of its handle."""
+    monkeypatch.setattr(gateway_replica, "RayBackend", lambda engines: StubBackend())
+    graces: list[float] = []
+    close = OpenGateway.close
+
+    async def watched(self: OpenGateway, grace_s: float) -> None:
+        graces.append(grace_s)
+        await close(self, grace_s)
+
+    monkeypatch.setattr(OpenGateway, "close", watched)
+    ended = gateway_replica.Gateway.__del__
+    monkeypatch.delattr(gateway_replica.Gateway, "__del__")  # Python would call it, too
+    model = ModelSpec(str(BUNDLED_CHECKPOINT))
+
+    def told(drain_s: float, read_only: bool = False) -> dict[str, Any]:
+        gateway = GatewaySpec(grpc_port=0, http_port=0, read_only=read_only)
+        spec = ServiceSpec(model, EngineSpec(drain_s=drain_s), gateway=gateway)
+        deployments = service_application(spec)["deployments"]
+        (config,) = (one["user_config"] for one in deployments if one["name"] == GATEWAY_DEPLOYMENT)
+        return dict(config)
+
+    async def configure() -> None:
+        replica = gateway_replica.Gateway(None, changed(model), STORE_URL)
+        await replica.reconfigure(told(60.0))
+        addresses = replica.addresses()
+        await replica.reconfigure(told(70.0))
+        assert (replica.addresses(), graces) == (addresses, []), "another time closes nothing"
+        await replica.reconfigure(told(80.0, read_only=True))
+        assert graces == [80.0]
+        await ended(replica)
+        assert graces == [80.0, 80.0]
+
+    asyncio.run(configure())

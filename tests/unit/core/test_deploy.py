@@ -125,8 +125,9 @@ def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
     assert load(ModelSpec, service["args"]["model"]) == spec.model
     engines = load(EngineSpec, service["args"]["engines"])
     assert (engines.kv_cache_gib, engines.connector) == (spec.engines.kv_cache_gib, spec.engines.connector)
-    gateway = load(GatewaySpec, deployments(service)[GATEWAY_DEPLOYMENT]["user_config"])
-    assert gateway == dataclasses.replace(spec.gateway, replicas=1)
+    told = deployments(service)[GATEWAY_DEPLOYMENT]["user_config"]
+    assert load(GatewaySpec, told["gateway"]) == dataclasses.replace(spec.gateway, replicas=1)
+    assert told["drain_s"] == spec.engines.drain_s
 
 
 def args_of(spec: ServiceSpec) -> tuple[Any, Any]:
