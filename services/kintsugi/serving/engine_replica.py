@@ -23,6 +23,7 @@ from kintsugi.serving.addresses import free_port, joined
 from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.local_backend import LocalBackend
+from kintsugi.serving.logs import write_json_lines
 from kintsugi.serving.shadowing import shadowing_of
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Engine:
     ) -> None:
         import ray
 
+        write_json_lines()
         spec, served = load(EngineSpec, engines, "engines"), load(ModelSpec, model, "model")
         url = reachable(store_url)
 

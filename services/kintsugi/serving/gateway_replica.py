@@ -19,6 +19,7 @@ from kintsugi.serving.directory import reachable
 from kintsugi.serving.gateway import Gateway as Front
 from kintsugi.serving.grpc_server import STOP_GRACE_S, GatewayServer, served_files
 from kintsugi.serving.http import HttpFront
+from kintsugi.serving.logs import write_json_lines
 from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.ray_backend import RayBackend
 from kintsugi.serving.tracing import export_as_asked
@@ -59,6 +60,7 @@ class Gateway:
     """One replica."""
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
+        write_json_lines()
         if export_as_asked():
             log.info("spans are exported as the environment says")
         self._backend = RayBackend(engines)

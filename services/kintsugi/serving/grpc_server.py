@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
@@ -33,6 +32,7 @@ from kintsugi.serving import gateway_wire as wire
 from kintsugi.serving.access import Caller, OpenAccess, checked_exposure
 from kintsugi.serving.addresses import joined
 from kintsugi.serving.gateway import INFO_TTL_S, Finished, Gateway, Resolved
+from kintsugi.serving.logs import RequestLine
 from kintsugi.serving.tracing import TRACE_HEADERS
 
 log = logging.getLogger("kintsugi.gateway")
@@ -132,16 +132,7 @@ class KintsugiService:
         self.gateway.metrics.ended(call.method, status)
         if not log.isEnabledFor(logging.INFO):
             return
-        record = {
-            "request_id": call.request_id,
-            "method": call.method,
-            "namespace": call.namespace,
-            "status": status,
-            "ms": round((time.perf_counter() - call.began_s) * 1e3, 3),
-        }
-        if error is not None:
-            record["error"] = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
-        log.info("%s", json.dumps(record))
+        log.info(RequestLine.of(call.request_id, call.method, call.namespace, status, call.began_s, error))
 
     def _caller(self, call: _Call) -> Caller:
         return self.gateway.access.caller(bearer_of(call.metadata.get("authorization")))

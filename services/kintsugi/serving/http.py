@@ -39,6 +39,7 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, Open
 from kintsugi.serving.access import Access, Caller
 from kintsugi.serving.backend import EngineBackend
 from kintsugi.serving.gateway import Gateway
+from kintsugi.serving.logs import RequestLine
 from kintsugi.serving.openai_answer import accounting_in, without_times_in
 from kintsugi.serving.openai_metrics import HttpMetrics
 from kintsugi.serving.openai_request import parsed_call, wanted_namespace
@@ -243,13 +244,13 @@ class HttpFront:
         path, incoming, reply = request.url.path, _Incoming(receive), _Reply(send)
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        status = 500
+        status, began_s, failure = 500, time.perf_counter(), None
         self.metrics.in_flight.inc()
         self._requests += 1
         try:
             status = await self._handled(request, request_id, incoming, reply)
         except Exception as error:
-            problem = _problem_of(error, request_id)
+            problem, failure = _problem_of(error, request_id), error
             if reply.has_begun:
                 # What was sent cannot be taken back: an exception makes the server cut the connection.
                 raise
@@ -259,6 +260,9 @@ class HttpFront:
             self._requests -= 1
             self.metrics.in_flight.dec()
             self.metrics.answered(path, status)
+            if logger.isEnabledFor(logging.INFO):
+                namespace = getattr(request.state, "namespace", "")
+                logger.info(RequestLine.of(request_id, path, namespace, status, began_s, failure))
 
     async def _handled(self, request: Request, request_id: str, incoming: _Incoming, reply: _Reply) -> int:
         """Answer; the status. Raises what becomes another answer, while nothing was sent."""
@@ -281,6 +285,7 @@ class HttpFront:
         headers = request.headers
         body = _parsed(raw)
         namespace = namespace_of(caller, wanted_namespace(body, headers.get(NAMESPACE_HEADER)))
+        request.state.namespace = namespace
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
 
         def parse() -> OpenAICall:

@@ -18,6 +18,7 @@ from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
 from kintsugi.serving.addresses import free_port, is_wildcard, joined, tls_of
 from kintsugi.serving.directory import Announcer, Configured
+from kintsugi.serving.logs import write_json_lines
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.server import ServerOptions, ShardServer
 from kintsugi.store.shard import Shard
@@ -71,6 +72,7 @@ class StoreShard:
     def __init__(self, store: Mapping[str, Any]) -> None:
         import ray
 
+        write_json_lines()
         spec = load(StoreSpec, store, "store")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._drain_s = spec.drain_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,18 @@ class Running:
             return False
 
         return self.run(wait())
+
+
+@contextmanager
+def own_logging() -> Iterator[logging.Logger]:
+    """What a replica does to its process's logger is undone at the end."""
+    logger = logging.getLogger("kintsugi")
+    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
+    try:
+        yield logger
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def bundled_tokenize() -> Callable[[str], tuple[int, ...]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,9 +32,11 @@ from kintsugi.serving import gateway_replica
 from kintsugi.serving.gateway_replica import OpenGateway
 from kintsugi.serving.grpc_server import STOP_GRACE_S
 from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.integration.serving.gateways import own_logging
 
 NAMESPACE = "acme"
 STORE_URL = "ram://gateway-replica"
+MODEL = ModelSpec(str(BUNDLED_CHECKPOINT))
 DEADLINE_S = 20.0
 
 
@@ -73,24 +76,24 @@ def test_either_spelling_of_an_ipv6_address_serves_both_protocols(host: str) -> 
     asyncio.run(ask())
 
 
-async def answers(gateway: OpenGateway) -> list[asyncio.Task[str]]:
+async def answers(gateway: OpenGateway, question: str = "why?") -> list[asyncio.Task[str]]:
     """One under way over each protocol, and what becomes of it."""
 
     def over_grpc() -> str:
         with Client(gateway.grpc.address, NAMESPACE) as client:
             try:
-                return client.generate([], "why?", max_tokens=1).finish_reason
+                return client.generate([], question, max_tokens=1).finish_reason
             except KintsugiError as error:
                 return type(error).__name__
 
     async def over_http() -> str:
         async with httpx.AsyncClient(timeout=DEADLINE_S) as caller:
             url = f"http://{gateway.http.address}{COMPLETIONS_PATH}"
-            answer = await caller.post(url, json={"prompt": "why?"})
+            answer = await caller.post(url, json={"prompt": question})
             return str(answer.json()["choices"][0]["finish_reason"])
 
     tasks = [asyncio.create_task(asyncio.to_thread(over_grpc)), asyncio.create_task(over_http())]
-    while gateway.front._active < len(tasks):
+    while gateway.front._active < len(tasks) and not all(task.done() for task in tasks):
         await asyncio.sleep(0.005)
     return tasks
 
@@ -133,11 +136,52 @@ def test_who_watches_the_health_holds_up_no_stop() -> None:
     asyncio.run(ask())
 
 
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], gateway_replica.Gateway]]:
+    """As Serve makes it, with a stub in place of the engines' handle. Its `__del__` is Serve's to await."""
+    monkeypatch.setattr(gateway_replica, "RayBackend", lambda engines: StubBackend())
+    monkeypatch.delattr(gateway_replica.Gateway, "__del__")
+    with own_logging():
+        yield lambda: gateway_replica.Gateway(None, changed(MODEL), STORE_URL)
+
+
+def told(drain_s: float = 60.0, read_only: bool = False) -> dict[str, Any]:
+    """What Serve hands to a replica."""
+    gateway = GatewaySpec(grpc_port=0, http_port=0, read_only=read_only)
+    spec = ServiceSpec(MODEL, EngineSpec(drain_s=drain_s), gateway=gateway)
+    deployments = service_application(spec)["deployments"]
+    (config,) = (one["user_config"] for one in deployments if one["name"] == GATEWAY_DEPLOYMENT)
+    return dict(config)
+
+
+def test_a_replica_logs_a_line_for_every_request(
+    replica: Callable[[], gateway_replica.Gateway], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing else has turned its logger on."""
+
+    async def ask() -> None:
+        gateway = replica()
+        await gateway.reconfigure(told())
+        try:
+            assert gateway._opened is not None
+            await asyncio.gather(*await answers(gateway._opened, "a secret question"))
+        finally:
+            await gateway._close()
+
+    asyncio.run(ask())
+    written = capfd.readouterr().err
+    lines = [json.loads(line) for line in written.splitlines()]
+    requests = {line["method"]: line for line in lines if "request_id" in line}
+    assert set(requests) == {"Generate", COMPLETIONS_PATH}
+    assert [requests[name]["status"] for name in ("Generate", COMPLETIONS_PATH)] == ["OK", 200]
+    assert all(line["ms"] > 0 and line["level"] == "INFO" for line in requests.values())
+    assert "secret" not in written
+
+
 def test_a_gateway_that_is_configured_anew_drains_for_as_long_as_its_engines(
+    replica: Callable[[], gateway_replica.Gateway],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With what Serve is told, and a stub in place of its handle."""
-    monkeypatch.setattr(gateway_replica, "RayBackend", lambda engines: StubBackend())
     graces: list[float] = []
     close = OpenGateway.close
 
@@ -146,26 +190,16 @@ def test_a_gateway_that_is_configured_anew_drains_for_as_long_as_its_engines(
         await close(self, grace_s)
 
     monkeypatch.setattr(OpenGateway, "close", watched)
-    ended = gateway_replica.Gateway.__del__
-    monkeypatch.delattr(gateway_replica.Gateway, "__del__")  # Python would call it, too
-    model = ModelSpec(str(BUNDLED_CHECKPOINT))
-
-    def told(drain_s: float, read_only: bool = False) -> dict[str, Any]:
-        gateway = GatewaySpec(grpc_port=0, http_port=0, read_only=read_only)
-        spec = ServiceSpec(model, EngineSpec(drain_s=drain_s), gateway=gateway)
-        deployments = service_application(spec)["deployments"]
-        (config,) = (one["user_config"] for one in deployments if one["name"] == GATEWAY_DEPLOYMENT)
-        return dict(config)
 
     async def configure() -> None:
-        replica = gateway_replica.Gateway(None, changed(model), STORE_URL)
-        await replica.reconfigure(told(60.0))
-        addresses = replica.addresses()
-        await replica.reconfigure(told(70.0))
-        assert (replica.addresses(), graces) == (addresses, []), "another time closes nothing"
-        await replica.reconfigure(told(80.0, read_only=True))
+        gateway = replica()
+        await gateway.reconfigure(told(60.0))
+        addresses = gateway.addresses()
+        await gateway.reconfigure(told(70.0))
+        assert (gateway.addresses(), graces) == (addresses, []), "another time closes nothing"
+        await gateway.reconfigure(told(80.0, read_only=True))
         assert graces == [80.0]
-        await ended(replica)
+        await gateway._close()
         assert graces == [80.0, 80.0]
 
     asyncio.run(configure())
