@@ -127,6 +127,12 @@ class Chunker:
         """A segment's ids, by itself: what a request holds for it, without special tokens around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    @cached_property
+    def token_chars_max(self) -> int:
+        """Characters of the longest token. None stands for more of a text, unless the tokenizer drops some or
+        does not know them. vLLM bounds a prompt's text by it, too."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """What the ids decode to. Tokenised again it need not give the same ids, with every tokenizer."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

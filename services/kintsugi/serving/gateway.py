@@ -64,6 +64,8 @@ class GatewayLimits:
     """Of one call of tokenize."""
     message_bytes_max: int = 8 << 20
     """Of one request, as over HTTP: two million token ids."""
+    messages_bytes_max: int = 256 << 20
+    """Of all requests that are being answered; the next are refused."""
     concurrent_max: int = 512
     """Requests at a time; the next are refused."""
 
@@ -160,8 +162,10 @@ class Gateway:
         read_only: bool = False,
         overtaking: bool = False,
         tokenizer: str = "",
+        token_chars_max: int | None = None,
     ) -> None:
-        """``tokenize``: a text's ids alone, without special tokens. ``detokenize`` given, the texts of
+        """``tokenize``: a text's ids alone, without special tokens, of which the longest has
+        ``token_chars_max`` characters. ``detokenize`` given, the texts of
         ``documents`` are found in messages. ``fill`` None: misses are not filled. ``overtaking``: requests
         may have a priority below 0. ``tokenizer``: the digest of what tokenises; empty: any engine's."""
         self.backend = backend
@@ -174,7 +178,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self._tokenize = tokenize
         self._documents = documents
-        self._resolver = SegmentResolver(tokenize, self.known, documents)
+        self._resolver = SegmentResolver(tokenize, self.known, documents, token_chars_max)
         self._saver = Saver(backend)
         self._timelines = Timelines()
         self._active = 0
@@ -242,6 +246,7 @@ class Gateway:
             read_only=spec.read_only,
             overtaking=spec.overtaking,
             tokenizer=tokenizer_digest(model_folder),
+            token_chars_max=chunker.token_chars_max,
         )
 
     async def info(self) -> EngineInfo:

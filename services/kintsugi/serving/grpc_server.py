@@ -7,8 +7,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.client.tls import ServedFiles, ServerTls, checked_address
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving import gateway_wire as wire
@@ -70,6 +70,7 @@ class KintsugiService:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
+        self._held_bytes = 0
 
     def generic_handler(self) -> Any:
         unary: dict[str, tuple[Any, Callable[[Caller, Any], Awaitable[Any]]]] = {
@@ -98,11 +99,23 @@ class KintsugiService:
         async def answered(data: bytes, context: Any) -> Any:
             async with self.guarded(method, context) as call:
                 caller = self._caller(call)
-                request = _parsed(message, data)
-                call.namespace = request.namespace
-                return await handler(caller, request)
+                with self._held(data):
+                    request = _parsed(message, data)
+                    call.namespace = request.namespace
+                    return await handler(caller, request)
 
         return answered
+
+    @contextmanager
+    def _held(self, data: bytes) -> Iterator[None]:
+        """A request counts for as long as it is answered. Raises `ResourceExhausted`."""
+        if self._held_bytes + len(data) > self.gateway.limits.messages_bytes_max:
+            raise ResourceExhausted("requests hold all memory that is meant for them; try again later")
+        self._held_bytes += len(data)
+        try:
+            yield
+        finally:
+            self._held_bytes -= len(data)
 
     @asynccontextmanager
     async def guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
@@ -141,18 +154,22 @@ class KintsugiService:
         """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
         async with self.guarded("Generate", context) as call:
             caller = self._caller(call)
-            request = _parsed(pb.GenerateRequest, data)
-            call.namespace = request.namespace
-            headers = {name: call.metadata[name] for name in TRACE_HEADERS if name in call.metadata}
-            asked = wire.call_of(request, call.request_id, headers)
-            async with (
-                aclosing(self.gateway.generate(caller, asked)) as events,
-                # The engine is asked while the first message is on its way.
-                _beside(_first_written(call, context, await anext(events))) as first,
-            ):
-                async for event in events:
-                    await first
-                    await context.write(wire.event_to_wire(event))
+            with self._held(data):
+                await self._answer(call, caller, data, context)
+
+    async def _answer(self, call: _Call, caller: Caller, data: bytes, context: Any) -> None:
+        request = _parsed(pb.GenerateRequest, data)
+        call.namespace = request.namespace
+        headers = {name: call.metadata[name] for name in TRACE_HEADERS if name in call.metadata}
+        asked = wire.call_of(request, call.request_id, headers)
+        async with (
+            aclosing(self.gateway.generate(caller, asked)) as events,
+            # The engine is asked while the first message is on its way.
+            _beside(_first_written(call, context, await anext(events))) as first,
+        ):
+            async for event in events:
+                await first
+                await context.write(wire.event_to_wire(event))
 
     async def put_chunk(self, caller: Caller, request: pb.PutChunkRequest) -> pb.PutChunkResponse:
         (put,) = await self.gateway.put_chunks(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import xxhash
@@ -21,6 +23,13 @@ from kintsugi.serving.known_chunks import KnownChunks
 
 INLINE_CHARS_MAX = 4096
 """Of one request; what is beyond it is tokenised in a thread: the event loop serves everybody."""
+THREADS = 2
+LONG_CHARS = 1 << 18
+"""A text of more is tokenised when no other such is: it takes 250 bytes a character meanwhile (65 MB, and so
+long as half a second), and the second thread is for all others. Only such a text is refused for its length: a
+tokenizer may make one token of any number of characters that it drops, or does not know."""
+TEXT_CHARS_MAX = 1 << 21
+"""Of one text, half a gigabyte while it is tokenised. No model reads so much."""
 TOGETHER_TOKENS_MAX = 8 << 20
 """Of one request's segments that make no prompt. A chunk is named by 64 characters and has up to
 `TOKENS_MAX` tokens."""
@@ -81,8 +90,18 @@ class ResolvedPrompt:
 class SegmentResolver:
     """For one event loop."""
 
-    def __init__(self, tokenize: Tokenize, known: KnownChunks, documents: DocumentIndex | None) -> None:
+    def __init__(
+        self,
+        tokenize: Tokenize,
+        known: KnownChunks,
+        documents: DocumentIndex | None,
+        token_chars_max: int | None = None,
+    ) -> None:
+        """``token_chars_max``: characters of the tokenizer's longest token, where they are known."""
         self._tokenize = tokenize
+        self._token_chars_max = token_chars_max
+        self._threads = ThreadPoolExecutor(THREADS, "tokenize")
+        self._long = asyncio.Semaphore(1)
         self._known = known
         self._documents = documents
         self._pieces: OrderedDict[_Address, Piece] = OrderedDict()
@@ -132,7 +151,10 @@ class SegmentResolver:
         tokens = inline_chars = 0
         for index, segment in enumerate(segments):
             name = where if where == "question" else f"{where}[{index}]"
+            is_chunk = not segment.plain and where != "question"
             if segment.text is not None:
+                room = tokens_max - tokens
+                self._check_length(segment.text, name, min(room, TOKENS_MAX) if is_chunk else room)
                 inline_chars += len(segment.text)
                 piece = await self._of_text(space, segment.text, name, inline_chars <= INLINE_CHARS_MAX)
             elif segment.token_ids is not None:
@@ -143,7 +165,7 @@ class SegmentResolver:
                 piece = documents[index]
             else:
                 raise InvalidField(name, "is empty; give a text, tokens, a chunk key or a document's chunk")
-            if not segment.plain and where != "question" and piece.num_tokens > TOKENS_MAX:
+            if is_chunk and piece.num_tokens > TOKENS_MAX:
                 raise InvalidField(
                     name,
                     f"has {piece.num_tokens} tokens; a chunk has at most {TOKENS_MAX}: cut it",
@@ -156,6 +178,16 @@ class SegmentResolver:
             pieces.append(piece)
         return pieces
 
+    def _check_length(self, text: str, name: str, tokens_max: int) -> None:
+        """Raises `InvalidField` for a text that has too many tokens for certain, before they are counted."""
+        chars_max = TEXT_CHARS_MAX
+        if self._token_chars_max is not None:
+            chars_max = min(chars_max, max(tokens_max * self._token_chars_max, LONG_CHARS))
+        if len(text) > chars_max:
+            raise InvalidField(
+                name, f"has {len(text)} characters; at most {chars_max} are read here as one text: cut it"
+            )
+
     async def _of_text(self, space: ChunkSpace, text: str, name: str, inline: bool) -> Piece:
         address = _address(space, text)
         piece = self._pieces.get(address)
@@ -165,7 +197,9 @@ class SegmentResolver:
         if inline:
             tokens = token_bytes(self._tokenize(text))
         else:
-            tokens = await asyncio.to_thread(lambda: token_bytes(self._tokenize(text)))
+            async with self._long if len(text) > LONG_CHARS else nullcontext():
+                loop = asyncio.get_running_loop()
+                tokens = await loop.run_in_executor(self._threads, lambda: token_bytes(self._tokenize(text)))
         if not tokens:
             raise InvalidField(name, "has no tokens; leave it out or give it a text")
         return Piece(tokens, ChunkKey.of_bytes(space, tokens))

@@ -26,11 +26,12 @@ from kintsugi.core.deploy import (
     changed,
     service_application,
 )
-from kintsugi.core.errors import KintsugiError
+from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import COMPLETIONS_PATH
 from kintsugi.serving import gateway_replica
 from kintsugi.serving.gateway_replica import OpenGateway
 from kintsugi.serving.grpc_server import STOP_GRACE_S
+from kintsugi.serving.segments import LONG_CHARS
 from kintsugi.serving.stub import StubBackend, StubDelays
 from tests.integration.serving.gateways import own_logging
 
@@ -96,6 +97,21 @@ async def answers(gateway: OpenGateway, question: str = "why?") -> list[asyncio.
     while gateway.front._active < len(tasks) and not all(task.done() for task in tasks):
         await asyncio.sleep(0.005)
     return tasks
+
+
+def test_a_text_that_no_model_reads_is_refused_by_its_length() -> None:
+    """By the tokenizer's longest token, before 260,000 characters become tokens."""
+
+    def refused(address: str) -> str:
+        with Client(address, NAMESPACE) as client, pytest.raises(InvalidField) as caught:
+            client.generate([], "x" * (LONG_CHARS + 1))
+        return str(caught.value)
+
+    async def ask() -> None:
+        async with opened() as gateway:
+            assert f"at most {LONG_CHARS} are read" in await asyncio.to_thread(refused, gateway.grpc.address)
+
+    asyncio.run(ask())
 
 
 def test_answers_under_way_may_end_for_as_long_as_was_said() -> None:

@@ -11,7 +11,14 @@ from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, 
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.serving.known_chunks import KnownChunks
-from kintsugi.serving.segments import INLINE_CHARS_MAX, Piece, Segment, SegmentResolver
+from kintsugi.serving.segments import (
+    INLINE_CHARS_MAX,
+    LONG_CHARS,
+    TEXT_CHARS_MAX,
+    Piece,
+    Segment,
+    SegmentResolver,
+)
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "none"}), "tenant", (1,))
 OTHERS = ChunkSpace(SPACE.fingerprint, "other", (1,))
@@ -60,6 +67,78 @@ def test_many_short_texts_are_no_more_inline_than_a_long_one() -> None:
     pieces = asyncio.run(SegmentResolver(watched, KnownChunks(), None).pieces(SPACE, texts))
     assert [piece.num_tokens for piece in pieces] == [1000] * 20
     assert 0 < inline_chars <= INLINE_CHARS_MAX
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
+    def refused(text: str) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenised")
+
+    known = KnownChunks()
+    bounded = SegmentResolver(refused, known, None, token_chars_max=9)
+    unbounded = SegmentResolver(refused, known, None)
+
+    async def ask() -> None:
+        long = Segment(text="x" * (LONG_CHARS + 1))
+        with pytest.raises(
+            InvalidField, match=f"question: has {LONG_CHARS + 1} char.* at most {LONG_CHARS} are"
+        ):
+            await bounded.prompt(SPACE, [], long, 4096)
+        with pytest.raises(InvalidField, match=r"segments\[0\]: has .* cut it"):
+            await bounded.prompt(SPACE, [long], Segment(text="Why?"), 4096)
+        longest = Segment(text="x" * (TEXT_CHARS_MAX + 1), plain=True)
+        for resolve in (bounded, unbounded):
+            with pytest.raises(InvalidField, match=rf"texts\[0\]: .* at most {TEXT_CHARS_MAX} are"):
+                await resolve.pieces(SPACE, [longest], "texts")
+
+    asyncio.run(ask())
+
+
+def test_a_text_that_may_fit_is_tokenised_whatever_is_dropped_of_it() -> None:
+    """A normaliser may make one token of any number of spaces."""
+    resolve = SegmentResolver(lambda text: [ord(c) for c in text if c != " "], KnownChunks(), None, 1)
+
+    async def ask() -> None:
+        spaces = await resolve.prompt(SPACE, [], Segment(text="x" + " " * (LONG_CHARS - 1)), 3)
+        assert spaces.token_ids == (1, ord("x"))
+        exact = Segment(text="x" * (LONG_CHARS + 1))
+        prompt = await resolve.prompt(SPACE, [exact], Segment(text="?"), LONG_CHARS + 2)
+        assert len(prompt.token_ids) == LONG_CHARS + 3
+
+    asyncio.run(ask())
+
+
+def test_long_texts_are_tokenised_one_at_a_time_and_hold_up_no_others() -> None:
+    may_end = threading.Event()
+    running: list[int] = []
+    most_long = 0
+
+    def watched(text: str) -> list[int]:
+        nonlocal most_long
+        if len(text) > LONG_CHARS:
+            running.append(1)
+            most_long = max(most_long, len(running))
+            may_end.wait(20)
+            running.pop()
+        return [len(text)]
+
+    resolve = SegmentResolver(watched, KnownChunks(), None)
+
+    async def ask() -> None:
+        async with asyncio.timeout(20):
+            long = [
+                asyncio.create_task(resolve.pieces(SPACE, [Segment(text="x" * (LONG_CHARS + number))]))
+                for number in range(1, 5)
+            ]
+            while not running:
+                await asyncio.sleep(0.001)
+            (piece,) = await resolve.pieces(SPACE, [Segment(text="y" * (INLINE_CHARS_MAX + 1))])
+            assert piece.token_ids == (INLINE_CHARS_MAX + 1,)
+            assert not any(task.done() for task in long)
+            may_end.set()
+            await asyncio.gather(*long)
+
+    asyncio.run(ask())
+    assert most_long == 1
 
 
 def test_a_text_that_was_deleted_and_comes_again_is_known_again() -> None:
