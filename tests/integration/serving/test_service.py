@@ -126,6 +126,21 @@ def others(deployed: Deployed, deployment: str) -> dict[str, int]:
     }
 
 
+def test_a_request_is_in_the_logs_that_ray_keeps(deployed: Deployed) -> None:
+    """Serve has put a log of its own in place of a replica's standard error."""
+    import ray
+
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    with Client(deployed.grpc, namespace="logged") as client:
+        client.tokenize(TEXTS)
+
+    def is_logged() -> bool:
+        lines = (line for file in folder.glob("worker-*.err") for line in file.read_text().splitlines())
+        return any('"method": "Tokenize", "namespace": "logged", "status": "OK"' in line for line in lines)
+
+    assert eventually(is_logged, 20)
+
+
 def test_a_killed_shard_comes_back_under_its_name_and_nobody_gets_a_wrong_answer(deployed: Deployed) -> None:
     identities = {shard.shard_id for shard in shard_map(deployed).shards}
     assert len(identities) == 2
