@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -16,14 +17,20 @@ import pytest
 from kintsugi.client.sdk import Client, ClientOptions
 from kintsugi.client.status import ERROR_METADATA
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import DeadlineExceeded, InvalidField, PermissionDenied, Unauthenticated
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving.access import TokenFile
 from kintsugi.serving.gateway import GatewayLimits
 from kintsugi.serving.grpc_server import GatewayServer
 from kintsugi.serving.stub import StubDelays
-from tests.integration.serving.gateways import Running, Setup, running, token_file
+from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 
 NAMESPACE = "tenant"
 SERVICE = "/kintsugi.rpc.v1.Kintsugi"
@@ -311,3 +318,25 @@ def test_a_read_only_gateway_changes_nothing() -> None:
 def test_an_address_that_must_not_be_is_refused(gateway: Running, spec: GatewaySpec, message: str) -> None:
     with pytest.raises(InvalidField, match=message):
         GatewayServer(gateway.gateway, spec)
+
+
+def test_all_requests_together_are_bounded() -> None:
+    setup = Setup(delays=StubDelays(first_token_s=0.5))
+    setup.gateway["limits"] = GatewayLimits(messages_bytes_max=3000)
+    with running(setup) as gateway, Client(gateway.address, NAMESPACE) as client:
+
+        def ask(_: int) -> str:
+            try:
+                return client.generate(["a passage " * 100], "why?", max_tokens=1).finish_reason
+            except ResourceExhausted as error:
+                return str(error)
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = sorted(pool.map(ask, range(4)))
+        assert (
+            answers
+            == ["length"] * 2 + ["requests hold all memory that is meant for them; try again later"] * 2
+        )
+        with pytest.raises(ResourceExhausted):
+            client.tokenize(["x" * 3000])
+        assert (ask(0), client.tokenize(["x"])[0].token_ids) == ("length", bundled_tokenize()("x"))

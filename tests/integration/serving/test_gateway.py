@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,28 +248,6 @@ def test_requests_are_counted_and_logged_without_what_they_say(caplog: pytest.Lo
     assert [record["status"] for record in records] == ["OK", "INVALID_ARGUMENT"]
     assert all(record["request_id"] and record["namespace"] == NAMESPACE for record in records)
     assert "secret" not in caplog.text
-
-
-def test_all_requests_together_are_bounded() -> None:
-    setup = Setup(delays=StubDelays(first_token_s=0.5))
-    setup.gateway["limits"] = GatewayLimits(messages_bytes_max=3000)
-    with running(setup) as gateway, Client(gateway.address, NAMESPACE) as client:
-
-        def ask(_: int) -> str:
-            try:
-                return client.generate(["a passage " * 100], "why?", max_tokens=1).finish_reason
-            except ResourceExhausted as error:
-                return str(error)
-
-        with ThreadPoolExecutor(4) as pool:
-            answers = sorted(pool.map(ask, range(4)))
-        assert (
-            answers
-            == ["length"] * 2 + ["requests hold all memory that is meant for them; try again later"] * 2
-        )
-        with pytest.raises(ResourceExhausted):
-            client.tokenize(["x" * 3000])
-        assert (ask(0), client.tokenize(["x"])[0].token_ids) == ("length", bundled_tokenize()("x"))
 
 
 def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
