@@ -10,11 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kintsugi.checkpoints.factory import make_checkpoint
 from kintsugi.checkpoints.passages import bundled_passages
 from kintsugi.checkpoints.shapes import named_shape
+from tests.integration.engine.conftest import EngineSlot
 
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
-def test_vllm_answers_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_answers_as_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_slot: EngineSlot
+) -> None:
+    engine_slot.close()  # a process has one engine at a time
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     vllm = pytest.importorskip("vllm")
