@@ -13,7 +13,7 @@ import pytest
 from kintsugi.client.throttled import ThrottledStore
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.engine.timing import REFUSALS_PER_PROBE
+from kintsugi.engine.timing import REFUSALS_PER_PROBE, TRIAL_FIRST
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -92,7 +92,10 @@ def test_the_first_prompts_are_blended_and_teach(engine: LocalEngine) -> None:
     ((source, link),) = measured.links.items()
     assert source.tier == "ram"
     assert link.bytes_per_s > 1e6
-    assert measured.decode_s_per_byte > 0
+    assert measured.decode_s_per_byte == 0  # the first pass prepared kernels
+    for _ in range(TRIAL_FIRST + 1):  # one of them is blended, whatever is thought of it
+        asked(engine, params)
+    assert engine._scheduler._timing.measured.decode_s_per_byte > 0
 
 
 def test_a_store_far_below_break_even_is_not_waited_for(engine: LocalEngine) -> None:
