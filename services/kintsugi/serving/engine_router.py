@@ -32,11 +32,25 @@ log = logging.getLogger(__name__)
 
 
 class Sent:
-    """Tokens that went to an engine since it reported last."""
+    """Tokens that went to an engine since it reported last, and have not been answered."""
 
     def __init__(self) -> None:
-        self.report: Any = None
         self.tokens = 0
+        self._report: Any = None
+        self._by_request: dict[str, int] = {}
+
+    def reported(self, report: Any) -> None:
+        """What waits now is in the report, if it is a new one."""
+        if report != self._report:
+            self._report, self.tokens = report, 0
+            self._by_request.clear()
+
+    def add(self, request_id: str, num_tokens: int) -> None:
+        self._by_request[request_id] = num_tokens
+        self.tokens += num_tokens
+
+    def answered(self, request_id: str) -> None:
+        self.tokens -= self._by_request.pop(request_id, 0)
 
 
 class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
@@ -80,8 +94,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """What the replica reported, and what was sent there since."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
-        if sent.report != report:
-            sent.report, sent.tokens = report, 0
+        sent.reported(report)
         return EngineView(
             int(report.get("waiting_tokens", 0)) + sent.tokens,
             float(report.get("tokens_per_s", 0.0)),
@@ -115,7 +128,13 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         wanted = self._wanted(pending_request)
         self._memory.routed(wanted.prefix, replica_id.unique_id)
-        self._sent.setdefault(replica_id.unique_id, Sent()).tokens += wanted.num_tokens
+        sent = self._sent.setdefault(replica_id.unique_id, Sent())
+        sent.add(pending_request.metadata.internal_request_id, wanted.num_tokens)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Engines may answer in milliseconds and report once a second: what is over waits no more."""
+        if replica_id.unique_id in self._sent:
+            self._sent[replica_id.unique_id].answered(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         super().on_replica_actor_died(replica_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import uuid
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,8 @@ def router() -> EngineRouter:
 
 def asked(argument: Any) -> PendingRequest:
     async def make() -> PendingRequest:
-        return PendingRequest([argument], {}, metadata=SimpleNamespace())  # type: ignore[arg-type]
+        metadata: Any = SimpleNamespace(internal_request_id=uuid.uuid4().hex)
+        return PendingRequest([argument], {}, metadata=metadata)
 
     return asyncio.run(make())
 
@@ -79,6 +81,19 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
     assert counts == {"a": 10, "b": 10}
     reported = [replica("a", at=2), replica("b", at=1)]
     assert first(made, reported, asked(prompt(99_000))) == "a"
+
+
+def test_what_was_answered_before_the_next_report_counts_no_more() -> None:
+    """Else, within a second, many short prompts would outweigh what an engine holds of a conversation."""
+    made, replicas = router(), [replica("a", at=1), replica("b", at=1)]
+    request = asked(prompt(0))
+    name = first(made, replicas, request)
+    for number in range(1, 20):
+        made.on_request_routed(request, SimpleNamespace(unique_id=name), None)
+        made.on_request_completed(SimpleNamespace(unique_id=name), request.metadata.internal_request_id)
+        request = asked(prompt(0, 512 * number))
+        assert first(made, replicas, request) == name
+    made.on_request_completed(SimpleNamespace(unique_id="gone"), "whose")
 
 
 def test_a_conversation_goes_where_its_beginning_went_until_that_engine_dies() -> None:
