@@ -246,7 +246,7 @@ class Filler:
                 # Not `lookup`: a shard that does not answer would make all it holds look missing.
                 tiers = await self._store.tiers(namespace, [key for key, _ in chunks])
             except KintsugiError as error:
-                log.info("%d misses are not filled: the store does not say (%s)", len(chunks), error)
+                log.debug("%d misses are not filled: the store does not say (%s)", len(chunks), error)
                 continue
             for (key, tokens), tier in zip(chunks, tiers, strict=True):
                 if tier is None:

@@ -199,6 +199,8 @@ def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
     (process,) = before.values()
     cores = children(process)
     assert cores
+    with Client(deployed.grpc, namespace="sdk") as client:
+        client.put_chunks(TEXTS, wait=True)  # a shard that was killed has lost what only its RAM held
 
     async def cut_off() -> None:
         request = ray_engines.request(ray_engines.tokens(12), max_tokens=8000)
