@@ -122,12 +122,16 @@ class Estimates:
         self._blends_seen += 1
         if self._blends_seen == 1 or seconds <= 0:
             return
-        knows_steps = self._step.count >= STEPS_MIN
-        self._blend.add(terms, seconds, blend_prior(self._step.value, num_layers) if knows_steps else None)
+        step = self._known_step
+        self._blend.add(terms, seconds, None if step is None else blend_prior(step, num_layers))
 
     def observe_tail(self, seconds: float) -> None:
         if self._blends_seen != 1:  # that one prepared kernels
             self._tail.add(max(0.0, seconds))
+
+    @property
+    def _known_step(self) -> Terms | None:
+        return self._step.value if self._step.count >= STEPS_MIN else None
 
     def snapshot(self) -> Measured:
         return Measured(
@@ -135,7 +139,7 @@ class Estimates:
                 source: Link(opening.value, rate.value) for source, (opening, rate) in self._links.items()
             },
             decode_s_per_byte=self._decode.value,
-            step=self._step.value if self._step.count >= STEPS_MIN else None,
+            step=self._known_step,
             step_tokens_seen=round(self._step_tokens_seen),
             blend=self._blend.value if self._blend.count >= BLENDS_MIN else None,
             tail_s=self._tail.value,

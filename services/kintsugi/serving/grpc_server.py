@@ -7,8 +7,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +25,13 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.client.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.client.tls import ServedFiles, ServerTls, checked_address
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, ResourceExhausted, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving import gateway_wire as wire
 from kintsugi.serving.access import Caller, OpenAccess, checked_exposure
 from kintsugi.serving.addresses import joined
+from kintsugi.serving.byte_budget import ByteBudget
 from kintsugi.serving.gateway import INFO_TTL_S, Finished, Gateway, Resolved
 from kintsugi.serving.logs import RequestLine
 from kintsugi.serving.tracing import TRACE_HEADERS
@@ -70,7 +71,7 @@ class KintsugiService:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self._held_bytes = 0
+        self._budget = ByteBudget(gateway.limits.messages_bytes_max)
 
     def generic_handler(self) -> Any:
         unary: dict[str, tuple[Any, Callable[[Caller, Any], Awaitable[Any]]]] = {
@@ -99,23 +100,12 @@ class KintsugiService:
         async def answered(data: bytes, context: Any) -> Any:
             async with self.guarded(method, context) as call:
                 caller = self._caller(call)
-                with self._held(data):
+                with self._budget.held(len(data)):
                     request = _parsed(message, data)
                     call.namespace = request.namespace
                     return await handler(caller, request)
 
         return answered
-
-    @contextmanager
-    def _held(self, data: bytes) -> Iterator[None]:
-        """A request counts for as long as it is answered. Raises `ResourceExhausted`."""
-        if self._held_bytes + len(data) > self.gateway.limits.messages_bytes_max:
-            raise ResourceExhausted("requests hold all memory that is meant for them; try again later")
-        self._held_bytes += len(data)
-        try:
-            yield
-        finally:
-            self._held_bytes -= len(data)
 
     @asynccontextmanager
     async def guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
@@ -154,7 +144,7 @@ class KintsugiService:
         """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
         async with self.guarded("Generate", context) as call:
             caller = self._caller(call)
-            with self._held(data):
+            with self._budget.held(len(data)):
                 await self._answer(call, caller, data, context)
 
     async def _answer(self, call: _Call, caller: Caller, data: bytes, context: Any) -> None:

@@ -38,6 +38,7 @@ from kintsugi.core.errors import (
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.serving.access import Access, Caller
 from kintsugi.serving.backend import EngineBackend
+from kintsugi.serving.byte_budget import ByteBudget
 from kintsugi.serving.gateway import Gateway
 from kintsugi.serving.logs import RequestLine
 from kintsugi.serving.openai_answer import accounting_in, without_times_in
@@ -479,7 +480,7 @@ class _Bodies:
     """Reads bodies within bounds, each and all together."""
 
     def __init__(self) -> None:
-        self._held_bytes = 0
+        self._budget = ByteBudget(BODIES_BYTES_MAX)
 
     @asynccontextmanager
     async def of(self, request: Request, receive: Receive) -> AsyncIterator[bytearray]:
@@ -501,7 +502,7 @@ class _Bodies:
                 ) from None
             yield body
         finally:
-            self._held_bytes -= len(body)
+            self._budget.give_back(len(body))
 
     async def _read(self, body: bytearray, receive: Receive) -> None:
         while True:
@@ -515,9 +516,7 @@ class _Bodies:
     def _take(self, body: bytearray, piece: bytes) -> None:
         if len(body) + len(piece) > BODY_BYTES_MAX:
             raise _too_large()
-        if self._held_bytes + len(piece) > BODIES_BYTES_MAX:
-            raise ResourceExhausted("requests hold all memory that is meant for them; try again later")
-        self._held_bytes += len(piece)
+        self._budget.take(len(piece))
         body += piece
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from kintsugi.core.deploy import PORT_MAX
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.serving.load_profile import Request
@@ -43,7 +44,7 @@ class Endpoint:
             url = httpx.URL(self.url)
         except httpx.InvalidURL as error:
             raise InvalidField("url", f"{self.url!r} is none ({error})") from None
-        if url.scheme not in ("http", "https") or not url.host or (url.port or 1) > 0xFFFF:
+        if url.scheme not in ("http", "https") or not url.host or (url.port or 1) > PORT_MAX:
             raise InvalidField(
                 "url", f"{self.url!r} is none of http:// or https://, a host and perhaps a port"
             )
