@@ -1,0 +1,202 @@
+"""What older builds stored is found and read: golden vectors of everything that is written to disk.
+
+A change here loses stores and indexes: bump the format's version and read both. Chunk keys, spaces and
+anchors have theirs in `tests/unit/core/test_spaces.py`, SQLite's tables in `snapshots/databases.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import blake3
+import lmdb
+import pytest
+import torch
+
+from kintsugi.client import wire
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import Binding, CalibrationReport, Entry, Noise, Thresholds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.fusor.codecs import decode_frame, encode_frame
+from kintsugi.precompute.ledger import PendingChunk, packed
+from kintsugi.rpc.v1 import catalog_pb2 as pb
+from kintsugi.rpc.v1 import store_pb2
+from kintsugi.serving.known_chunks import KnownChunks
+from kintsugi.store import uses
+from kintsugi.store.catalog import Catalog
+from kintsugi.store.home import Home
+from kintsugi.store.reports import Reports
+
+SPACE = ChunkSpace(ModelFingerprint.of({"weights": "abc"}), "acme")
+TOKENS = list(range(40))
+KEY = ChunkKey.of(SPACE, TOKENS)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="bfloat16")
+MANIFEST = ChunkManifest.of(SPACE, KEY, anchor_of(TOKENS), len(TOKENS), LAYOUT, Codec.RAW, [bytes(320)])
+RECORD = pb.CatalogRecord(
+    manifest=wire.manifest_to_wire(MANIFEST),
+    stride=4096,
+    extents=[pb.CatalogExtent(offset=8192, frames=1)],
+    expires_at_s=1.5,
+    recompute_ms=2.5,
+)
+BINDING = Binding.of(SPACE.fingerprint, (0,), "raw", "0.32.0", "0.1.0")
+TEXT = "The quick brown fox jumps over the lazy dog again."
+
+
+def digest(data: bytes | memoryview) -> str:
+    return blake3.blake3(bytes(data)).hexdigest()[:32]
+
+
+def rows_of(folder: Path) -> dict[str, bytes]:
+    """Keys, hexadecimal, and values of an LMDB folder."""
+    with lmdb.open(str(folder), readonly=True) as environment, environment.begin() as transaction:
+        return {bytes(key).hex(): bytes(value) for key, value in transaction.cursor()}
+
+
+def test_manifest() -> None:
+    data = wire.manifest_to_wire(MANIFEST).SerializeToString(deterministic=True)
+    assert data.hex() == (
+        "08021220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
+        "3d6abd438c08d0d2cdc4e3be29d8568cb02e576cc17a0e564c7e22207f2c8f8af05b545511c82df09ba368dc"
+        "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a10080110011802220862666c6f617431364001"
+        "496d2ee672839d503452101e876e21af74efa05db942e18c2a13f6"
+    )
+    assert wire.manifest_from_wire(store_pb2.Manifest.FromString(data)) == MANIFEST
+
+
+def test_catalog_record(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path)
+    catalog.apply([(("acme", KEY), RECORD)])
+    catalog.close()
+    ((name, value),) = rows_of(tmp_path).items()
+    assert (name, digest(value)) == (f"{b'acme'.hex()}00{KEY.hex}", "a90f7a51f026c996fbb4116f576a3759")
+
+
+@pytest.mark.parametrize(
+    ("codec", "frame"),
+    [
+        (
+            Codec.RAW,
+            (
+                "40c130c100c1e0c080c040c00000803f8040a0400041104180c06bc02bc015c0abbf80bf0000ab3eab3fd53f"
+                "2b40404020c110c1c0c0a0c000c080bf00404040c040e0402041304155c040c000c0d5bf2bbfabbe2b3f803f"
+                "0040154055406b40"
+            ),
+        ),
+        (
+            Codec.INT8,
+            (
+                "8383acb0d6de000b2a395466848e849484a3007c657e707d7473f1ede1ccac6cb6d1839ab5c7e7f519224b50"
+                "7d7d828e849984c2537c6c7d727d7472e9edf6e1acc1e6fc"
+            ),
+        ),
+        (
+            Codec.FP8,
+            (
+                "fefef9f9f1ef00627175797bfefdfefcfefa007e7b7e7c7e7271f7f3e5d1b171bdd7fefbf8f5ebe26b6f7879"
+                "7e7efefdfefcfef6797e7c7e7d7e7271eef3ddc591a5cbe2"
+            ),
+        ),
+        (
+            Codec.INT8_SINKS,
+            (
+                "3e457c7d657e707d7472e1e5d6f140c130c100c1e0c080c040c00000803f80c06bc02bc015c0abbf80bf0000"
+                "ab3e4b507d7d6c7d727d7472e9ede6fc20c110c1c0c0a0c000c080bf0040404055c040c000c0d5bf2bbfabbe"
+                "2b3f803f"
+            ),
+        ),
+        (
+            Codec.FP8_SINKS,
+            (
+                "76777e7e7b7e7c7e7270e5eaddf740c130c100c1e0c080c040c00000803f80c06bc02bc015c0abbf80bf0000"
+                "ab3e78797e7e7c7e7d7e7271eef3cbe220c110c1c0c0a0c000c080bf0040404055c040c000c0d5bf2bbfabbe"
+                "2b3f803f"
+            ),
+        ),
+    ],
+)
+def test_frame(codec: Codec, frame: str) -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=2, dtype="bfloat16")
+    key = torch.arange(-12, 12).reshape(6, 2, 2).to(torch.bfloat16)
+    encoded = encode_frame(key, key / 3, codec)
+    assert encoded.hex() == frame
+    loaded, _ = decode_frame(memoryview(bytes.fromhex(frame)), layout, codec, 6)
+    torch.testing.assert_close(loaded, key, atol=0.5, rtol=1 / 16)
+
+
+def test_calibration_report() -> None:
+    entry = Entry(Selection(0.15), 0.2, 0.01, 0.5, 0.99, 64, 128)
+    report = CalibrationReport.of(
+        BINDING, "2026-01-02T03:04:05Z", "test", 7, Noise(0.0, 0.0, 1.0), Thresholds(), [entry]
+    )
+    assert report.digest == "86a2323e28e8605549226944dba35bb6f0248f833e7c3d733fc1ae05b42873be"
+    assert digest(report.to_bytes()) == "77909974bc2586d3743ce63c06d4d5f3"
+    assert BINDING.report_name == "calibration/raw/03f79bf01f1b022ca63c907c5e471678/76d4e78c7ec55c4f"
+
+
+def test_report_in_a_store(tmp_path: Path) -> None:
+    reports = Reports(tmp_path)
+    reports.put(SPACE.fingerprint, "calibration/raw", b"{}")
+    reports.close()
+    rows = {name: value.hex() for name, value in rows_of(tmp_path).items()}
+    assert rows == {
+        f"{SPACE.fingerprint.hex}{b'calibration/raw'.hex()}": "dc7048f8f8747f561349cde127705c167b7d"
+    }
+
+
+def test_uses() -> None:
+    entry: Any = SimpleNamespace(address=("acme", KEY), uses=3, used_at_s=1.5)
+    data = uses.encoded([entry])
+    assert digest(data) == "adf28c498513c9b37e40fd105092c18e"
+    assert uses.decoded(data) == {b"acme\0" + KEY.digest: uses.Use(3, 1.5)}
+
+
+def test_identity_of_a_shard(tmp_path: Path) -> None:
+    Home(tmp_path, "9f0c").close()
+    assert json.loads((tmp_path / "kintsugi.json").read_text()) == {"format_version": 1, "shard_id": "9f0c"}
+
+
+KNOWN = bytes.fromhex(
+    "2280f94bdcb473d4010000000000000001a6840e139f66581b3200000015ca29a70e96df5c46a3db1f345843"
+    "42a0bb80dd305b89d978010dc30b1281500000c02729faa85042224af7bfa1dd990d21848d915b637726a6ee"
+    "3d98995b587ab4b2b6f1e4d98bad9d577b6fde7d38f874f4e5dbc98f5f67177faefe01a730030d"
+)
+"""As `KnownChunks` wrote it. Other builds of zlib compress to other bytes, all of which can be read."""
+
+
+def test_known_chunk_is_read(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path)) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"acme\0" + KEY.digest, KNOWN)
+    known = KnownChunks(tmp_path)
+    try:
+        assert known.token_ids("acme", KEY) == tuple(TOKENS)
+        assert known.find("acme", f"Look: {TEXT}") == [(6, 6 + len(TEXT))]
+    finally:
+        known.close()
+
+
+def test_known_chunk_is_written_as_before(tmp_path: Path) -> None:
+    known = KnownChunks(tmp_path)
+    known.remember("acme", KEY, TOKENS, TEXT)
+    known.close()
+    ((name, value),) = rows_of(tmp_path).items()
+    assert name == (b"acme\0" + KEY.digest).hex()
+    assert value[8:KNOWN_HEADER_BYTES] == KNOWN[8:KNOWN_HEADER_BYTES]
+
+
+KNOWN_HEADER_BYTES = 53
+"""Behind the checksum, which is over the compressed tokens too; those follow."""
+
+
+def test_tokens_in_the_ledger() -> None:
+    stored = bytes.fromhex("780163640002460686ff4000000a1503ff")
+    assert PendingChunk(KEY, stored, 3).token_ids == [1, 256, 2**32 - 1]
+    assert PendingChunk(KEY, packed(bytes.fromhex("0100000000010000ffffffff")), 3).token_ids == [
+        1,
+        256,
+        2**32 - 1,
+    ]
