@@ -1,0 +1,38 @@
+"""What is kept in SQLite: the tables of the ledger and of the journal, and the journal's JSON."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kintsugi.precompute.journal import Journal
+from kintsugi.precompute.ledger import Ledger
+from kintsugi.precompute.progress import Progress, State
+from tests.unit.surface.python_api import fields_of
+
+
+def surface() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        Ledger(folder).close()
+        Journal(folder).close()
+        return {
+            **{path.name: _schema(path) for path in sorted(folder.glob("*.sqlite"))},
+            "progress of a job": fields_of(Progress),
+            "states of a job": [state.value for state in State],
+        }
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    """Version of the schema, and the statement that makes each table and index."""
+    database = sqlite3.connect(path)
+    try:
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        made = database.execute(
+            "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+        )
+        return {"version": version, **{f"{kind} {name}": " ".join(sql.split()) for kind, name, sql in made}}
+    finally:
+        database.close()
