@@ -92,7 +92,10 @@ def catalog_value(data: bytes) -> None:
     if record is None:
         return
     tier = _disk_tier()
-    found = tier._recovered(record)
+    try:
+        found = tier._recovered(record)
+    except VersionMismatch:
+        return
     if found is None:
         return
     entry, residence = found

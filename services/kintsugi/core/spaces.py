@@ -20,7 +20,8 @@ from kintsugi.core.errors import InvalidField
 
 KEY_BYTES = 32
 FORMAT_VERSION = 2
-"""Bumped when stored bytes change meaning. It is part of every fingerprint, so old chunks become misses."""
+"""Bumped when stored bytes change meaning. It is part of every fingerprint, so no request finds old chunks,
+and a shard refuses a tier that holds some."""
 
 ANCHOR_TOKENS = 32
 """Length of the window whose hash finds known chunks at any offset of a plain prompt."""

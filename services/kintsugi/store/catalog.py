@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import lmdb
 import xxhash
 from google.protobuf.message import DecodeError
 
-from kintsugi.core.spaces import KEY_BYTES, ChunkKey
+from kintsugi.core.errors import VersionMismatch
+from kintsugi.core.spaces import FORMAT_VERSION, KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.entry import Address
 
 log = logging.getLogger(__name__)
 
+_FILE = "data.mdb"
 _CHECKSUM_BYTES = 16
 _MAP_BYTES_MIN = 64 << 20
 _FILL_MAX = 0.9
@@ -35,6 +38,45 @@ def catalog_key(address: Address) -> bytes:
     return namespace.encode() + b"\0" + key.digest
 
 
+def check_format(path: Path) -> None:
+    """Refuse the catalog at `path` if another version of kintsugi wrote any intact record of it.
+
+    Opening a tier would drop such records as damage. So this comes first and changes no file, not even LMDB's
+    lock: the caller must own the folder. A folder has no mark of the chunk format, so every record is read,
+    a tenth of what opening the tier costs. Raises `VersionMismatch`, and `lmdb.Error` for a damaged file.
+    """
+    file = path / _FILE
+    if not file.exists() or not file.stat().st_size:
+        return
+    with lmdb.open(str(path), readonly=True, lock=False) as env:
+        _fill_up(env, file)
+        with env.begin() as transaction:
+            records = (_decoded(key, value) for key, value in transaction.cursor())
+            formats = Counter(r.manifest.format_version for r in records if r is not None)
+    if formats.keys() - {FORMAT_VERSION}:
+        raise VersionMismatch(_refusal(path.parent, formats))
+
+
+def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
+    """Why a folder with so many chunks of each format is refused, and what to do."""
+    held = " and ".join(f"{count} chunks of format {version}" for version, count in sorted(formats.items()))
+    remedy = "use the version that wrote them, or name another folder"
+    if len(formats) > 1:
+        remedy = "no version reads both, so name another folder"
+    return (
+        f"{folder} holds {held}; this version of kintsugi reads format {FORMAT_VERSION}. "
+        f"Nothing was changed: {remedy}"
+    )
+
+
+def _fill_up(env: lmdb.Environment, file: Path) -> None:
+    """Append zeros to a file that was cut. Reading them raises `lmdb.Error`; reading past the end of the file
+    would kill the process."""
+    size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if file.stat().st_size < size:
+        os.truncate(file, size)
+
+
 class Catalog:
     """Thread-safe: one writer at a time, because the map may only grow between transactions.
 
@@ -44,7 +86,7 @@ class Catalog:
         path.mkdir(exist_ok=True)
         self._write_lock = threading.Lock()
         self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8)
-        self._fill_up(path / "data.mdb")
+        _fill_up(self._env, path / _FILE)
         self._grow_if_full()
 
     def records(self) -> Iterator[tuple[bytes, pb.CatalogRecord | None]]:
@@ -70,13 +112,6 @@ class Catalog:
             for address, record in puts:
                 key = catalog_key(address)
                 transaction.put(key, _encoded(key, record))
-
-    def _fill_up(self, file: Path) -> None:
-        """Zeros where a file was cut: reading them is an `lmdb.Error`, reading nothing would end the
-        process."""
-        size = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if file.stat().st_size < size:
-            os.truncate(file, size)
 
     def _grow_if_full(self) -> None:
         info, stat = self._env.info(), self._env.stat()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kintsugi.client import wire
-from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.rpc.v1 import catalog_pb2 as pb
-from kintsugi.store.catalog import Catalog, catalog_key
+from kintsugi.store.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.entry import Address, Entry, Residence
 from kintsugi.store.extents import BLOCK_BYTES, Extent, ExtentAllocator, stride_of
 from kintsugi.store.home import Home
@@ -51,6 +51,9 @@ class DiskTier:
         capacity_bytes: int,
         policy: Callable[[int], EvictionPolicy[Entry]] = Lru[Entry],
     ) -> None:
+        """Raises `VersionMismatch` for chunks of another format, and then changes nothing in the folder;
+        `ResourceExhausted`, `OSError` and `lmdb.Error`."""
+        check_format(home.path / "catalog")
         self._name = name
         self.home = home
         self.slab = Slab(home.path / "slab", capacity_bytes)
@@ -192,7 +195,7 @@ class DiskTier:
     def recover(self, known: Callable[[Address], bool], uses: Mapping[bytes, Use]) -> Recovered:
         """Entries of the catalog, before anything else uses the tier. Chunks that `known` says a faster
         tier has, damaged records and frames beyond the end of the slab are forgotten. `uses`: by catalog
-        key; what was used long ago leaves first again."""
+        key; what was used long ago leaves first again. Raises `VersionMismatch`; then nothing changed."""
         kept: list[tuple[Entry, Residence]] = []
         doomed: list[bytes] = []
         damaged = 0
@@ -226,10 +229,10 @@ class DiskTier:
                 self.policy.touch(entry)
 
     def _recovered(self, record: pb.CatalogRecord) -> tuple[Entry, Residence] | None:
-        """None for a record whose frames cannot be where it says."""
+        """None for a record whose frames cannot be where it says. Raises `VersionMismatch`."""
         try:
             manifest = wire.manifest_from_wire(record.manifest)
-        except (InvalidField, VersionMismatch):
+        except InvalidField:
             return None
         stride, extents = record.stride, tuple(Extent(e.offset, e.frames) for e in record.extents)
         if stride != stride_of(manifest.frame_bytes):

@@ -122,6 +122,11 @@ def _opened_tier(
     undo: ExitStack,
 ) -> DiskTier:
     home = Home(ssd.path / "kintsugi-tier", shard_id)
-    undo.callback(home.close)
-    with _explained(ssd.path):
-        return DiskTier(name, home, ssd.capacity_bytes, policy)
+    try:
+        with _explained(ssd.path):
+            tier = DiskTier(name, home, ssd.capacity_bytes, policy)
+    except BaseException:
+        home.close()
+        raise
+    undo.callback(tier.close)
+    return tier
