@@ -1,0 +1,182 @@
+"""A small shard's folder, recorded once per chunk format. Every later version must open or migrate it.
+
+`python -m tests.integration.store.recorded_folder` writes `recorded/format-N.tar.gz`, the folder as this
+version makes it, and `recorded/format-N.json`, what it holds. Run it once, in the commit that makes format N.
+Never record a released format again: those bytes are on people's disks. The same commit gives the same bytes.
+
+LMDB's `lock.mdb` is left out: it belongs to one machine, and LMDB makes it anew.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
+from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.store.disk_tier import DiskTier
+from kintsugi.store.entry import Entry
+from kintsugi.store.extents import BLOCK_BYTES
+from kintsugi.store.home import Home
+from kintsugi.store.opening import ShardSpec, SsdSpec
+from kintsugi.store.put import PutOptions
+from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.shard import Shard
+
+RECORDED = Path(__file__).parent / "recorded"
+SHARD_ID = "5f0c7f4e-9d0b-4c53-8a4b-0a8f6f4c2d11"
+FINGERPRINT = ModelFingerprint(bytes(range(32)))
+REPORT_NAME, REPORT = "gate", b"a calibration report, as far as a shard knows"
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+RAM_BYTES = 2 << 20
+SLAB_BYTES = 22 * BLOCK_BYTES
+"""So little that the last chunk finds no run for all of its frames."""
+NOW_S = 1.75e9
+DURABLE = PutOptions(durable=True)
+
+
+def shard_spec(folder: Path) -> ShardSpec:
+    """How the recorded shard is opened."""
+    return ShardSpec(RAM_BYTES, folder / "data", (SsdSpec(folder / "disk", SLAB_BYTES),))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A chunk to put. Its tokens count up from `first_token`; its frames are blake3 of its name."""
+
+    first_token: int
+    num_tokens: int
+    codec: Codec
+    namespace: str = "acme"
+    options: PutOptions = DURABLE
+
+    def made(self) -> tuple[ChunkManifest, list[bytes]]:
+        tokens = range(self.first_token, self.first_token + self.num_tokens)
+        space = ChunkSpace(FINGERPRINT, self.namespace)
+        size = LAYOUT.frame_bytes(self.codec, self.num_tokens)
+        frames = [
+            blake3.blake3(f"{self.first_token} {layer}".encode()).digest(length=size)
+            for layer in range(LAYOUT.num_layers)
+        ]
+        key, anchor = ChunkKey.of(space, tokens), anchor_of(tokens)
+        return ChunkManifest.of(space, key, anchor, self.num_tokens, LAYOUT, self.codec, frames), frames
+
+
+DELETED = Recipe(9000, 40, Codec.RAW)
+"""It leaves a hole of one run in the slab."""
+SCATTERED = Recipe(6000, 80, Codec.RAW, "rival/team")
+"""Frames of two blocks, which lie in two extents."""
+KEPT = (
+    Recipe(1000, 40, Codec.RAW),
+    Recipe(2000, 41, Codec.INT8, options=PutOptions(durable=True, recompute_ms=12.5)),
+    Recipe(3000, 42, Codec.FP8, options=PutOptions(durable=True, ttl_s=1e12)),
+    Recipe(4000, 7, Codec.INT8_SINKS),  # too short for an anchor
+    Recipe(5000, 43, Codec.FP8_SINKS),
+    SCATTERED,
+)
+
+
+def make(folder: Path) -> dict[str, Any]:
+    """Write the folder as this version does; what it then holds."""
+    home = Home(folder / "data", SHARD_ID)
+    disk = DiskTier("ssd0", Home(folder / "disk/kintsugi-tier", SHARD_ID), SLAB_BYTES)
+    shard = Shard(RamTier(RAM_BYTES), [disk], SHARD_ID, home=home, wall_clock=lambda: NOW_S)
+    with closing(shard):
+        shard.reports.put(FINGERPRINT, REPORT_NAME, REPORT)
+        for recipe in (DELETED, *KEPT[:-1]):
+            _put(shard, recipe)
+        shard.delete(DELETED.namespace, [DELETED.made()[0].key])
+        for flushed in shard.flushed():
+            flushed.result(10.0)
+        entry = _put(shard, SCATTERED)
+        assert entry.disk is not None
+        assert len(entry.disk.extents) == 2
+        for uses, recipe in enumerate(KEPT):
+            for _ in range(uses):
+                shard.lookup(recipe.namespace, [recipe.made()[0].key])
+    return {
+        "shard_id": SHARD_ID,
+        "report": REPORT.decode(),
+        "chunks": [_contents(recipe, uses) for uses, recipe in enumerate(KEPT)],
+    }
+
+
+def _put(shard: Shard, recipe: Recipe) -> Entry:
+    manifest, frames = recipe.made()
+    begun = shard.begin_put(manifest, recipe.options, wait_s=10.0)
+    assert begun is not None
+    for layer, frame in enumerate(frames):
+        begun.write(layer, memoryview(frame))
+    durable = shard.commit(begun).durable
+    assert durable is not None
+    durable.result(10.0)
+    return begun.entry
+
+
+def _contents(recipe: Recipe, uses: int) -> dict[str, Any]:
+    options = recipe.options
+    return contents(*recipe.made(), uses, options.recompute_ms, NOW_S + options.ttl_s)
+
+
+def contents(
+    manifest: ChunkManifest, frames: Sequence[bytes], uses: int, recompute_ms: float, expires_at_s: float
+) -> dict[str, Any]:
+    """A chunk as `format-N.json` says it."""
+    return {
+        "namespace": manifest.namespace,
+        "key": manifest.key.hex,
+        "space_digest": manifest.space_digest.hex(),
+        "fingerprint": manifest.fingerprint.hex,
+        "num_tokens": manifest.num_tokens,
+        "codec": int(manifest.codec),
+        "anchor": manifest.anchor,
+        "uses": uses,
+        "recompute_ms": recompute_ms,
+        "expires_at_s": None if math.isinf(expires_at_s) else expires_at_s,
+        "frames_blake3": [blake3.blake3(frame).hexdigest() for frame in frames],
+    }
+
+
+def packed(folder: Path) -> bytes:
+    """The folder's files as a `.tar.gz`, the same bytes for the same files."""
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.USTAR_FORMAT) as archive,
+    ):
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.name != "lock.mdb":
+                member = tarfile.TarInfo(str(path.relative_to(folder)))
+                member.size, member.mode = path.stat().st_size, 0o600
+                archive.addfile(member, io.BytesIO(path.read_bytes()))
+    return buffer.getvalue()
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """A writable copy of a recorded folder."""
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+
+
+def record() -> None:
+    """Make this version's folder and keep it."""
+    RECORDED.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        held = make(Path(folder))
+        (RECORDED / f"format-{FORMAT_VERSION}.tar.gz").write_bytes(packed(Path(folder)))
+    (RECORDED / f"format-{FORMAT_VERSION}.json").write_text(json.dumps(held, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record()

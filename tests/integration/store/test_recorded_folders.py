@@ -1,0 +1,82 @@
+"""Folders that earlier versions wrote: this version finds every chunk in them, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.core.layout import HeadRange
+from kintsugi.core.spaces import FORMAT_VERSION
+from kintsugi.store.opening import open_shard
+from kintsugi.store.server import ShardServer
+from kintsugi.store.shard import Shard
+from tests.contracts.store_contract import read_all
+from tests.integration.store.recorded_folder import (
+    FINGERPRINT,
+    RECORDED,
+    REPORT_NAME,
+    contents,
+    make,
+    shard_spec,
+    unpack,
+)
+
+ARCHIVES = sorted(RECORDED.glob("format-*.tar.gz"))
+
+
+def held(folder: Path) -> dict[str, Any]:
+    """What a shard finds in its folder, every chunk read as a client reads it."""
+    with (
+        closing(open_shard(shard_spec(folder))) as shard,
+        ShardServer(shard, "127.0.0.1:0") as server,
+        closing(GrpcStore(server.address)) as store,
+    ):
+        chunks = [chunk for space in ("acme", "rival/team") for chunk in _chunks(shard, store, space)]
+        assert len(chunks) == len(shard)
+        assert shard.counters.quarantined == 0
+        report = shard.reports.get(FINGERPRINT, REPORT_NAME)
+        assert report is not None
+        return {"shard_id": shard.shard_id, "report": report.decode(), "chunks": chunks}
+
+
+def _chunks(shard: Shard, store: GrpcStore, namespace: str) -> list[dict[str, Any]]:
+    """In the order of the recipe: its `n`th chunk was used `n` times."""
+    found = []
+    for entry in sorted(shard.page(namespace, 100, None), key=lambda entry: entry.uses):
+        manifest, uses = entry.manifest, entry.uses
+        layout = manifest.layout
+        items = read_all(
+            store, [manifest.key], HeadRange(0, layout.num_kv_heads), range(layout.num_layers), namespace
+        )
+        frames = [data for _, _, data in sorted(items, key=lambda item: item[1]) if data is not None]
+        found.append(contents(manifest, frames, uses, entry.recompute_ms, entry.expires_at_s))
+    return found
+
+
+def recorded(version: int) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RECORDED / f"format-{version}.json").read_text())
+    return document
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_a_folder_of_an_earlier_version_opens_with_every_chunk(archive: Path, tmp_path: Path) -> None:
+    unpack(archive, tmp_path)
+    expected = json.loads(archive.with_name(archive.name.replace(".tar.gz", ".json")).read_text())
+    assert held(tmp_path) == expected
+    again = held(tmp_path)  # its chunks have been used meanwhile
+    assert [chunk["frames_blake3"] for chunk in again["chunks"]] == [
+        chunk["frames_blake3"] for chunk in expected["chunks"]
+    ]
+
+
+def test_this_versions_format_is_recorded(tmp_path: Path) -> None:
+    """And the recipe still makes what was recorded."""
+    assert RECORDED / f"format-{FORMAT_VERSION}.tar.gz" in ARCHIVES
+    made = make(tmp_path)
+    assert made == recorded(FORMAT_VERSION)
+    assert held(tmp_path) == made
