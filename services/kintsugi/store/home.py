@@ -60,20 +60,25 @@ class Home:
             write_durably(file, json.dumps(asdict(identity)).encode())
             return identity
         try:
-            identity = Identity(**json.loads(file.read_bytes()))
-        except (ValueError, TypeError) as error:
+            document = json.loads(file.read_bytes())
+            self._check_format(document["format_version"])  # another format may have other fields
+            identity = Identity(**document)
+        except (ValueError, TypeError, KeyError) as error:
             raise Corrupted(f"{file} is no identity ({error}); restore it or empty the folder") from error
-        if identity.format_version != DATA_FORMAT_VERSION:
-            raise VersionMismatch(
-                f"{self.path} has data format {identity.format_version}; this build reads "
-                f"{DATA_FORMAT_VERSION}: use the build that wrote it or empty the folder"
-            )
         if shard_id is not None and identity.shard_id != shard_id:
             raise InvalidField(
                 "ssd",
                 f"{self.path} belongs to shard {identity.shard_id}, not {shard_id}; name another folder",
             )
         return identity
+
+    def _check_format(self, version: object) -> None:
+        if version != DATA_FORMAT_VERSION:
+            raise VersionMismatch(
+                f"{self.path} has data format {version}; this version of kintsugi reads "
+                f"{DATA_FORMAT_VERSION}. Nothing was changed: use the version that wrote it, or name another "
+                "folder"
+            )
 
     def close(self) -> None:
         os.close(self._lock_fd)

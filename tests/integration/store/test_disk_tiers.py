@@ -395,6 +395,9 @@ def test_a_directory_of_another_format_or_shard_is_refused(tmp_path: Path) -> No
     with pytest.raises(InvalidField, match="belongs to shard"):
         open_shard(spec(tmp_path / "a"))
     identity.write_bytes(original.replace(b'"format_version": 1', b'"format_version": 9'))
+    with pytest.raises(VersionMismatch, match=r"format 9.*name another folder"):
+        open_shard(spec(tmp_path / "a"))
+    identity.write_bytes(b'{"format_version": 9, "shard": {}}')
     with pytest.raises(VersionMismatch, match="format 9"):
         open_shard(spec(tmp_path / "a"))
     identity.write_bytes(original)
