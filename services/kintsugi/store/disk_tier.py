@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kintsugi.client import wire
-from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.entry import Address, Entry, Residence
@@ -229,11 +229,15 @@ class DiskTier:
                 self.policy.touch(entry)
 
     def _recovered(self, record: pb.CatalogRecord) -> tuple[Entry, Residence] | None:
-        """None for a record whose frames cannot be where it says. Raises `VersionMismatch`."""
+        """None for a record whose frames cannot be where it says. Raises `VersionMismatch` for one that this
+        version does not understand: its checksum is right, so it is as another version wrote it."""
         try:
             manifest = wire.manifest_from_wire(record.manifest)
-        except InvalidField:
-            return None
+        except InvalidField as error:
+            raise VersionMismatch(
+                f"{self.home.path} holds a chunk that this version of kintsugi does not know ({error}). "
+                "No chunk was deleted: use the version that wrote it, or name another folder"
+            ) from error
         stride, extents = record.stride, tuple(Extent(e.offset, e.frames) for e in record.extents)
         if stride != stride_of(manifest.frame_bytes):
             return None

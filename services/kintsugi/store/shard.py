@@ -97,7 +97,11 @@ class Shard:
             ram, disks, self.writers, self._index, self.config, self._forget, self._forget_evicted
         )
         self._promoter = Promoter(ram, self.lock, self._quarantine, self.fail)
-        self._recover()
+        try:
+            self._recover()
+        except BaseException:
+            self.reports.close()  # LMDB opens a folder once in a process
+            raise
         for writer in self.writers:
             writer.start()
         self._promoter.start()

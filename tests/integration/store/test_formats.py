@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ import pytest
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import VersionMismatch
+from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey
+from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.serving.store_shard import claimed
 from kintsugi.store.catalog import _decoded, _encoded
 from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
@@ -71,15 +74,23 @@ def test_a_folder_of_another_version_is_refused_and_left_as_it_is(
     assert intact(spec(tmp_path), keys) == 5
 
 
-def test_a_folder_that_mixes_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(spec(tmp_path))
-    catalog = lmdb.open(str(tmp_path / "disk0/kintsugi-tier/catalog"))
+def rewrite(folder: Path, count: int, change: Callable[[pb.CatalogRecord], None]) -> None:
+    """Change the first records of the first tier's catalog, with right checksums."""
+    catalog = lmdb.open(str(folder / "disk0/kintsugi-tier/catalog"))
     with catalog, catalog.begin(write=True) as transaction:
-        for key, value in list(transaction.cursor())[:2]:
+        for key, value in list(transaction.cursor())[:count]:
             record = _decoded(key, value)
             assert record is not None
-            record.manifest.format_version = OTHER
+            change(record)
             transaction.put(key, _encoded(key, record))
+
+
+def test_a_folder_that_mixes_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def age(record: pb.CatalogRecord) -> None:
+        record.manifest.format_version = OTHER
+
+    filled(spec(tmp_path))
+    rewrite(tmp_path, 2, age)
     before = digests_below(tmp_path)
     for version in (FORMAT_VERSION, OTHER):
         become(monkeypatch, version)
@@ -88,6 +99,23 @@ def test_a_folder_that_mixes_versions_is_refused(tmp_path: Path, monkeypatch: py
         assert f"3 chunks of format {FORMAT_VERSION} and 2 chunks of format {OTHER}" in str(refused.value)
         assert "use the version" not in str(refused.value)
     assert digests_below(tmp_path) == before
+
+
+def test_a_chunk_in_an_unknown_codec_is_not_deleted(tmp_path: Path) -> None:
+    """A version that adds a codec need not change the format."""
+
+    def recode(record: pb.CatalogRecord) -> None:
+        record.manifest.codec = 99
+
+    def restore(record: pb.CatalogRecord) -> None:
+        record.manifest.codec = int(Codec.RAW)
+
+    keys = filled(spec(tmp_path))
+    rewrite(tmp_path, 2, recode)
+    with pytest.raises(VersionMismatch, match=r"codec: 99 is unknown.*name another folder"):
+        open_shard(spec(tmp_path))
+    rewrite(tmp_path, 2, restore)
+    assert intact(spec(tmp_path), keys) == 5
 
 
 def test_a_refused_tier_leaves_the_tier_before_it_closed_and_whole(
