@@ -5,6 +5,8 @@ measured against full prefill, the thresholds, and what follows from both; `choo
 A report belongs to one `Binding`: another model, prefix, codec or engine version makes it say nothing.
 It carries a digest over its canonical JSON, so that one edited by hand is refused. The digest is no
 signature: who may write to the store may write a report.
+
+Several copies of a report are stored, and several processes write it. `supersedes` says which copy counts.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import blake3
@@ -28,6 +31,11 @@ REPORT_BYTES_MAX = 1 << 20
 """What a store keeps of one document; a larger one is not even parsed."""
 
 RATIO_TOLERANCE = 1e-9
+
+_STEP = timedelta(seconds=1)
+"""The resolution of `CalibrationReport.created`."""
+_OLDEST = datetime.min.replace(tzinfo=UTC)
+_LATEST = datetime.max.replace(tzinfo=UTC) - _STEP
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ class CalibrationReport:
 
     binding: Binding
     created: str
-    """ISO 8601, UTC."""
+    """ISO 8601, UTC. Identifies the calibration among those of its binding: the latest one counts."""
     questions: str
     """Where the prompts came from."""
     seed: int
@@ -224,14 +232,7 @@ class CalibrationReport:
     @staticmethod
     def from_bytes(document: bytes) -> CalibrationReport:
         """Raises `Corrupted` for what is no report or was edited, `VersionMismatch` for another format."""
-        if len(document) > REPORT_BYTES_MAX:
-            raise Corrupted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are read")
-        try:
-            values = json.loads(document)
-        except (ValueError, RecursionError):
-            raise Corrupted("the calibration report is not JSON; calibrate again") from None
-        if not isinstance(values, dict):
-            raise Corrupted("the calibration report is not a JSON object; calibrate again")
+        values = _parsed(document)
         if values.get("version") != REPORT_VERSION:
             raise VersionMismatch(
                 f"a calibration report of format {values.get('version')!r}; this build reads "
@@ -250,6 +251,78 @@ class CalibrationReport:
     def as_tripped(self, reason: str, at: str) -> CalibrationReport:
         """The revision that turns blending off until somebody calibrates again."""
         return dataclasses.replace(self, tripped=Tripped(reason, at))
+
+    def created_after(self, document: bytes) -> CalibrationReport:
+        """This calibration, with `created` moved past that of a stored document if a clock was behind."""
+        latest = Revision.of(document).created
+        if _moment(self.created) > latest:
+            return self
+        return dataclasses.replace(self, created=(latest + _STEP).isoformat(timespec="seconds"))
+
+
+@dataclass(frozen=True, order=True)
+class Revision:
+    """How recent a stored document is. A total order, the same for every reader of the same bytes.
+
+    Every field is one that reports always had: a counter of its own would be an unknown field to builds that
+    do not know it, and they would refuse the report.
+    """
+
+    created: datetime
+    """A new calibration is above all older ones, tripped or not."""
+    is_tripped: bool
+    """Of one calibration, the tripped report is above the one that allows blending."""
+    digest: str
+    """Decides between two trips of one calibration."""
+
+    @staticmethod
+    def of(document: bytes) -> Revision:
+        """The lowest one for a document that is no report or was edited. Never raises.
+
+        Checks the digest alone, so that reports with fields of later builds are ordered too, and so that a
+        store does not spend time on the measurements of a hostile one.
+        """
+        try:
+            values = _parsed(document)
+            digest = values.pop("digest", None)
+            if digest != _digest(values):
+                return Revision(_OLDEST, False, "")
+        except (Corrupted, RecursionError):
+            return Revision(_OLDEST, False, "")
+        return Revision(_moment(values.get("created")), values.get("tripped") is not None, digest)
+
+
+def supersedes(document: bytes, other: bytes | None) -> bool:
+    """Whether a stored report must be kept rather than another one; None: there is no other one. Pure.
+
+    False both ways for two documents that are no reports: whichever is written last replaces the other.
+    """
+    if other is None:
+        return True
+    return document != other and Revision.of(document) > Revision.of(other)
+
+
+def _moment(created: object) -> datetime:
+    """The time that `created` says; `_OLDEST` where it says none, or none that another one could follow."""
+    try:
+        moment = datetime.fromisoformat(created)  # type: ignore[arg-type]
+        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
+        return _OLDEST
+    return moment if moment <= _LATEST else _OLDEST
+
+
+def _parsed(document: bytes) -> dict[str, Any]:
+    """The JSON object that a document holds, unchecked. Raises `Corrupted`."""
+    if len(document) > REPORT_BYTES_MAX:
+        raise Corrupted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are read")
+    try:
+        values = json.loads(document)
+    except (ValueError, RecursionError):
+        raise Corrupted("the calibration report is not JSON; calibrate again") from None
+    if not isinstance(values, dict):
+        raise Corrupted("the calibration report is not a JSON object; calibrate again")
+    return values
 
 
 def _digest(fields: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from kintsugi.checkpoints.bundled import BUNDLED_REPORT
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import (
@@ -17,8 +18,10 @@ from kintsugi.core.report import (
     Entry,
     Noise,
     Thresholds,
+    _digest,
     choose,
     shortfalls,
+    supersedes,
 )
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ModelFingerprint
@@ -181,6 +184,58 @@ def test_a_choice_that_does_not_follow_is_refused_with_a_digest_too() -> None:
 def test_what_is_no_report_is_refused(document: bytes) -> None:
     with pytest.raises(Corrupted):
         CalibrationReport.from_bytes(document)
+
+
+def made(created: str, tripped: str | None = None, **fields: object) -> bytes:
+    """A report, with fields that only later builds know."""
+    one = dataclasses.replace(report(entry()), created=created)
+    values = dataclasses.asdict(one if tripped is None else one.as_tripped(tripped, "now"))
+    values |= fields
+    return json.dumps({**values, "digest": _digest(values)}).encode()
+
+
+EDITED = made("2027-01-01").replace(b'"seed": 7', b'"seed": 8')
+IN_ORDER = [
+    [b"", b"[" * 100_000, b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", b"\xff", b" " * (2 << 20), EDITED],
+    [made("now"), made("9999-12-31T23:59:59+00:00"), made("0001-01-01T00:00:00+14:00"), made("", seed=8)],
+    [made("now", "KL"), made("9999-12-31T23:59:59Z", "top-1")],
+    [made("2026-01-01T00:00:00"), made("2026-01-01T00:00:00Z"), made("2026-01-01T02:00:00+02:00")],
+    [made("2026-01-01T00:00:00Z", "KL"), made("2026-01-01T00:00:00Z", "top-1")],
+    [made("2026-01-01T00:30:00Z")],
+    [made("2026-01-01T00:00:00-01:00"), made("2026-01-01T01:00:00Z", version=2, later_field=1)],
+    [made("2026-01-01T01:00:00Z", "KL")],
+]
+"""Documents by created and tripped, lowest first; within a group the digest decides, if there is one."""
+
+
+def test_which_of_two_reports_counts() -> None:
+    for low, high in itertools.combinations(range(len(IN_ORDER)), 2):
+        for one, other in itertools.product(IN_ORDER[low], IN_ORDER[high]):
+            assert supersedes(other, one)
+            assert not supersedes(one, other)
+    for unsound, other in itertools.product(IN_ORDER[0], repeat=2):
+        assert not supersedes(unsound, other), "the last one written"
+    for group in IN_ORDER[1:]:
+        for one, other in itertools.combinations(group, 2):
+            assert supersedes(one, other) != supersedes(other, one), "everybody keeps the same one"
+    assert all(supersedes(document, None) for group in IN_ORDER for document in group)
+
+
+def test_a_new_calibration_is_above_whatever_is_stored() -> None:
+    for stored in itertools.chain(*IN_ORDER):
+        for created in ("2026-01-01T00:00:00Z", "2025-01-01T00:00:00Z", "no time"):
+            behind = dataclasses.replace(report(entry()), created=created)
+            assert supersedes(behind.created_after(stored).to_bytes(), stored)
+    ahead = report(entry())
+    assert ahead.created_after(IN_ORDER[-1][0]) == ahead, "its own time where that is later"
+
+
+def test_a_report_of_an_earlier_build_still_opens() -> None:
+    """Bytes as a store holds them: a field more or less and they would be refused."""
+    document = BUNDLED_REPORT.read_bytes()
+    assert CalibrationReport.from_bytes(document).to_bytes() == document
+    assert supersedes(document, made("2026-11-21T18:27:22+00:00"))
+    assert not supersedes(document, made("2026-11-21T18:27:24+00:00"))
 
 
 def test_another_format_is_told_apart() -> None:
