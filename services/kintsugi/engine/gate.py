@@ -24,7 +24,7 @@ from kintsugi.client.checkpoint import complete, kv_dtype_of, model_fingerprint,
 from kintsugi.client.interface import ChunkStore
 from kintsugi.core.errors import KintsugiError, NotFound
 from kintsugi.core.gate import CALIBRATE, GateState, decide
-from kintsugi.core.report import REPORT_BYTES_MAX, Binding
+from kintsugi.core.report import REPORT_BYTES_MAX, Binding, supersedes
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.config import EngineConfig
 
@@ -42,13 +42,21 @@ class ReportSource(Protocol):
 
 
 class StoreReports:
-    """By fingerprint and name, in the chunk store."""
+    """By fingerprint and name, in the chunk store. For one binding.
+
+    Never goes back to an older report: the only shard that answers may be one that missed a trip."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
+        self._newest: bytes | None = None
 
     def read(self, binding: Binding) -> bytes | None:
-        return self._store.get_report(binding.model, binding.report_name)
+        document = self._store.get_report(binding.model, binding.report_name)
+        if document is None:
+            return None
+        if self._newest is None or not supersedes(self._newest, document):
+            self._newest = document
+        return self._newest
 
 
 class FileReport:

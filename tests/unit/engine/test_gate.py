@@ -114,6 +114,22 @@ def test_a_file_and_a_store_are_read(tmp_path: Path) -> None:
     assert "calibrate with --out" in missing.state.detail
 
 
+def test_a_shard_that_missed_a_trip_does_not_open_the_gate_again() -> None:
+    """It may be the only one that answers."""
+    store = RamStore()
+    gate = Gate(StoreReports(store), BINDING, 1.0)
+    stale, tripped = PASSING.to_bytes(), PASSING.as_tripped("KL rose", "now").to_bytes()
+    again = PASSING.created_after(tripped).to_bytes()
+    reasons = []
+    for document in (stale, tripped, None, stale, again):
+        store._reports.clear()
+        if document is not None:
+            store.put_report(BINDING.model, BINDING.report_name, document)
+        gate.refresh()
+        reasons.append(gate.state.reason)
+    assert reasons == [None, "drift", "not_calibrated", "drift", None]
+
+
 def test_limits_are_lifted_for_a_while() -> None:
     gate = Gate(Scripted(PASSING.to_bytes(), PASSING.as_tripped("KL rose", "now").to_bytes()), BINDING, 1.0)
     gate.refresh()
