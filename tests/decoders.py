@@ -8,6 +8,7 @@ fuzzer in `scripts/fuzz.py`.
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +22,7 @@ from kintsugi.client.directory import map_from_wire
 from kintsugi.client.received import Received
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, Unavailable, VersionMismatch
 from kintsugi.core.layout import HeadRange
+from kintsugi.core.report import CalibrationReport, _digest, _parsed, supersedes
 from kintsugi.rpc.v1 import catalog_pb2, directory_pb2
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store import uses
@@ -31,9 +33,10 @@ from kintsugi.store.extents import stride_of
 from kintsugi.store.home import Home
 from kintsugi.store.put import ChunkPut
 from kintsugi.store.ram_tier import RamTier
-from tests.contracts.store_contract import make_chunk
+from tests.contracts.store_contract import make_chunk, make_report
 
 MANIFEST, FRAMES = make_chunk(range(40))
+REPORT = make_report("2026-01-01T00:00:00+00:00")
 EVERY_HEAD = HeadRange(0, MANIFEST.layout.num_kv_heads)
 
 
@@ -166,6 +169,20 @@ def keys(data: bytes) -> None:
     assert all(len(key.digest) == wire.DIGEST_BYTES for key in found)
 
 
+def report(data: bytes) -> None:
+    """A calibration report under a wrong digest and under a right one: read or refused, and a new calibration
+    supersedes it."""
+    documents = [data]
+    with contextlib.suppress(Corrupted):
+        values = _parsed(data)
+        values.pop("digest", None)
+        documents.append(json.dumps({**values, "digest": _digest(values)}).encode())
+    for document in documents:
+        with contextlib.suppress(Corrupted, VersionMismatch):
+            CalibrationReport.from_bytes(document)
+        assert supersedes(REPORT.created_after(document).to_bytes(), document)
+
+
 DECODERS: dict[str, Callable[[bytes], None]] = {
     decoder.__name__: decoder
     for decoder in (
@@ -177,6 +194,7 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         shard_map,
         uses_file,
         keys,
+        report,
     )
 }
 
@@ -209,5 +227,6 @@ def seeds(name: str) -> list[bytes]:
         "shard_map": [shards.SerializeToString()],
         "uses_file": [uses.encoded([Entry(MANIFEST, uses=3, used_at_s=1e9)])],
         "keys": [bytes([32]) + bytes(64)],
+        "report": [REPORT.to_bytes(), REPORT.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()],
     }
     return found.get(name, [b"\0"])

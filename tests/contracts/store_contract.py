@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,12 +12,18 @@ import pytest
 from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
-from kintsugi.core.report import REPORT_BYTES_MAX
+from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
 SPACE = ChunkSpace(FINGERPRINT, "acme")
+
+
+def make_report(created: str) -> CalibrationReport:
+    """What a calibration writes that measured nothing."""
+    binding = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0")
+    return CalibrationReport.of(binding, created, "contract", 0, Noise(0.0, 0.0, 1.0), Thresholds(), [])
 
 
 def make_chunk(
@@ -229,6 +236,27 @@ class StoreContract:
         with pytest.raises(ResourceExhausted, match="at most"):
             store.put_report(FINGERPRINT, "gate", bytes(REPORT_BYTES_MAX + 1))
         assert store.get_report(FINGERPRINT, "gate") == b"two"
+
+    def test_reports_put_in_any_order_end_alike(self, store: ChunkStore) -> None:
+        """A calibration outlives older ones, and its trip outlives other writes of it."""
+        older, newer = make_report("2026-01-01T00:00:00+00:00"), make_report("2026-01-02T00:00:00+00:00")
+        trips = [newer.as_tripped(reason, "2026-01-03T00:00:00+00:00") for reason in ("KL", "top-1")]
+        written = [older.as_tripped("KL", "2026-01-04T00:00:00+00:00"), newer, *trips]
+        kept = []
+        for name, order in enumerate(itertools.permutations(written)):
+            for report in order:
+                store.put_report(FINGERPRINT, f"gate-{name}", report.to_bytes())
+            kept.append(store.get_report(FINGERPRINT, f"gate-{name}"))
+        assert set(kept) in ({trip.to_bytes()} for trip in trips)
+
+    def test_a_new_calibration_replaces_a_tripped_one(self, store: ChunkStore) -> None:
+        tripped = make_report("2026-01-01T00:00:00+00:00").as_tripped("KL", "2026-01-03T00:00:00+00:00")
+        again = make_report("2026-01-02T00:00:00+00:00").to_bytes()
+        store.put_report(FINGERPRINT, "gate", tripped.to_bytes())
+        store.put_report(FINGERPRINT, "gate", b"no report")
+        assert store.get_report(FINGERPRINT, "gate") == tripped.to_bytes()
+        store.put_report(FINGERPRINT, "gate", again)
+        assert store.get_report(FINGERPRINT, "gate") == again
 
     def test_stats_count_what_is_held(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))

@@ -146,8 +146,9 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Keep a small document (a calibration report) by fingerprint; replaces an older one. Raises
-        `ResourceExhausted` beyond `core.report.REPORT_BYTES_MAX`, or where too many are kept."""
+        """Keep a small document (a calibration report) by fingerprint and name, unless the one that is kept
+        supersedes it (`core.report.supersedes`). Raises `ResourceExhausted` beyond
+        `core.report.REPORT_BYTES_MAX`, or where too many are kept."""
 
     @abstractmethod
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:

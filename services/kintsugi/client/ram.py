@@ -17,7 +17,7 @@ from kintsugi.client.interface import (
 )
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
-from kintsugi.core.report import REPORT_BYTES_MAX
+from kintsugi.core.report import REPORT_BYTES_MAX, supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 
 REPORTS_MAX = 1024
@@ -152,7 +152,10 @@ class RamStore(ChunkStore):
         if len(document) > REPORT_BYTES_MAX:
             raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
         with self._lock:
-            if len(self._reports) >= REPORTS_MAX and (fingerprint, name) not in self._reports:
+            held = self._reports.get((fingerprint, name))
+            if held is not None and supersedes(held, document):
+                return
+            if len(self._reports) >= REPORTS_MAX and held is None:
                 raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")
             self._reports[fingerprint, name] = bytes(document)
 

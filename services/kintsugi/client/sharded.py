@@ -11,9 +11,9 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ from kintsugi.core.errors import (
     VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 
 CALLS_MAX = 64
@@ -415,10 +416,34 @@ class AsyncShardedStore(AsyncChunkStore):
         async def get(store: AsyncChunkStore) -> tuple[bytes | None]:
             return (await store.get_report(fingerprint, name),)
 
-        answers = await self._broadcast(get)
-        if not answers:
+        shards = (await self.shard_map()).shards
+        answers = await self._ask_all((address, get) for address in shards)
+        held = {shard: answer[0] for shard, answer in zip(shards, answers, strict=True) if answer is not None}
+        if not held:
             raise Unavailable("no shard answers")
-        return next((document for (document,) in answers if document is not None), None)
+        newest: bytes | None = None
+        for document in held.values():
+            if document is not None and supersedes(document, newest):
+                newest = document
+        if newest is not None:
+            await self._repair_report(held, fingerprint, name, newest)
+        return newest
+
+    async def _repair_report(
+        self,
+        held: Mapping[ShardAddress, bytes | None],
+        fingerprint: ModelFingerprint,
+        name: str,
+        newest: bytes,
+    ) -> None:
+        """Put the newest report into the shards that hold an older one or none. Otherwise a shard that missed
+        a trip would undo it on the day when it alone answers."""
+
+        async def put(store: AsyncChunkStore) -> None:
+            with suppress(ResourceExhausted):  # a shard without room is no reason to fail a read
+                await store.put_report(fingerprint, name, newest)
+
+        await self._ask_all((shard, put) for shard, document in held.items() if supersedes(newest, document))
 
     @property
     def transport(self) -> str:

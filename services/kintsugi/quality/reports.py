@@ -12,7 +12,22 @@ from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport
 
 
 def publish(store: ChunkStore, report: CalibrationReport) -> None:
-    """Put it where every engine of its binding looks. Replaces an older one, a tripped one too."""
+    """Put a new calibration where every engine of its binding looks. Replaces what is there, a tripped report
+    too: `created` is moved past what is there if this clock is behind."""
+    held = store.get_report(report.binding.model, report.binding.report_name)
+    _put(store, report if held is None else report.created_after(held))
+
+
+def publish_shipped(store: ChunkStore, report: CalibrationReport) -> bool:
+    """Put a calibration that was made earlier where engines look, if there is none; whether it did. Its date
+    stays, so that a tripped copy of it, on a shard that does not answer now, still supersedes it."""
+    if store.get_report(report.binding.model, report.binding.report_name) is not None:
+        return False
+    _put(store, report)
+    return True
+
+
+def _put(store: ChunkStore, report: CalibrationReport) -> None:
     store.put_report(report.binding.model, report.binding.report_name, report.to_bytes())
 
 
@@ -30,16 +45,14 @@ def published(store: ChunkStore, binding: Binding) -> CalibrationReport | None:
 def trip(store: ChunkStore, report: CalibrationReport, reason: str, at: str) -> bool:
     """Turn blending off for everybody who reads the report, until somebody calibrates again.
 
-    Only the report that was judged is tripped: one that was written meanwhile is another calibration. True
-    if blending is off by it now.
+    Only the report that was judged is tripped: the store keeps a calibration that was written meanwhile. True
+    if blending is off now.
     """
     current = published(store, report.binding)
-    if current is None or current.tripped is not None:
-        return True
-    if current.digest != report.digest:
-        return False
-    publish(store, report.as_tripped(reason, at))
-    return True
+    if current is None or current.tripped is None:
+        _put(store, report.as_tripped(reason, at))
+        current = published(store, report.binding)
+    return current is None or current.tripped is not None
 
 
 def write(path: Path, report: CalibrationReport) -> None:

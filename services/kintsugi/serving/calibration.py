@@ -115,10 +115,7 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
         return False
     store = open_store(store_url)
     try:
-        if store.get_report(binding.model, binding.report_name) is not None:
-            return False
-        reports.publish(store, report)
-        return True
+        return reports.publish_shipped(store, report)
     finally:
         store.close()
 

@@ -9,7 +9,7 @@ import lmdb
 import xxhash
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
-from kintsugi.core.report import REPORT_BYTES_MAX
+from kintsugi.core.report import REPORT_BYTES_MAX, supersedes
 from kintsugi.core.spaces import ModelFingerprint
 
 REPORTS_MAX = 1024
@@ -34,12 +34,17 @@ class Reports:
                         self._documents[key] = value[_CHECKSUM_BYTES:]
 
     def put(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Durable when it returns. Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
+        """Keep a document, unless the one that is here supersedes it. Durable when it returns.
+
+        Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
         if len(document) > REPORT_BYTES_MAX:
             raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
         key = _key(fingerprint, name)
         with self._lock:
-            if len(self._documents) >= REPORTS_MAX and key not in self._documents:
+            held = self._documents.get(key)
+            if held is not None and supersedes(held, document):
+                return
+            if len(self._documents) >= REPORTS_MAX and held is None:
                 raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")
             if self._env is not None:
                 try:
@@ -50,8 +55,8 @@ class Reports:
             self._documents[key] = bytes(document)
 
     def get(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        with self._lock:
-            return self._documents.get(_key(fingerprint, name))
+        # Without the lock, which `put` holds while it writes: a shard calls this on its event loop.
+        return self._documents.get(_key(fingerprint, name))
 
     def close(self) -> None:
         if self._env is not None:

@@ -12,7 +12,9 @@ from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Entry, Noise, Thresholds
 from kintsugi.core.request import SelectorName
+from kintsugi.engine.gate import StoreReports
 from kintsugi.engine.local import LocalEngine
+from kintsugi.quality import reports
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -46,6 +48,7 @@ def gated(engine_slot: EngineSlot) -> tuple[LocalEngine, RamStore, Rag]:
     engine = engine_slot.get("tiny-llama", CLOSED)
     store = ram_store("tiny-llama")
     store._reports.clear()
+    engine._scheduler.gate._source = StoreReports(store)  # which remembers the reports of the last test
     engine.refresh_gate()
     chunks = chunks_of(120, 140, seed=31)
     for saved in engine.save(PREFIX, chunks, NAMESPACE):
@@ -94,6 +97,9 @@ def test_a_drift_trips_blending_off(gated: tuple[LocalEngine, RamStore, Rag]) ->
     publish(engine, store, report.as_tripped("KL rose", "now").to_bytes())
     assert asked(engine, prompt)["reason"].startswith("drift: KL rose")
     publish(engine, store, report.to_bytes())
+    assert asked(engine, prompt)["reason"].startswith("drift: "), "an older copy undoes nothing"
+    reports.publish(store, report)
+    engine.refresh_gate()
     assert asked(engine, prompt)["outcome"] == "blended", "calibrated again"
 
 

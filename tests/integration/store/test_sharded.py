@@ -18,12 +18,13 @@ from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store import reports as reports_module
 from kintsugi.store import service as service_module
 from kintsugi.store.directory_service import DirectoryService
 from kintsugi.store.ram_tier import RamTier
 from kintsugi.store.server import ServerOptions, ShardServer
 from kintsugi.store.shard import Shard
-from tests.contracts.store_contract import StoreContract, make_chunk, read_all
+from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, make_report, read_all
 
 
 def serve(stack: ExitStack, shard_id: str, listen: str = "127.0.0.1:0") -> ShardServer:
@@ -229,6 +230,59 @@ def test_a_crowded_shard_is_read_around(servers: list[ShardServer], monkeypatch:
             assert isinstance(item, ChunkLost)
     assert read_all(store, [key])[0] == (0, 0, chunk[1][0]), "its breaker is closed"
     store.close()
+
+
+def read_with_a_stale_first_shard(
+    stack: ExitStack, stale: bytes | None, written: bytes
+) -> tuple[bytes | None, Shard]:
+    """Put `written` while shard 0, first in the map, is away; bring it back with the `stale` report, and
+    read. Returns the report that was read, and the shard."""
+    with ExitStack() as doomed:
+        away = serve(doomed, "shard-0")
+        servers = [away, serve(stack, "shard-1"), serve(stack, "shard-2")]
+        before = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map(servers)))))
+        if stale is not None:
+            before.put_report(FINGERPRINT, "gate", stale)
+    before.put_report(FINGERPRINT, "gate", written)
+    returned = serve(stack, "shard-0")
+    if stale is not None:
+        returned.shard.reports.put(FINGERPRINT, "gate", stale)
+    after = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map([returned, *servers[1:]])))))
+    return after.get_report(FINGERPRINT, "gate"), returned.shard
+
+
+def test_a_shard_that_missed_a_trip_does_not_undo_it(stack: ExitStack) -> None:
+    report = make_report("2026-01-01T00:00:00+00:00")
+    tripped = report.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()
+    found, returned = read_with_a_stale_first_shard(stack, report.to_bytes(), tripped)
+    assert found == tripped
+    assert returned.reports.get(FINGERPRINT, "gate") == tripped
+
+
+@pytest.mark.parametrize("tripped", [False, True])
+def test_a_shard_that_missed_a_calibration_is_given_it(stack: ExitStack, tripped: bool) -> None:
+    older = make_report("2026-01-01T00:00:00+00:00")
+    older = older.as_tripped("KL", "2026-01-02T00:00:00+00:00") if tripped else older
+    newer = make_report("2026-01-03T00:00:00+00:00").to_bytes()
+    found, returned = read_with_a_stale_first_shard(stack, older.to_bytes(), newer)
+    assert found == newer
+    assert returned.reports.get(FINGERPRINT, "gate") == newer
+
+
+def test_an_empty_shard_is_given_the_report(stack: ExitStack) -> None:
+    report = make_report("2026-01-01T00:00:00+00:00").to_bytes()
+    found, returned = read_with_a_stale_first_shard(stack, None, report)
+    assert found == report
+    assert returned.reports.get(FINGERPRINT, "gate") == report
+
+
+def test_a_shard_without_room_for_a_report_does_not_keep_others_from_giving_it(
+    servers: list[ShardServer], store: ShardedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = make_report("2026-01-01T00:00:00+00:00").to_bytes()
+    servers[1].shard.reports.put(FINGERPRINT, "gate", report)
+    monkeypatch.setattr(reports_module, "REPORTS_MAX", 0)
+    assert store.get_report(FINGERPRINT, "gate") == report
 
 
 def test_replicas_serve_what_a_lost_shard_held(stack: ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -14,6 +15,7 @@ from kintsugi.core.gate import decide
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Noise, Thresholds
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.local import Prompt
 from kintsugi.quality.drift import DriftDetector, Observation
 from kintsugi.quality.reports import publish, published, trip
@@ -26,7 +28,9 @@ BLENDED = {"outcome": "blended"}
 
 
 def good_report(**changes: object) -> CalibrationReport:
-    return CalibrationReport.of(BINDING, "now", "test", 1, QUIET, Thresholds(), [entry()])
+    return CalibrationReport.of(
+        BINDING, "2026-01-01T00:00:00+00:00", "test", 1, QUIET, Thresholds(), [entry()]
+    )
 
 
 @pytest.fixture
@@ -145,7 +149,9 @@ def test_without_a_report_nothing_is_judged() -> None:
 def test_only_the_report_that_was_judged_is_tripped(store: RamStore) -> None:
     judged = published(store, BINDING)
     assert judged is not None
-    newer = CalibrationReport.of(BINDING, "later", "test", 2, QUIET, Thresholds(), [entry()])
+    newer = CalibrationReport.of(
+        BINDING, "2026-01-02T00:00:00+00:00", "test", 2, QUIET, Thresholds(), [entry()]
+    )
     publish(store, newer)
     assert not trip(store, judged, "KL", "now")
     assert published(store, BINDING) == newer
@@ -155,6 +161,37 @@ def test_only_the_report_that_was_judged_is_tripped(store: RamStore) -> None:
     assert tripped is not None
     assert tripped.tripped is not None
     assert tripped.tripped.reason == "KL"
+
+
+def test_a_calibration_counts_although_its_clock_is_behind(store: RamStore) -> None:
+    judged = good_report()
+    assert trip(store, judged, "KL", "now")
+    behind = dataclasses.replace(judged, created="2025-12-31T23:59:59+00:00")
+    publish(store, behind)
+    assert published(store, BINDING) == dataclasses.replace(judged, created="2026-01-01T00:00:01+00:00")
+
+
+def test_a_calibration_made_between_judging_and_tripping_stays(store: RamStore) -> None:
+    """The store decides: reading first would leave a moment in which the new calibration is overwritten."""
+
+    class Overtaken(RamStore):
+        def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+            super().put_report(fingerprint, name, newer.to_bytes())
+            super().put_report(fingerprint, name, document)
+
+    newer = dataclasses.replace(good_report(), created="2026-01-02T00:00:00+00:00")
+    overtaken = Overtaken()
+    assert not trip(overtaken, good_report(), "KL", "now")
+    assert published(overtaken, BINDING) == newer
+
+
+def test_a_report_that_is_away_is_tripped_all_the_same() -> None:
+    """The shards that hold it do not answer just now."""
+    left = RamStore()
+    assert trip(left, good_report(), "KL", "now")
+    found = published(left, BINDING)
+    assert found is not None
+    assert found.tripped is not None
 
 
 @pytest.mark.parametrize(
