@@ -4,7 +4,7 @@
 #                            small trained model, times on a larger random one; or both on yours
 #   make test                the tests, without the long matrices
 #   make test-full           everything
-#   make check               formatting, lints, types, import layers, stubs, length limits
+#   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1]
 #                            container images of operator and serving, with digests and lists of contents
@@ -79,6 +79,7 @@ check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/python scripts/crds.py --check
 	$(BIN)/python scripts/chart_schema.py --check
 	$(BIN)/python scripts/ratchet.py
+	$(BIN)/python scripts/house.py
 
 tools: setup
 	$(BIN)/python scripts/tools.py
