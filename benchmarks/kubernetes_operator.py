@@ -17,7 +17,6 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -26,10 +25,11 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
 import kintsugi_operator.operator  # noqa: F401  as in a pod: kopf and all
-from kintsugi_operator.cluster import BY_KIND, POD, RAY_CLUSTER, ApiServer, Refused, Resource
+from kintsugi_operator.cluster import ApiServer
 from kintsugi_operator.queue import Key, WorkQueue
 from kintsugi_operator.reconcile import LATER_S, Reconciler, utc_now
 from kintsugi_operator.scrape import HttpWeb
+from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeCluster, FakeKubeRay
 
 SERVICES = 100
@@ -37,60 +37,29 @@ MIB = 1 << 20
 
 
 class Keeper:
-    """The first process: requests in the API server's words, answered by the fake."""
+    """The first process: the API server's part, and KubeRay's."""
 
     def __init__(self, services: int) -> None:
         self.cluster = FakeCluster()
+        self._api_server = FakeApiServer(self.cluster)
         self._kuberay = FakeKubeRay(self.cluster)
-        self._resources = {one.plural: one for one in (*BY_KIND.values(), POD, RAY_CLUSTER)}
         for index in range(services):
             self.cluster.put(_blend_service(f"service-{index}"))
 
-    async def answer(self, request: web.Request) -> web.Response:
-        """Anything that is asked."""
-        if request.path == "/apis/ray.io/v1":
-            return web.json_response({"resources": [{"name": name} for name in self.cluster.ray]})
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Handle any request."""
         if request.path == "/serve":
             self._play_kuberay()
             return web.json_response({})
         if request.path == "/writes":
             return web.json_response({"writes": self.cluster.writes.total()})
-        _, _, rest = request.path.partition("/namespaces/")
-        namespace, plural, *names = rest.split("/")
-        resource = self._resources[plural]
-        try:
-            if request.method == "GET":
-                return web.json_response(await self._read(request, resource, namespace, names))
-            return web.json_response(await self._write(request, resource, namespace, names))
-        except Refused as error:
-            return web.json_response({"message": str(error)}, status=error.status)
+        return await self._api_server.answer(request)
 
     def _play_kuberay(self) -> None:
         for name in self.cluster.named("RayService"):
             self._kuberay.serve(name)
         for name in self.cluster.named("RayJob"):
             self._kuberay.finish(name)
-
-    async def _read(self, request: web.Request, resource: Resource, namespace: str, names: list[str]) -> Any:
-        if names:
-            found = await self.cluster.get(resource, namespace, names[0])
-            if found is None:
-                raise Refused("GET", 404, "not found")
-            return found
-        chosen = dict(parse_qsl(request.query.get("labelSelector", "").replace(",", "&")))
-        return {"items": await self.cluster.list(resource, namespace, chosen)}
-
-    async def _write(self, request: web.Request, resource: Resource, namespace: str, names: list[str]) -> Any:
-        body = json.loads(await request.text() or "null")
-        if request.method == "DELETE":
-            await self.cluster.delete(resource, namespace, names[0])
-        elif names[1:] == ["status"]:
-            await self.cluster.apply_status(body)
-        elif "apply" in request.headers["Content-Type"]:
-            return await self.cluster.apply(body)
-        else:
-            await self.cluster.merge(resource, namespace, names[0], body)
-        return {}
 
 
 def keep_objects(ready: Connection, services: int) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
+
+import jsonpatch
 
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
@@ -36,7 +39,10 @@ class FakeCluster(Cluster):
         """What the API server would add to a stored object."""
         self.refuse: Callable[[Manifest], str] = lambda manifest: ""
         """Why it would not store it."""
-        self._version = 0
+        self.on_change: Callable[[str, Manifest], None] = lambda type_, changed: None
+        """Gets every change as a watch would: `ADDED`, `MODIFIED` or `DELETED`, and a copy of the object."""
+        self.version = 0
+        """`resourceVersion` of the latest change."""
 
     def put(self, manifest: Manifest) -> Manifest:
         """Somebody else makes or replaces an object."""
@@ -45,8 +51,10 @@ class FakeCluster(Cluster):
         metadata.setdefault("namespace", "default")
         metadata.setdefault("uid", f"uid-{kept['kind']}-{metadata['name']}")
         metadata.setdefault("generation", 1)
-        self._stamp(kept)
-        self.objects[kept["kind"], metadata["namespace"], metadata["name"]] = kept
+        key = (kept["kind"], metadata["namespace"], metadata["name"])
+        type_ = "MODIFIED" if key in self.objects else "ADDED"
+        self.objects[key] = kept
+        self._stamp(kept, type_)
         return kept
 
     def find(self, kind: str, name: str, namespace: str = "default") -> Manifest:
@@ -105,9 +113,19 @@ class FakeCluster(Cluster):
         if wanted is not None and wanted != stored["metadata"]["resourceVersion"]:
             raise Refused(f"PATCH {resource.kind} {name}", 409, "the object has been modified")
         _merge(stored, copy.deepcopy(patch))
-        self._stamp(stored)
-        if "deletionTimestamp" in stored["metadata"] and not stored["metadata"].get("finalizers"):
-            self._collect(stored)
+        self._keep_or_collect(stored)
+
+    def patch_json(
+        self, resource: Resource, namespace: str, name: str, operations: list[dict[str, Any]]
+    ) -> None:
+        """A JSON patch, which is what kopf writes finalizers with."""
+        self.writes[f"json {resource.kind}"] += 1
+        key = (resource.kind, namespace, name)
+        try:
+            self.objects[key] = jsonpatch.apply_patch(self.objects[key], operations)
+        except jsonpatch.JsonPatchTestFailed as error:
+            raise Refused(f"PATCH {resource.kind} {name}", 422, str(error)) from error
+        self._keep_or_collect(self.objects[key])
 
     async def create(self, manifest: Manifest) -> None:
         metadata = manifest["metadata"]
@@ -146,14 +164,28 @@ class FakeCluster(Cluster):
         group = resource.api_version.split("/")[0] if "/" in resource.api_version else ""
         self.used.add((group, f"{resource.plural}/{sub}" if sub else resource.plural, verb))
 
-    def _stamp(self, stored: Manifest) -> None:
-        self._version += 1
-        stored["metadata"]["resourceVersion"] = str(self._version)
+    def _stamp(self, stored: Manifest, type_: str = "MODIFIED") -> None:
+        self.version += 1
+        stored["metadata"]["resourceVersion"] = str(self.version)
+        self.on_change(type_, copy.deepcopy(stored))
+
+    def _keep_or_collect(self, stored: Manifest) -> None:
+        if "deletionTimestamp" in stored["metadata"] and not stored["metadata"].get("finalizers"):
+            self._collect(stored)
+        else:
+            self._stamp(stored)
 
     def _collect(self, stored: Manifest) -> None:
-        """With all that it owns."""
+        """With all that it owns. What has a finalizer is only marked."""
         metadata = stored["metadata"]
-        self.objects.pop((stored["kind"], metadata["namespace"], metadata["name"]), None)
+        if metadata.get("finalizers"):
+            if "deletionTimestamp" not in metadata:
+                metadata["deletionTimestamp"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                self._stamp(stored)
+            return
+        if self.objects.pop((stored["kind"], metadata["namespace"], metadata["name"]), None) is None:
+            return
+        self._stamp(stored, "DELETED")
         for one in list(self.objects.values()):
             if any(ref["uid"] == metadata["uid"] for ref in one["metadata"].get("ownerReferences", [])):
                 self._collect(one)

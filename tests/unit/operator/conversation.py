@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,19 +68,25 @@ class Conversation:
 
 
 @asynccontextmanager
-async def held(conversation: Conversation) -> AsyncIterator[ApiClient]:
-    """Serve it on loopback, and a client for it."""
+async def served(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[ApiClient]:
+    """Serve every path on loopback, and yield a client of it."""
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", conversation._answer)
+    app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    (socket,) = site._server.sockets  # type: ignore[union-attr]
-    conversation.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
-    configuration = Configuration(host=conversation.url, api_key={"BearerToken": "Bearer secret"})
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    configuration = Configuration(host=url, api_key={"BearerToken": "Bearer secret"})
     try:
         async with ApiClient(configuration) as client:
             yield client
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def held(conversation: Conversation) -> AsyncIterator[ApiClient]:
+    """Serve a conversation on loopback, and yield a client of it."""
+    async with served(conversation._answer) as client:
+        conversation.url = client.configuration.host
+        yield client
