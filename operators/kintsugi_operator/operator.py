@@ -1,7 +1,8 @@
 """The process: kopf watches, a queue remembers what changed, workers reconcile, a Lease says who may.
 
-kopf's own persistence is not used: raw events write nothing to objects, so that a steady state makes no
-writes. Its finalizer and annotations carry our prefix all the same.
+kopf writes nothing to objects: raw-event handlers need neither its finalizer nor its annotations, so nothing
+is written while nothing changes. The reconciler alone sets and removes the finalizer that holds a service
+until it has drained.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kubernetes.aio.config.config_exception import ConfigException
 from kintsugi_operator.api import API_VERSION, GROUP, VERSION
 from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
 from kintsugi_operator.election import LeaseLost, lead
-from kintsugi_operator.names import FIELD_MANAGER, FINALIZER, LABEL_CORPUS, LABEL_SERVICE
+from kintsugi_operator.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
 from kintsugi_operator.pulse import Counted, Pulse
 from kintsugi_operator.queue import Key, WorkQueue
 from kintsugi_operator.reconcile import SOON_S, Reconciler, utc_now
@@ -77,7 +78,8 @@ def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegist
 
     @kopf.on.startup(registry=handlers)
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.persistence.finalizer = FINALIZER
+        # kopf removes a finalizer of this name from every object: raw-event handlers need none.
+        settings.persistence.finalizer = KOPF_FINALIZER
         settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
         settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
         settings.posting.enabled = False
