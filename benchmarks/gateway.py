@@ -30,15 +30,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import uvloop
 
 from benchmarks.support.figures import Figure, report
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
-from kintsugi.client.chunking import Chunker
-from kintsugi.client.registry import open_async_store
-from kintsugi.client.sdk import AsyncClient
-from kintsugi.client.sdk_types import Delta
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.serving.gateway import Gateway
-from kintsugi.serving.grpc_server import serve
+from kintsugi.gateway.fronts.grpc_server import serve
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.precompute.chunking import Chunker
+from kintsugi.sdk.client import AsyncClient
+from kintsugi.sdk.types import Delta
 from kintsugi.serving.stub import StubBackend, StubDelays
+from kintsugi.store.client.registry import open_async_store
 
 RATE_PER_S = 50.0
 CHUNKS = 200

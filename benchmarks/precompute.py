@@ -36,11 +36,11 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.support import musique, precompute_rates
 from benchmarks.support.figures import Figure, report
 from benchmarks.support.plain_prefill import PlainPrefill
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
@@ -114,7 +114,7 @@ def setting(quick: bool, ssd: str = "4GiB", shape: str | None = None) -> Iterato
         folder = Path(name)
         sizes = ("64MiB", "512MiB") if quick else ("1GiB", ssd)
         command = [
-            *(sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve"),
+            *(sys.executable, "-c", "from kintsugi.cli.commands.store import app; app()", "serve"),
             *("--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")),
             *("--ram", sizes[0], "--ssd", f"{folder / 'ssd'}:{sizes[1]}"),
         ]

@@ -27,8 +27,8 @@ from benchmarks.support import serving_phases as phases
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, report
 from benchmarks.support.servers import CLIENT_CORE, SERVER_CORE, Setting, checkpoint, our_server, plain_server
-from kintsugi.client.chunking import Chunker
-from kintsugi.serving.load_profile import Workload, corpus
+from kintsugi.bench.profile import Workload, corpus
+from kintsugi.precompute.chunking import Chunker
 
 HERE = Path(__file__).parent
 OF_SERVERS = ("idle", "goodput", "stuffing", "recovery")

@@ -33,19 +33,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report, spread
-from kintsugi.cli.store import SWITCH_INTERVAL_S
-from kintsugi.client.admin import ShardAdmin
-from kintsugi.client.arena import ArenaMap
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.interface import LayerFrame
-from kintsugi.client.malloc import keep_large_buffers
+from kintsugi.cli.commands.store import SWITCH_INTERVAL_S
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
-from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.policies import DEFAULT_POLICY, policy_factory
-from kintsugi.store.put import PutOptions
-from kintsugi.store.shard import Shard
-from kintsugi.store.simulate import Access, rag_trace, read_trace, replay
+from kintsugi.store.client.admin import ShardAdmin
+from kintsugi.store.client.arena import ArenaMap
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.protocol.interface import LayerFrame
+from kintsugi.store.protocol.malloc import keep_large_buffers
+from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
+from kintsugi.store.shard.eviction.simulate import Access, rag_trace, read_trace, replay
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.shard import Shard
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 TOKENS = 512
@@ -170,7 +170,14 @@ def python_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def served(folder: Path, ram: str, ssd: str = "", policy: str = DEFAULT_POLICY) -> Iterator[Server]:
-    command = [sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve", "--ram", ram]
+    command = [
+        sys.executable,
+        "-c",
+        "from kintsugi.cli.commands.store import app; app()",
+        "serve",
+        "--ram",
+        ram,
+    ]
     command += ["--policy", policy, "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")]
     command += ["--ssd", f"{folder / 'ssd'}:{ssd}", "--ack", "durable"] if ssd else []
     environment = {**python_environment(), "COLUMNS": "200"}

@@ -25,9 +25,9 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_openai import ChatOpenAI
 
 from kintsugi import Client
-from kintsugi.client.chunking import Chunker, ChunkingConfig
-from kintsugi.client.langchain import KintsugiTextSplitter
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
+from kintsugi.sdk.langchain import KintsugiTextSplitter
 
 DIMENSIONS = 512
 CHUNKS = 6

@@ -22,9 +22,9 @@ from llama_index.core.schema import MetadataMode
 from llama_index.llms.openai_like import OpenAILike
 
 from kintsugi import Client
-from kintsugi.client.chunking import Chunker, ChunkingConfig
-from kintsugi.client.llama_index import KintsugiNodeParser
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
+from kintsugi.sdk.llama_index import KintsugiNodeParser
 
 DIMENSIONS = 512
 CHUNKS = 6

@@ -17,7 +17,7 @@ import argparse
 import json
 from pathlib import Path
 
-from kintsugi.cli.evaluate import Task, run
+from kintsugi.cli.commands.evaluate import Task, run
 from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError

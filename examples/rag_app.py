@@ -21,8 +21,8 @@ import apsw
 import sqlite_vec
 
 from kintsugi import Client, Plain
-from kintsugi.client.chunking import Chunker, ChunkingConfig
-from kintsugi.client.sdk_types import Answer
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
+from kintsugi.sdk.types import Answer
 
 DIMENSIONS = 512
 SCHEMA = f"""

@@ -12,7 +12,7 @@ import asyncio
 from pathlib import Path
 
 from kintsugi import AsyncClient, ClientOptions, Plain
-from kintsugi.client.sdk_types import Answer
+from kintsugi.sdk.types import Answer
 
 PASSAGES = [
     "The lighthouse at Cape Arden was built in 1871 and has been lit by a single keeper since.",

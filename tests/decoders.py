@@ -17,22 +17,22 @@ from pathlib import Path
 import xxhash
 from google.protobuf.message import DecodeError
 
-from kintsugi.client import wire
-from kintsugi.client.directory import map_from_wire
-from kintsugi.client.received import Received
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, Unavailable, VersionMismatch
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.report import CalibrationReport, _digest, _parsed, supersedes
 from kintsugi.rpc.v1 import catalog_pb2, directory_pb2
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store import uses
-from kintsugi.store.catalog import _CHECKSUM_BYTES, _decoded, _encoded, catalog_key
-from kintsugi.store.disk_tier import DiskTier
-from kintsugi.store.entry import Entry
-from kintsugi.store.extents import stride_of
-from kintsugi.store.home import Home
-from kintsugi.store.put import ChunkPut
-from kintsugi.store.ram_tier import RamTier
+from kintsugi.store.client.directory import map_from_wire
+from kintsugi.store.client.received import Received
+from kintsugi.store.protocol import wire
+from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.put import ChunkPut
+from kintsugi.store.shard.tiers import uses
+from kintsugi.store.shard.tiers.catalog import _CHECKSUM_BYTES, _decoded, _encoded, catalog_key
+from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.extents import stride_of
+from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk, make_report
 
 MANIFEST, FRAMES = make_chunk(range(40))

@@ -13,14 +13,14 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.quality_curve import Setup, bench_of, exact
 from benchmarks.support.rewriting import put_back, stored
-from kintsugi.client.ram import RamStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import NAMESPACE, Scores, measured
 from kintsugi.quality.metrics import Interval
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
 
 REWRITTEN = (Codec.FP8, Codec.INT8_SINKS, Codec.FP8_SINKS)
 """`int8` has an engine of its own: it has a bar."""

@@ -23,8 +23,6 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.quality_curve import Setup
 from benchmarks.support.rewriting import put_back, stored
-from kintsugi.client.ram import RamStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.layout import Codec
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import LocalEngine, Prompt
@@ -32,6 +30,8 @@ from kintsugi.quality import reports
 from kintsugi.quality.measure import NAMESPACE, Case
 from kintsugi.quality.session import EngineSpec, measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
 
 SHADOWED_MAX = 400
 Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.core.plan import Selection
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.models.factory import cached_checkpoint
 
 
 def say(text: str) -> None:

@@ -11,9 +11,9 @@ import sys
 from benchmarks.support.engines import cold, engine, say, store_chunks
 from benchmarks.support.figures import Figure
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt, tokens
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.models.factory import cached_checkpoint
 
 SHAPES = (
     "tiny-llama",

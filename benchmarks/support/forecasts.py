@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from benchmarks.support.engines import cold, engine, say, store_chunks
 from benchmarks.support.figures import Figure, spread
 from benchmarks.support.prompts import NAMESPACE, ChunkPrompt
-from kintsugi.client.registry import open_store
-from kintsugi.client.throttled import ThrottledStore
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.client.throttled import ThrottledStore
 
 SHAPE = "llama-210m"
 STORE = "ram://loading?bytes_per_s=1e12"

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.support.figures import Figure
-from kintsugi.client.chunking import Chunker, ChunkingConfig
-from kintsugi.client.interface import ChunkStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute.batches import Batches
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedChunk, ScannedDocument, packed
 from kintsugi.precompute.worker import StubPrefiller, WorkerSpec
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkStore
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "rates")
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")

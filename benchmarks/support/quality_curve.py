@@ -15,7 +15,7 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import described
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
-from kintsugi.fusor.cost import Workload, configuration_cost
+from kintsugi.fusor.control.cost import Workload, configuration_cost
 from kintsugi.quality import grid, metrics
 from kintsugi.quality.measure import Bench, Case, Scores, measured
 from kintsugi.quality.metrics import Interval

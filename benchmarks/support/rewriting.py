@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kintsugi.client.ram import RamStore
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
 from kintsugi.core.stream import ChunkLost
 from kintsugi.fusor.codecs import NAMES, decode_frame, encode_frame
 from kintsugi.quality.measure import NAMESPACE
+from kintsugi.store.client.ram import RamStore
 
 CHUNKS_MAX = 1_000_000
 DEADLINE_S = 60.0

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kintsugi.client.directory import ShardAddress, ShardMap
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.engine.load import Load
 from kintsugi.serving.routing import (
@@ -27,6 +26,7 @@ from kintsugi.serving.routing import (
     ranked,
     tokens_by_host,
 )
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 
 REPORT_S = 1.0
 OVERHEAD_S = 0.005

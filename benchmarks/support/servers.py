@@ -22,9 +22,9 @@ import psutil
 import yaml
 
 from benchmarks.support.engines import say
-from kintsugi.checkpoints.factory import cached_checkpoint
+from kintsugi.bench.run import Endpoint
 from kintsugi.engine.asynchronous import BIND, UNIPROC
-from kintsugi.serving.load_run import Endpoint
+from kintsugi.models.factory import cached_checkpoint
 
 NAME = "measured"
 NAMESPACE = "bench"

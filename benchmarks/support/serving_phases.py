@@ -20,12 +20,12 @@ import psutil
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, spread
 from benchmarks.support.servers import NAMESPACE, REPOSITORY, Server
-from kintsugi.checkpoints.passages import bundled_passages
-from kintsugi.client.chunking import Chunker
-from kintsugi.client.sdk import Client, ClientOptions
-from kintsugi.serving.load_profile import Request, Workload, poisson_arrivals, prompt_of, requests
-from kintsugi.serving.load_report import Sample, Summary, summarised
-from kintsugi.serving.load_run import client_of, measured, run
+from kintsugi.bench.profile import Request, Workload, poisson_arrivals, prompt_of, requests
+from kintsugi.bench.report import Sample, Summary, summarised
+from kintsugi.bench.run import client_of, measured, run
+from kintsugi.models.passages import bundled_passages
+from kintsugi.precompute.chunking import Chunker
+from kintsugi.sdk.client import Client, ClientOptions
 
 SLO_FACTOR = 2.0
 PUT_BATCH = 8

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.testbed.generator import CONTROL_TASK, CROSS_CHUNK_TASKS, EVAL_SHAPE, Shape, eval_example
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
 from kintsugi.core.errors import NotFound
 from kintsugi.engine.local import LocalEngine
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.quality.measure import Case, tokenised
 from kintsugi.quality.questions import Question
 

@@ -11,10 +11,10 @@ from benchmarks.store import served
 from benchmarks.support.engines import cold, engine, say, store_chunks
 from benchmarks.support.figures import Figure, spread
 from benchmarks.support.prompts import NAMESPACE, ChunkPrompt
-from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.store.client.grpc_store import GrpcStore
 
 SHAPE = "llama-210m"
 MIB = 1 << 20

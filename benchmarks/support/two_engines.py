@@ -7,7 +7,6 @@ import random
 import tempfile
 from contextlib import aclosing
 
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.core.deploy import (
     ENGINE_DEPLOYMENT,
     SERVICE_APP,
@@ -20,7 +19,8 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.exchange import EngineRequest, Usage
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.serving.addresses import free_port
+from kintsugi.gateway.addresses import free_port
+from kintsugi.models.factory import cached_checkpoint
 from kintsugi.serving.ray_backend import RayBackend
 from kintsugi.serving.service import Service, start_ray
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.testbed.evaluate import Bundle, full_prefill, full_reuse
 from benchmarks.testbed.export import export
 from benchmarks.testbed.generator import TASKS, Example, Shape, eval_example
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 
 QUESTIONS_FROM = 200_000
 QUESTIONS_PER_TASK = 40

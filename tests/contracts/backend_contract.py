@@ -28,7 +28,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
-from kintsugi.serving.backend import EngineBackend
+from kintsugi.gateway.backend import EngineBackend
 
 Result = TypeVar("Result")
 

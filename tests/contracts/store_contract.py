@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint.of({"weights": "contract"})

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
-from kintsugi.serving.backend import EngineBackend
+from kintsugi.gateway.backend import EngineBackend
 
 INFO = EngineInfo("scripted", "ab" * 32, (0,), True, 4096, "on")
 JSON = OpenAIHead(200, "application/json")

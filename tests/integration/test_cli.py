@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import kintsugi
-from kintsugi.checkpoints.factory import make_checkpoint
-from kintsugi.checkpoints.passages import bundled_passages
-from kintsugi.checkpoints.shapes import named_shape
+from kintsugi.models.factory import make_checkpoint
+from kintsugi.models.passages import bundled_passages
+from kintsugi.models.shapes import named_shape
 
 pytestmark = pytest.mark.engine
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.checkpoints.factory import make_checkpoint
-from kintsugi.checkpoints.passages import bundled_passages
-from kintsugi.checkpoints.shapes import named_shape
 from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.models.factory import make_checkpoint
+from kintsugi.models.passages import bundled_passages
+from kintsugi.models.shapes import named_shape
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

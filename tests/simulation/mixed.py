@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt, _Running, save_prompt
+from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 
 NAMESPACE = "mixed"
 TIE_LOGPROB_MAX = 0.05

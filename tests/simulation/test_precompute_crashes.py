@@ -30,16 +30,16 @@ import ray
 # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.admin import ShardAdmin
-from kintsugi.client.chunking import ChunkingConfig
-from kintsugi.client.grpc_store import GrpcStore
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import StubPrefiller
+from kintsugi.store.client.admin import ShardAdmin
+from kintsugi.store.client.grpc_store import GrpcStore
 
 pytestmark = [
     pytest.mark.full,
@@ -103,7 +103,13 @@ class World:
     def start_shard(self) -> None:
         self.shard = self.start(
             [
-                *("-c", "from kintsugi.cli.store import app; app()", "serve", "--listen", self.address),
+                *(
+                    "-c",
+                    "from kintsugi.cli.commands.store import app; app()",
+                    "serve",
+                    "--listen",
+                    self.address,
+                ),
                 *("--data-dir", str(self.folder / "data"), "--ram", "64MiB"),
                 *("--ssd", f"{self.folder / 'ssd'}:256MiB"),
             ]

@@ -21,10 +21,10 @@ import pytest
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.catalog import _decoded, _encoded
-from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.put import PutOptions
-from kintsugi.store.shard import Shard
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.catalog import _decoded, _encoded
 from tests.contracts.store_contract import make_chunk
 
 pytestmark = pytest.mark.simulation

@@ -20,13 +20,13 @@ import pytest
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.catalog import Catalog
-from kintsugi.store.keeper import Keeper
-from kintsugi.store.opening import open_shard
-from kintsugi.store.put import PutOptions
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.shard import Shard
-from kintsugi.store.slab import Slab
+from kintsugi.store.shard.keeper import Keeper
+from kintsugi.store.shard.opening import open_shard
+from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.catalog import Catalog
+from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.slab import Slab
 from tests.contracts.store_contract import make_chunk
 from tests.simulation.test_store_crashes import filled, seeds, served_right, spec
 

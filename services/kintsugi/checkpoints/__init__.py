@@ -1,4 +1,1 @@
-"""Random-weight checkpoints of every supported architecture, and the passages they are shown with.
-
-`passages` and `cache` are light; the other modules import torch and transformers.
-"""
+"""Files that ship with Kintsugi: a small trained model and passages to ask about."""

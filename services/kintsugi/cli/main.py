@@ -10,9 +10,9 @@ import typer
 
 from kintsugi import __version__
 from kintsugi.cli.arguments import engine_arguments, json_object
+from kintsugi.cli.commands.size import size
 from kintsugi.cli.exits import ExitCode, reported
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.size import size
 
 EXIT_CODES = (
     "Exit codes: 0 done · 1 unforeseen failure · 2 bad input · 3 not blendable, or the self-test failed · "
@@ -59,7 +59,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Answer one question over several chunks four ways, and compare answers and times to first token."""
-    from kintsugi.cli import demo as command
+    from kintsugi.cli.commands import demo as command
 
     command.run(Screen(as_json), command.Task(model, random_weights, files or [], question, repeat))
 
@@ -92,7 +92,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer a question from chunks, blended, and say what it cost."""
-    from kintsugi.cli import generate as command
+    from kintsugi.cli.commands import generate as command
     from kintsugi.cli.methods import BlendChoice
     from kintsugi.cli.session import Trust
     from kintsugi.core.request import KintsugiParams, parsed_selector
@@ -124,7 +124,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say whether this installation, and with --model a model, can blend."""
-    from kintsugi.cli import doctor as command
+    from kintsugi.cli.commands import doctor as command
 
     code = command.run(Screen(as_json), model)
     if code is not ExitCode.OK:
@@ -158,7 +158,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure how well a model blends, and write the report that allows it to."""
-    from kintsugi.cli import calibrate as command
+    from kintsugi.cli.commands import calibrate as command
     from kintsugi.core.report import Thresholds
     from kintsugi.quality.calibrate import Budget
     from kintsugi.quality.session import EngineSpec, prefix_of_file
@@ -207,7 +207,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare blended answers with full prefill's: quality, cost, time."""
-    from kintsugi.cli import evaluate as command
+    from kintsugi.cli.commands import evaluate as command
     from kintsugi.cli.lists import floats, integers, selector_names
     from kintsugi.quality.session import EngineSpec
 
@@ -247,7 +247,7 @@ def token(
     as_json: Json = False,
 ) -> None:
     """Make a bearer token for a gateway. It is shown once; the file keeps its hash."""
-    from kintsugi.cli import token as command
+    from kintsugi.cli.commands import token as command
 
     command.run(Screen(as_json), name, namespace, file)
 
@@ -255,12 +255,12 @@ def token(
 app.command()(size)
 
 if find_spec("lmdb") is not None:  # the extra `store` is installed
-    from kintsugi.cli.store import app as store_app
+    from kintsugi.cli.commands.store import app as store_app
 
     app.add_typer(store_app, name="store")
 
 if find_spec("httpx") is not None:  # of the extra `serving`
-    from kintsugi.cli.bench import app as bench_app
+    from kintsugi.cli.commands.bench import app as bench_app
 
     app.add_typer(bench_app, name="bench")
 
@@ -299,7 +299,7 @@ if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml
         as_json: Json = False,
     ) -> None:
         """Serve a model with its chunk store and gateway on this machine until told to stop."""
-        from kintsugi.cli import serve as command
+        from kintsugi.cli.commands import serve as command
 
         task = command.Task(
             model=model,
@@ -325,8 +325,8 @@ if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml
 
 
 if all(find_spec(name) for name in ("lmdb", "ray", "semantic_text_splitter", "inscriptis")):
-    from kintsugi.cli.precompute import app as precompute_app
-    from kintsugi.cli.precompute import coverage
+    from kintsugi.cli.commands.precompute import app as precompute_app
+    from kintsugi.cli.commands.precompute import coverage
 
     app.add_typer(precompute_app, name="precompute")
     app.command()(coverage)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kintsugi.cli.commands.shard import local_shard
 from kintsugi.cli.rag import build_prompt
 from kintsugi.cli.render import counted
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.shard import local_shard
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import RagPrompt
@@ -73,7 +73,7 @@ def named_model(model: str) -> Model:
 def random_model(screen: Screen) -> Model:
     """One of a real model's proportions, made on first use: its times are real, its answers gibberish."""
     with screen.engine_log(), screen.step(f"Preparing the model {DEMO_SHAPE} (random weights)"):
-        from kintsugi.checkpoints.factory import cached_checkpoint
+        from kintsugi.models.factory import cached_checkpoint
 
         return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE)
 

@@ -111,4 +111,4 @@ class EngineInfo:
     blending: str
     """`on`, or why not: the gate's reason."""
     tokenizer: str = ""
-    """Hexadecimal, `client.checkpoint.tokenizer_digest`; empty: it does not matter."""
+    """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: it does not matter."""

@@ -1,4 +1,4 @@
-"""Whether an engine may blend, and what: the pure side of the gate. `engine.gate` reads reports for it."""
+"""Decide whether an engine may blend, and how. `engine.scheduler.gate` reads the reports for it."""
 
 from __future__ import annotations
 

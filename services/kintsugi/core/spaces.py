@@ -78,7 +78,7 @@ class ModelFingerprint:
 
     @staticmethod
     def of(parts: dict[str, str]) -> ModelFingerprint:
-        """From named facts: weights, architecture, rope, kv_dtype, tokenizer (see `client.checkpoint`)."""
+        """From named facts: weights, architecture, rope, kv_dtype, tokenizer (see `models.checkpoint`)."""
         hasher = blake3.blake3(f"kintsugi-model-{FORMAT_VERSION}".encode())
         for name in sorted(parts):
             for text in (name, parts[name]):

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from kintsugi.client.checkpoint import digest_weights
-from kintsugi.client.interface import ChunkStore
-from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.deploy import OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
@@ -39,9 +36,12 @@ from kintsugi.engine.load import Load, LoadStats
 from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_prompt, transfer_config
 from kintsugi.engine.sampling import checked_sampling
 from kintsugi.engine.watching import WatchedClient, Watcher, answered_in_full
+from kintsugi.models.checkpoint import digest_weights
+from kintsugi.store.client.registry import is_process_local, open_store
+from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:
-    from kintsugi.engine.gate import Gate
+    from kintsugi.engine.scheduler.gate import Gate
 
 UNABLE = frozenset(
     ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
@@ -97,7 +97,7 @@ class AsyncEngine:
         self, client: Any, spec: AsyncSpec, store: ChunkStore, gate: Gate, unsupported: str | None
     ) -> None:
         """Owns all of it."""
-        from kintsugi.engine.gate import prefix_of, tokenizer_of
+        from kintsugi.engine.scheduler.gate import prefix_of, tokenizer_of
 
         self.client = client
         """The `AsyncLLM`, for vLLM's own handling of OpenAI requests."""
@@ -139,8 +139,8 @@ class AsyncEngine:
             raise Unavailable(
                 f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]"
             ) from error
-        from kintsugi.engine.gate import binding_of, opened_gate
-        from kintsugi.engine.support import unsupported
+        from kintsugi.engine.scheduler.gate import binding_of, opened_gate
+        from kintsugi.engine.worker.support import unsupported
 
         try:
             vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(
@@ -166,7 +166,7 @@ class AsyncEngine:
     async def _warm_up(self) -> None:
         """Two prompts: the worker says with the first whether it can blend, the second is answered so. And
         vLLM's OpenAI handlers, which take seconds to import."""
-        from kintsugi.engine.openai import OpenAIFront
+        from kintsugi.engine.openai.handlers import OpenAIFront
 
         name, options = self._spec.name, self._spec.openai
         self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options, self.load)

@@ -22,20 +22,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kintsugi.client.registry import is_process_local, open_store
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.gate import binding_of, opened_gate, prefix_of
-from kintsugi.engine.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.orphan import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
-from kintsugi.engine.scheduler import SchedulerSide
-from kintsugi.engine.support import has_windows, unsupported
-from kintsugi.engine.worker import WorkerSide
-from kintsugi.fusor.controller import LoadingController
-from kintsugi.fusor.forecast import Engine
-from kintsugi.fusor.planner import FixedRatioPlanner, Planner
+from kintsugi.engine.scheduler.gate import binding_of, opened_gate, prefix_of
+from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
+from kintsugi.engine.scheduler.side import SchedulerSide
+from kintsugi.engine.worker.side import WorkerSide
+from kintsugi.engine.worker.support import has_windows, unsupported
+from kintsugi.fusor.control.controller import LoadingController
+from kintsugi.fusor.control.forecast import Engine
+from kintsugi.fusor.control.planner import FixedRatioPlanner, Planner
+from kintsugi.store.client.registry import is_process_local, open_store
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

@@ -27,7 +27,7 @@ from kintsugi.engine.plugin import CONNECTOR
 if TYPE_CHECKING:
     from vllm import TokensPrompt
 
-    from kintsugi.engine.scheduler import SchedulerSide
+    from kintsugi.engine.scheduler.side import SchedulerSide
 
 FORCED_KEY = "kintsugi_forced"
 FORCING = "kintsugi.engine.forcing:TeacherForcing"

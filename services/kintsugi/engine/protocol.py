@@ -11,7 +11,7 @@ from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.plan import BlendPlan, ChunkHit
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.fusor.estimates import Transfer
+from kintsugi.fusor.control.estimates import Transfer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ between two decode steps.
 
 Cost, in token-layers: the active tokens of every layer, plus, at each layer whose deviation filters,
 `projection_share` of every token that was active before (the question's too: its K and V are projected
-with the others'), plus the question's own pass. `fusor.cost` predicts it.
+with the others'), plus the question's own pass. `fusor.control.cost` predicts it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Region:
 
 @dataclass
 class Tally:
-    """What the pass has done so far; `engine.worker` turns it into the request's accounting."""
+    """What the pass has done so far; `engine.worker.side` turns it into the request's accounting."""
 
     token_layers: float = 0.0
     bytes_loaded: int = 0

@@ -10,7 +10,7 @@ stay. Sets only shrink with depth. There are three things to know of a token of 
   every candidate, which must have been computed at all layers below. So a selector that wants it of every
   token at layer c pays for c layers at full width.
 
-`fusor.cost` adds it all up from `ratio_at`, `signal_at` and `query_layers`.
+`fusor.control.cost` adds it all up from `ratio_at`, `signal_at` and `query_layers`.
 """
 
 from __future__ import annotations

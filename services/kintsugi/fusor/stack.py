@@ -1,6 +1,6 @@
 """What the fusor needs of a model: its decoder layers, one at a time, over chosen tokens.
 
-`engine.stack` implements this on vLLM's layers and paged cache; tests implement it on a plain model.
+`engine.worker.stack` implements this on vLLM's layers and paged cache; tests implement it on a plain model.
 """
 
 from __future__ import annotations

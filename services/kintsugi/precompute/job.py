@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kintsugi.client.chunking import Chunker
-from kintsugi.client.registry import open_store
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -29,15 +27,17 @@ from kintsugi.core.errors import (
     Unavailable,
 )
 from kintsugi.precompute.batches import Batch, Batches, Settled
-from kintsugi.precompute.files import Piece, listed
+from kintsugi.precompute.chunking import Chunker
 from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedDocument
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.readers import Failure, read
-from kintsugi.precompute.scan import ChunkTask, Scanned, scan
+from kintsugi.precompute.sources.files import Piece, listed
+from kintsugi.precompute.sources.readers import Failure, read
+from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.warm import delete_some_orphans, forget
 from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFactory, WorkerSpec, durable
+from kintsugi.store.client.registry import open_store
 
 QUEUED_BATCHES = 4
 """Batches per worker that wait on the driver, beside those that the workers have."""

@@ -24,11 +24,11 @@ from pathlib import Path
 import blake3
 import numpy as np
 
-from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.core.errors import NotFound
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.precompute.database import Database, locked
-from kintsugi.precompute.readers import Failure
+from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
+from kintsugi.precompute.sources.readers import Failure
 
 SCHEMA_VERSION = 1
 PAGE = 512

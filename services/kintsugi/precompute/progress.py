@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.schema import STRICT
-from kintsugi.precompute.readers import Failure
+from kintsugi.precompute.sources.readers import Failure
 
 
 class State(StrEnum):

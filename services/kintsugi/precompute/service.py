@@ -21,8 +21,6 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
-from kintsugi.client.status import ERROR_METADATA, error_name, status_of
-from kintsugi.client.tls import checked_listen
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.schema import load
 from kintsugi.precompute.manager import Entry, JobManager
@@ -30,6 +28,8 @@ from kintsugi.precompute.progress import State
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
+from kintsugi.store.protocol.status import ERROR_METADATA, error_name, status_of
+from kintsugi.store.protocol.tls import checked_listen
 
 SERVICE = "kintsugi.rpc.v1.Precompute"
 SPEC_BYTES_MAX = 1 << 20

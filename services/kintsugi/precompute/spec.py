@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kintsugi.client.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
-from kintsugi.client.chunking import ChunkingConfig
-from kintsugi.client.hub import is_hub_name
-from kintsugi.client.registry import is_process_local
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec, KVLayout, codec_named
 from kintsugi.core.schema import STRICT
 from kintsugi.core.sizing import engine_dtype, model_size, text_config
 from kintsugi.core.spaces import ChunkSpace, checked_namespace
-from kintsugi.precompute.files import Format
-from kintsugi.precompute.readers import Columns
+from kintsugi.models.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
+from kintsugi.models.hub import is_hub_name
+from kintsugi.precompute.chunking import ChunkingConfig
+from kintsugi.precompute.sources.files import Format
+from kintsugi.precompute.sources.readers import Columns
+from kintsugi.store.client.registry import is_process_local
 
 POSITIONS_UNKNOWN = 1 << 20
 """Where neither the engine nor the checkpoint bounds a prompt."""
@@ -128,7 +128,7 @@ class ModelFacts:
 
     @staticmethod
     def of(spec: JobSpec) -> ModelFacts:
-        """Cost of the first call: every weight file is read once (see `client.checkpoint`), unless the model
+        """Cost of the first call: every weight file is read once (see `models.checkpoint`), unless the model
         has a hub's name: then its small files are downloaded.
 
         Raises `NotFound`, `Corrupted` and `InvalidField` where the folder is no checkpoint, or chunks

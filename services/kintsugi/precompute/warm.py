@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kintsugi.client.blocking import BlockingStore
-from kintsugi.client.interface import ChunkStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.precompute.ledger import Edition, Ledger
+from kintsugi.store.client.blocking import BlockingStore
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkStore
 
 
 @dataclass(frozen=True)

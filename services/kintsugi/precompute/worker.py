@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kintsugi.client.interface import ChunkStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchor_of
 from kintsugi.precompute.ledger import PendingChunk
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkStore
 
 
 class NotStarted(Unavailable):
@@ -84,7 +84,7 @@ class EnginePrefiller(Prefiller):
         self._check_tokenizer()
 
     def _check_tokenizer(self) -> None:
-        from kintsugi.client.chunking import Chunker
+        from kintsugi.precompute.chunking import Chunker
 
         chunker = Chunker.of_model(self._spec.model)
         for text in _PROBES:

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kintsugi.checkpoints.passages import BUNDLED_QUESTIONS, bundled_passages
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding, CalibrationReport, Entry, Noise, Thresholds, described, shortfalls
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
+from kintsugi.models.passages import BUNDLED_QUESTIONS, bundled_passages
 from kintsugi.quality import grid
 from kintsugi.quality.measure import Bench, Scores, answer_tokens, measured, tokenised
 from kintsugi.quality.questions import Question, asked

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
-from kintsugi.fusor.cost import Workload, configuration_cost
+from kintsugi.fusor.control.cost import Workload, configuration_cost
 from kintsugi.fusor.selectors import make_selector
 from kintsugi.quality.measure import Case
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kintsugi.quality.drawing import figure_and_axes, prepare, save
 from kintsugi.quality.evaluate import FULL, REUSE, RateRow, Row
+from kintsugi.quality.figures import figure_and_axes, prepare, save
 from kintsugi.quality.metrics import Interval
 
 COLOURS = ("#b8860b", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b", "#6b6b6b", "#4b4bb3", "#a0a020")

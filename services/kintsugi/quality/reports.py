@@ -6,9 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from kintsugi.client.interface import ChunkStore
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, VersionMismatch
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport
+from kintsugi.store.protocol.interface import ChunkStore
 
 
 def publish(store: ChunkStore, report: CalibrationReport) -> None:

@@ -21,16 +21,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from kintsugi.client.interface import ChunkStore
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import Binding, CalibrationReport
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import metrics
-from kintsugi.quality.draw import EvenDraw, is_sampled
 from kintsugi.quality.drift import DriftDetector, Observation
 from kintsugi.quality.measure import TOP_LOGPROBS
 from kintsugi.quality.reports import published, trip
+from kintsugi.quality.sampling import EvenDraw, is_sampled
+from kintsugi.store.protocol.interface import ChunkStore
 
 logger = logging.getLogger(__name__)
 

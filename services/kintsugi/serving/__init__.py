@@ -1,1 +1,1 @@
-"""Serving on Ray Serve: gateway, engine replicas, routing, autoscaling."""
+"""Ray Serve: replicas of engines, gateways and shards, their directory, routing and autoscaling."""

@@ -53,11 +53,11 @@ class Calibrator:
         Raises `Unavailable` where the engine does not start, and `InvalidField` for questions that cannot be
         read.
         """
-        from kintsugi.client.registry import open_store
         from kintsugi.quality import reports
         from kintsugi.quality.session import EngineSpec as MeasuredSpec
         from kintsugi.quality.session import measuring_engine
         from kintsugi.serving.engine_replica import async_spec
+        from kintsugi.store.client.registry import open_store
 
         serving = async_spec(self._model, self._engines, self._store_url)
         connector = {name: value for name, value in serving.extra_config.items() if name in BOUND}
@@ -104,8 +104,8 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
     """Put the report that lies beside the checkpoint where engines look, if it speaks about them and none is
     there; whether it did. Raises `Corrupted` and `VersionMismatch` for a file that is no report of ours, and
     what a store raises."""
-    from kintsugi.client.registry import open_store
     from kintsugi.quality import reports
+    from kintsugi.store.client.registry import open_store
 
     file = Path(model.path) / REPORT_FILE
     if not file.is_file():

@@ -18,15 +18,15 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from kintsugi.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
-from kintsugi.client.grpc_store import options_of
-from kintsugi.client.tls import ServerTls, TlsFiles, checked_listen
 from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.ramp import share_at
 from kintsugi.core.schema import load
-from kintsugi.serving.addresses import is_wildcard, joined, tls_of
-from kintsugi.store.directory_service import DirectoryService
+from kintsugi.gateway.addresses import is_wildcard, joined, tls_of
+from kintsugi.serving.directory_service import DirectoryService
+from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
+from kintsugi.store.client.grpc_store import options_of
+from kintsugi.store.protocol.tls import ServerTls, TlsFiles, checked_listen
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from kintsugi.core.report import Binding
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
 from kintsugi.engine.load import LoadStats
-from kintsugi.serving.addresses import free_port, joined
+from kintsugi.gateway.addresses import free_port, joined
+from kintsugi.gateway.local_backend import LocalBackend
+from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
-from kintsugi.serving.local_backend import LocalBackend
-from kintsugi.serving.logs import write_json_lines
 from kintsugi.serving.shadowing import shadowing_of
 
 log = logging.getLogger(__name__)

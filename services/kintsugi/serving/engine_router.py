@@ -12,7 +12,6 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
-from kintsugi.client.directory import GrpcDirectory
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.exchange import EngineRequest, OpenAICall
 from kintsugi.serving.directory import parted, reachable
@@ -27,6 +26,7 @@ from kintsugi.serving.routing import (
     tokens_by_host,
     tokens_in,
 )
+from kintsugi.store.client.directory import GrpcDirectory
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ from typing import Any
 from kintsugi.core.deploy import GatewaySpec, ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
-from kintsugi.serving.backend import EngineBackend
+from kintsugi.gateway.backend import EngineBackend
+from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S, GatewayServer, served_files
+from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.fronts.openai_server import HttpServer
+from kintsugi.gateway.gateway import Gateway as Front
+from kintsugi.gateway.logs import write_json_lines
+from kintsugi.gateway.tracing import export_as_asked
 from kintsugi.serving.directory import reachable
-from kintsugi.serving.gateway import Gateway as Front
-from kintsugi.serving.grpc_server import STOP_GRACE_S, GatewayServer, served_files
-from kintsugi.serving.http import HttpFront
-from kintsugi.serving.logs import write_json_lines
-from kintsugi.serving.openai_server import HttpServer
 from kintsugi.serving.ray_backend import RayBackend
-from kintsugi.serving.tracing import export_as_asked
 
 log = logging.getLogger(__name__)
 

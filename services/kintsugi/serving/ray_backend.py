@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
-from kintsugi.serving.backend import EngineBackend
+from kintsugi.gateway.backend import EngineBackend
 
 T = TypeVar("T")
 

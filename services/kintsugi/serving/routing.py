@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kintsugi.client.directory import ShardMap
 from kintsugi.core.spaces import Span
+from kintsugi.store.client.directory import ShardMap
 
 BLOCK_TOKENS = 128
 """Prefixes are remembered in steps of so many tokens."""

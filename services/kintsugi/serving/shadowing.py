@@ -21,8 +21,8 @@ from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.engine.asynchronous import AsyncEngine
 from kintsugi.engine.local import Generation, Prompt
+from kintsugi.gateway.fill import FILL_PRIORITY
 from kintsugi.quality.shadow import Shadow, ShadowConfig, ShadowCounts
-from kintsugi.serving.fill import FILL_PRIORITY
 
 log = logging.getLogger(__name__)
 

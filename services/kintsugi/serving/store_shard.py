@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kintsugi.client.directory import SHARDS_MAX
 from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
-from kintsugi.serving.addresses import free_port, is_wildcard, joined, tls_of
+from kintsugi.gateway.addresses import free_port, is_wildcard, joined, tls_of
+from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.directory import Announcer, Configured
-from kintsugi.serving.logs import write_json_lines
-from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.server import ServerOptions, ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.directory import SHARDS_MAX
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
 
 log = logging.getLogger(__name__)
 

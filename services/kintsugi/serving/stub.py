@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kintsugi.client.interface import AsyncChunkStore
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
 from kintsugi.core.exchange import (
@@ -27,7 +26,8 @@ from kintsugi.core.exchange import (
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
-from kintsugi.serving.backend import EngineBackend
+from kintsugi.gateway.backend import EngineBackend
+from kintsugi.store.protocol.interface import AsyncChunkStore
 
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
 """Of what it stores: two bytes of zeros a token each for K and V."""

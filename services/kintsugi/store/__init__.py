@@ -1,1 +1,1 @@
-"""A shard of the chunk KV store: tiers, eviction, catalog and the gRPC server. No torch."""
+"""The chunk KV store: what clients and shards agree on, the clients, the shard. No torch."""

@@ -15,7 +15,7 @@ import yaml
 from kubernetes_validate import utils as kubernetes_schemas
 from scripts.chart_schema import HINT, generated
 
-from kintsugi.serving.access import TokenFile
+from kintsugi.gateway.access import TokenFile
 from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, from_manifest
 from kintsugi_operator.cluster import OWNED
 from kintsugi_operator.network import OPERATOR

@@ -22,8 +22,8 @@ import httpx
 import psutil
 import pytest
 
-from kintsugi.client.sdk import Client, ClientOptions
-from kintsugi.client.sdk_types import Sampling
+from kintsugi.sdk.client import Client, ClientOptions
+from kintsugi.sdk.types import Sampling
 from kintsugi_operator.api import BlendServiceSpec, from_manifest
 from kintsugi_operator.desired import desired
 from kintsugi_operator.objects import Owner

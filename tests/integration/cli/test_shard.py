@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cli.shard import local_shard
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.registry import open_store
+from kintsugi.cli.commands.shard import local_shard
 from kintsugi.core.errors import Unavailable
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.registry import open_store
 from tests.contracts.store_contract import make_chunk, read_all
 
 

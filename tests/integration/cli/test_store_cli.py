@@ -19,13 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from typer.testing import CliRunner
 
+from kintsugi.cli.commands.store import app
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.store import app
-from kintsugi.client import wire
-from kintsugi.client.grpc_store import GrpcStore
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ServerOptions, ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.protocol import wire
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
 
 runner = CliRunner()
@@ -155,7 +155,7 @@ def test_a_trace_is_simulated(tmp_path: Path) -> None:
 
 def test_a_served_shard_drains_on_sigterm_and_keeps_everything(tmp_path: Path) -> None:
     command = [
-        *(sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve"),
+        *(sys.executable, "-c", "from kintsugi.cli.commands.store import app; app()", "serve"),
         *("--data-dir", str(tmp_path / "data"), "--ram", "8MiB", "--ssd", f"{tmp_path / 'ssd'}:16MiB"),
         *("--listen", "127.0.0.1:0"),
     ]

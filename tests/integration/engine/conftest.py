@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.ram import RamStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
 
 NAMESPACE = "acme"
 PREFIX = [0]

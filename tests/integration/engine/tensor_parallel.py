@@ -16,13 +16,13 @@ os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
 # Two workers on one machine: without it vLLM finds fewer NUMA nodes than workers, and gives up.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
 
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

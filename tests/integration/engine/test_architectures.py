@@ -11,10 +11,10 @@ import random
 
 import pytest
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.checkpoints.shapes import TINY_SHAPES
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import (
     NAMESPACE,

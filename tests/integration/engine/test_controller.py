@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kintsugi.client.throttled import ThrottledStore
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.engine.timing import REFUSALS_PER_PROBE, TRIAL_FIRST
+from kintsugi.engine.scheduler.timing import REFUSALS_PER_PROBE, TRIAL_FIRST
+from kintsugi.store.client.throttled import ThrottledStore
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -45,7 +45,7 @@ def started(engine_slot: EngineSlot) -> LocalEngine:
 @pytest.fixture
 def engine(started: LocalEngine) -> Iterator[LocalEngine]:
     """With chunks stored and nothing learnt."""
-    from kintsugi.engine.timing import Timing
+    from kintsugi.engine.scheduler.timing import Timing
 
     started.save(PREFIX, CHUNKS, NAMESPACE)
     started._scheduler._timing = Timing()
@@ -137,7 +137,7 @@ def test_a_chunk_in_a_slow_place_is_computed_instead(
 ) -> None:
     """The planner is told so; the engine has to do it, and to say it."""
     from kintsugi.core.plan import BlendPlan
-    from kintsugi.fusor.controller import LoadingController
+    from kintsugi.fusor.control.controller import LoadingController
 
     def without_the_second(self: LoadingController, request: object) -> BlendPlan:
         hits = request.hits  # type: ignore[attr-defined]
@@ -157,8 +157,8 @@ def test_a_higher_ratio_than_the_minimum_needs_no_name_of_its_own(
     from dataclasses import replace
 
     from kintsugi.core.plan import BlendPlan
-    from kintsugi.fusor.controller import LoadingController
-    from kintsugi.fusor.planner import FixedRatioPlanner, PlanRequest
+    from kintsugi.fusor.control.controller import LoadingController
+    from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
     from tests.integration.engine.conftest import ask
 
     def raised(self: LoadingController, request: PlanRequest) -> BlendPlan:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kintsugi.checkpoints.shapes import TINY_SHAPES
-from kintsugi.engine import worker
 from kintsugi.engine.local import Generation
+from kintsugi.engine.worker import side as worker
+from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Supports
 from tests.integration.engine.conftest import (
     NAMESPACE,

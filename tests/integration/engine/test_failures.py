@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from kintsugi.client.breaker import FAILURES_MAX, CircuitBreaker
-from kintsugi.client.interface import ChunkLost, LayerFrame
-from kintsugi.client.ram import RamStore
 from kintsugi.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.engine import worker
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.engine.stack import VllmStack
+from kintsugi.engine.worker import side as worker
+from kintsugi.engine.worker.stack import VllmStack
+from kintsugi.store.client.breaker import FAILURES_MAX, CircuitBreaker
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from kintsugi.client.ram import RamStore
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Entry, Noise, Thresholds
 from kintsugi.core.request import SelectorName
-from kintsugi.engine.gate import StoreReports
 from kintsugi.engine.local import LocalEngine
+from kintsugi.engine.scheduler.gate import StoreReports
 from kintsugi.quality import reports
+from kintsugi.store.client.ram import RamStore
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

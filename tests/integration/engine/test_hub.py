@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.checkpoint import checkpoint_folder, model_fingerprint
 from kintsugi.engine.local import LocalEngine
+from kintsugi.models.checkpoint import checkpoint_folder, model_fingerprint
+from kintsugi.models.factory import cached_checkpoint
 from tests.fakes.hub import COMMIT, FakeHub, point_library, serving
 from tests.integration.engine.conftest import PATIENT, UNCALIBRATED, EngineSlot
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.ram import RamStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Noise, Thresholds, family
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.models.factory import cached_checkpoint
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate
 from kintsugi.quality.evaluate import Axes, evaluate, rate_rows
@@ -22,6 +20,8 @@ from kintsugi.quality.measure import NAMESPACE, Bench, measured, tokenised
 from kintsugi.quality.questions import Question
 from kintsugi.quality.session import EngineSpec, measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
 from tests.integration.engine.conftest import EngineSlot
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.engine.local import LocalEngine
+from kintsugi.models.factory import cached_checkpoint
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import UNCALIBRATED, EngineSlot
 from tests.integration.engine.test_architectures import assert_exact, saved

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kintsugi.core.errors import SelfTestFailed
-from kintsugi.engine import selftest
 from kintsugi.engine.local import LocalEngine
-from kintsugi.engine.model import Model
+from kintsugi.engine.worker import selftest
+from kintsugi.engine.worker.model import Model
 from kintsugi.fusor import loader
 from kintsugi.fusor.rope import Rotary
 from tests.integration.engine.conftest import EngineSlot

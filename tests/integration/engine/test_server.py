@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.engine.local import save_prompt, transfer_config
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.integration.engine.conftest import NAMESPACE, PREFIX, UNCALIBRATED, EngineSlot, chunks_of, rag
 
 pytestmark = pytest.mark.engine

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.checkpoints.shapes import TINY_SHAPES
 from kintsugi.core.request import SelectorName
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import PREFIX, chunks_of, rag
 from tests.integration.engine.tensor_parallel import ATTENDING, QUERY_LAYERS, SIZES

@@ -13,19 +13,19 @@ import pytest
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.checkpoints.passages import bundled_passages
-from kintsugi.client.chunking import ChunkingConfig
-from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.passages import bundled_passages
+from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import StubPrefiller
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 PASSAGE_CHARS_MIN = 200
 """Of a paragraph; shorter ones are titles."""

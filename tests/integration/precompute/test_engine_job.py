@@ -5,17 +5,17 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from kintsugi.client.admin import ShardAdmin
-from kintsugi.client.chunking import Chunker
-from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.engine.local import LocalEngine, Prompt, save_prompt
-from kintsugi.precompute.files import listed
+from kintsugi.precompute.chunking import Chunker
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.progress import Progress
-from kintsugi.precompute.readers import Document, read
+from kintsugi.precompute.sources.files import listed
+from kintsugi.precompute.sources.readers import Document, read
+from kintsugi.store.client.admin import ShardAdmin
+from kintsugi.store.client.grpc_store import GrpcStore
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]

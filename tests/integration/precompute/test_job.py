@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.client.admin import ShardAdmin
-from kintsugi.client.chunking import Chunker, ChunkingConfig
-from kintsugi.client.documents import DocumentRef
-from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute import job as job_module
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
+from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.manager import survey
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.warm import pin, retire
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.admin import ShardAdmin
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,19 +13,19 @@ import pytest
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.ram import RamStore
-from kintsugi.client.registry import open_store
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
+from kintsugi.models.factory import cached_checkpoint
 from kintsugi.precompute import job as job_module
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.warm import retire
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
 
 CHUNKS = 12

@@ -18,9 +18,9 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.errors import InvalidField
+from kintsugi.models.factory import cached_checkpoint
 from kintsugi.precompute.manager import JobManager
 from kintsugi.precompute.service import serve
 from kintsugi.precompute.worker import StubPrefiller
@@ -130,7 +130,7 @@ def test_beyond_loopback_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_line(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kintsugi.cli import precompute as command
+    from kintsugi.cli.commands import precompute as command
     from kintsugi.cli.main import app
 
     monkeypatch.setattr(command, "Job", partial(command.Job, factory=partial(StubPrefiller)))
@@ -168,7 +168,7 @@ def test_the_command_line(bench: Bench, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_served_service_stops_on_sigterm(tmp_path: Path) -> None:
     command = [
-        *(sys.executable, "-c", "from kintsugi.cli.precompute import app; app()", "serve"),
+        *(sys.executable, "-c", "from kintsugi.cli.commands.precompute import app; app()", "serve"),
         *("--listen", "127.0.0.1:0", "--state", str(tmp_path)),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("starlette", reason="install the extra `serving`")
 
-from kintsugi.checkpoints.factory import cached_checkpoint
 from kintsugi.core.deploy import (
     ENGINE_DEPLOYMENT,
     SERVICE_APP,
@@ -25,7 +24,8 @@ from kintsugi.core.deploy import (
     StoreSpec,
     directory_url,
 )
-from kintsugi.serving.addresses import free_port
+from kintsugi.gateway.addresses import free_port
+from kintsugi.models.factory import cached_checkpoint
 from kintsugi.serving.service import Service
 from tests.integration.engine.conftest import PATIENT
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
-from kintsugi.client.chunking import Chunker
-from kintsugi.client.in_process import InProcessStore
-from kintsugi.client.interface import AsyncChunkStore
-from kintsugi.client.ram import RamStore
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.serving.gateway import Gateway
-from kintsugi.serving.grpc_server import GatewayServer
+from kintsugi.gateway.fronts.grpc_server import GatewayServer
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.precompute.chunking import Chunker
 from kintsugi.serving.stub import StubBackend, StubDelays
+from kintsugi.store.client.in_process import InProcessStore
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import AsyncChunkStore
 
 Result = TypeVar("Result")
 
@@ -121,7 +121,7 @@ def running(setup: Setup | None = None) -> Iterator[Running]:
 
 def token_file(folder: Path, *grants: tuple[str, tuple[str, ...]]) -> tuple[Path, dict[str, str]]:
     """A file with tokens for names and their namespaces, and the tokens."""
-    from kintsugi.serving.access import add_grant, new_token
+    from kintsugi.gateway.access import add_grant, new_token
 
     path, tokens = folder / "tokens.json", {}
     for name, namespaces in grants:

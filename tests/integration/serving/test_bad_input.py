@@ -14,8 +14,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kintsugi.client.sdk import Client, ClientOptions
-from kintsugi.client.status import ERROR_METADATA
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import (
     DeadlineExceeded,
@@ -25,11 +23,13 @@ from kintsugi.core.errors import (
     Unauthenticated,
 )
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.gateway.access import TokenFile
+from kintsugi.gateway.fronts.grpc_server import GatewayServer
+from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.serving.access import TokenFile
-from kintsugi.serving.gateway import GatewayLimits
-from kintsugi.serving.grpc_server import GatewayServer
+from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.serving.stub import StubDelays
+from kintsugi.store.protocol.status import ERROR_METADATA
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 
 NAMESPACE = "tenant"

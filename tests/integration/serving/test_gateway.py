@@ -19,27 +19,27 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
-from kintsugi.client.checkpoint import tokenizer_digest
-from kintsugi.client.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
-from kintsugi.client.sdk import Client, ClientOptions
-from kintsugi.client.sdk_types import DocumentChunk, Plain, Sampling
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
+from kintsugi.gateway import gateway as gateway_module
+from kintsugi.gateway.access import ANYONE, TokenFile
+from kintsugi.gateway.fill import FillConfig
+from kintsugi.gateway.fronts import grpc_server
+from kintsugi.gateway.fronts.grpc_server import GatewayServer, served_files
+from kintsugi.gateway.gateway import Gateway, GatewayLimits
+from kintsugi.gateway.saves import Saver
+from kintsugi.gateway.texts.segments import Segment
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.checkpoint import tokenizer_digest
+from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
-from kintsugi.serving import gateway as gateway_module
-from kintsugi.serving import grpc_server
-from kintsugi.serving.access import ANYONE, TokenFile
-from kintsugi.serving.fill import FillConfig
-from kintsugi.serving.gateway import Gateway, GatewayLimits
-from kintsugi.serving.grpc_server import GatewayServer, served_files
-from kintsugi.serving.saves import Saver
-from kintsugi.serving.segments import Segment
+from kintsugi.sdk.client import Client, ClientOptions
+from kintsugi.sdk.types import DocumentChunk, Plain, Sampling
 from kintsugi.serving.stub import StubBackend, StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 
@@ -369,7 +369,7 @@ def test_strangers_hold_no_place(tmp_path: Path) -> None:
 SERVED = """
 import resource, sys
 from pathlib import Path
-from kintsugi.serving.access import TokenFile
+from kintsugi.gateway.access import TokenFile
 from tests.integration.serving.gateways import Setup, running
 with running(Setup(gateway={"access": TokenFile(Path(sys.argv[1]))})) as gateway:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

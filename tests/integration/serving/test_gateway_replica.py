@@ -15,8 +15,6 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
-from kintsugi.client.sdk import Client
 from kintsugi.core.deploy import (
     GATEWAY_DEPLOYMENT,
     EngineSpec,
@@ -28,10 +26,12 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import COMPLETIONS_PATH
+from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
+from kintsugi.gateway.texts.segments import LONG_CHARS
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.sdk.client import Client
 from kintsugi.serving import gateway_replica
 from kintsugi.serving.gateway_replica import OpenGateway
-from kintsugi.serving.grpc_server import STOP_GRACE_S
-from kintsugi.serving.segments import LONG_CHARS
 from kintsugi.serving.stub import StubBackend, StubDelays
 from tests.integration.serving.gateways import own_logging
 

@@ -16,8 +16,6 @@ import grpc
 import pytest
 
 import kintsugi
-from kintsugi.client.sdk import SERVICE, AsyncClient, Client, ClientOptions
-from kintsugi.client.sdk_types import Answer, Delta, Key, Plain, Tokens
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -27,6 +25,8 @@ from kintsugi.core.errors import (
     UnknownField,
 )
 from kintsugi.rpc.v1 import gateway_pb2 as pb
+from kintsugi.sdk.client import SERVICE, AsyncClient, Client, ClientOptions
+from kintsugi.sdk.types import Answer, Delta, Key, Plain, Tokens
 from tests.integration.serving.gateways import Running, Setup, running
 
 PASSAGES = ["First passage, of a handful of words.", "Second passage, of some other words."]

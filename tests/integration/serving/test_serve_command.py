@@ -19,11 +19,11 @@ import pytest
 
 pytest.importorskip("starlette", reason="install the extra `serving`")
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.sdk import Client
-from kintsugi.client.sdk_types import Sampling
-from kintsugi.serving.addresses import free_port
+from kintsugi.gateway.addresses import free_port
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.sdk.client import Client
+from kintsugi.sdk.types import Sampling
 from tests.integration.engine.conftest import PATIENT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from kintsugi.client.directory import GrpcDirectory, ShardMap
-from kintsugi.client.sdk import Client
-from kintsugi.client.sdk_types import Sampling
 from kintsugi.core.deploy import ENGINE_DEPLOYMENT, GATEWAY_DEPLOYMENT, SHARD_DEPLOYMENT
 from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.sdk.client import Client
+from kintsugi.sdk.types import Sampling
 from kintsugi.serving.directory import ACTOR_NAME, LEASE_S, RAY_NAMESPACE
 from kintsugi.serving.ray_backend import RayBackend
+from kintsugi.store.client.directory import GrpcDirectory, ShardMap
 from tests.contracts.backend_contract import BackendContract, Engines
 from tests.integration.serving.conftest import Deployed, eventually
 

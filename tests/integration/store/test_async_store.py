@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kintsugi.client import blocking
-from kintsugi.client.blocking import BlockingStore
-from kintsugi.client.calls import AsyncCalls, finished
-from kintsugi.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.client.grpc_store import AsyncGrpcStore, GrpcOptions
-from kintsugi.client.interface import AsyncChunkStore, LayerFrame
-from kintsugi.client.sharded import AsyncShardedStore
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client import blocking
+from kintsugi.store.client.blocking import BlockingStore
+from kintsugi.store.client.calls import AsyncCalls, finished
+from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.grpc_store import AsyncGrpcStore, GrpcOptions
+from kintsugi.store.client.sharded import AsyncShardedStore
+from kintsugi.store.protocol.interface import AsyncChunkStore, LayerFrame
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import StoreContract, make_chunk
 
 T = TypeVar("T")

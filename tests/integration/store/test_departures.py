@@ -13,15 +13,15 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kintsugi.client import wire
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ServerOptions, ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.protocol import wire
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
 
 MIB = 1 << 20

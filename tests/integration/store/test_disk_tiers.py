@@ -16,24 +16,24 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.interface import ChunkLost, ChunkStore
-from kintsugi.client.registry import open_store
-from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.admission import ShardConfig
-from kintsugi.store.disk_tier import READ_BYTES_PER_S_ASSUMED
-from kintsugi.store.entry import Residence
-from kintsugi.store.keeper import Keeper
-from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.put import PutOptions
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.reading import Reading
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.client.sharded import ShardedStore
+from kintsugi.store.protocol.interface import ChunkLost, ChunkStore
+from kintsugi.store.shard.admission import ShardConfig
+from kintsugi.store.shard.entry import Residence
+from kintsugi.store.shard.keeper import Keeper
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.reading import Reading
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.disk_tier import READ_BYTES_PER_S_ASSUMED
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
 
 MIB = 1 << 20
@@ -540,7 +540,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from tests.integration.store.test_disk_tiers import many, put, spec
-from kintsugi.store.opening import open_shard
+from kintsugi.store.shard.opening import open_shard
 shard = open_shard(spec(Path(sys.argv[1])))
 for manifest, frames in many(1000):
     put(shard, manifest, frames)

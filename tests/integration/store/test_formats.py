@@ -21,8 +21,8 @@ from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.serving.store_shard import claimed
-from kintsugi.store.catalog import _decoded, _encoded
-from kintsugi.store.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.tiers.catalog import _decoded, _encoded
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec
 
 OTHER = FORMAT_VERSION + 1
@@ -30,8 +30,8 @@ OTHER = FORMAT_VERSION + 1
 
 def become(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     """Write and read chunks of this format from now on."""
-    monkeypatch.setattr("kintsugi.client.wire.FORMAT_VERSION", version)
-    monkeypatch.setattr("kintsugi.store.catalog.FORMAT_VERSION", version)
+    monkeypatch.setattr("kintsugi.store.protocol.wire.FORMAT_VERSION", version)
+    monkeypatch.setattr("kintsugi.store.shard.tiers.catalog.FORMAT_VERSION", version)
 
 
 def filled(shard_spec: ShardSpec, first: int = 0, stop: int = 5) -> list[ChunkKey]:
@@ -146,7 +146,7 @@ def test_serve_ends_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     filled(spec(tmp_path))
     ended = subprocess.run(
         [
-            *(sys.executable, "-c", "from kintsugi.cli.store import app; app()", "serve"),
+            *(sys.executable, "-c", "from kintsugi.cli.commands.store import app; app()", "serve"),
             *("--data-dir", str(tmp_path / "data"), "--ram", "2MiB", "--ssd", f"{tmp_path / 'disk0'}:16MiB"),
             *("--listen", "127.0.0.1:0"),
         ],

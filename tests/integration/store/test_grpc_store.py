@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from kintsugi.client import wire
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
-from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import StoreContract, make_chunk, read_all
 
 

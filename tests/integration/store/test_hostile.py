@@ -11,16 +11,16 @@ from contextlib import ExitStack, closing
 import grpc
 import pytest
 
-from kintsugi.client import wire
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.status import ERROR_METADATA
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store import service as service_module
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ServerOptions, ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.status import ERROR_METADATA
+from kintsugi.store.shard import service as service_module
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk, read_all
 
 CONNECTIONS = 1000

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import FORMAT_VERSION
-from kintsugi.store.opening import open_shard
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.shard.opening import open_shard
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
 from tests.contracts.store_contract import read_all
 from tests.integration.store.recorded_folder import (
     FINGERPRINT,

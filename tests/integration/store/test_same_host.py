@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from kintsugi.client.arena import ArenaMap
-from kintsugi.client.grpc_store import GrpcStore
-from kintsugi.client.interface import ChunkLost, ChunkStore, LayerFrame
-from kintsugi.client.registry import open_store
-from kintsugi.client.same_host import Lease, LeasedFrame
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store import service as service_module
-from kintsugi.store.arena import LEASES_MAX
-from kintsugi.store.local import ArenaDoor
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ServerOptions, ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.arena import ArenaMap
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.client.same_host import Lease, LeasedFrame
+from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
+from kintsugi.store.shard import service as service_module
+from kintsugi.store.shard.local import ArenaDoor
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.arena import LEASES_MAX
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import StoreContract, make_chunk, read_all
 
 

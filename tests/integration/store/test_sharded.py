@@ -9,21 +9,21 @@ from dataclasses import replace
 
 import pytest
 
-from kintsugi.client.breaker import FAILURES_MAX
-from kintsugi.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
-from kintsugi.client.grpc_store import GrpcOptions
-from kintsugi.client.interface import ChunkLost, LayerFrame
-from kintsugi.client.registry import open_store
-from kintsugi.client.sharded import ShardedStore
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store import reports as reports_module
-from kintsugi.store import service as service_module
-from kintsugi.store.directory_service import DirectoryService
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ServerOptions, ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.serving.directory_service import DirectoryService
+from kintsugi.store.client.breaker import FAILURES_MAX
+from kintsugi.store.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.grpc_store import GrpcOptions
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.client.sharded import ShardedStore
+from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
+from kintsugi.store.shard import reports as reports_module
+from kintsugi.store.shard import service as service_module
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, make_report, read_all
 
 

@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kintsugi.client import tls as tls_module
-from kintsugi.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.client.tls import TlsFiles, checked_listen, is_loopback
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ServerOptions, ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.protocol import tls as tls_module
+from kintsugi.store.protocol.tls import TlsFiles, checked_listen, is_loopback
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 Key = ec.EllipticCurvePrivateKey
 

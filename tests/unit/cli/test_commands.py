@@ -12,14 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from kintsugi import __version__
-from kintsugi.checkpoints.bundled import BUNDLED_REPORT, Showcase
-from kintsugi.cli import demo, doctor, generate, session
-from kintsugi.cli.doctor import Check, Verdict
+from kintsugi.cli import session
+from kintsugi.cli.commands import demo, doctor, generate
+from kintsugi.cli.commands.doctor import Check, Verdict
 from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
 from kintsugi.cli.rag import build_prompt
 from kintsugi.cli.session import Model, Session, Trust
 from kintsugi.core import errors
+from kintsugi.models.bundled import BUNDLED_REPORT, Showcase
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
 from tests.unit.core.test_report import entry, report
 

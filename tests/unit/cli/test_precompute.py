@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
-from kintsugi.cli import precompute as command
+from kintsugi.cli.commands import precompute as command
 from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.readers import Failure
+from kintsugi.precompute.sources.readers import Failure
 
 
 class StubJob:

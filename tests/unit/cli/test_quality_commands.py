@@ -12,13 +12,14 @@ import pytest
 from examples import offline_longbench
 from typer.testing import CliRunner
 
-from kintsugi.cli import calibrate, evaluate
+from kintsugi.cli.commands import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.request import SelectorName
-from kintsugi.quality import drawing, reports
+from kintsugi.quality import figures as drawing
+from kintsugi.quality import reports
 from kintsugi.quality.session import EngineSpec, prefix_of_file
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer

@@ -10,16 +10,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
-from kintsugi.cli import serve as command
+from kintsugi.cli.commands import serve as command
+from kintsugi.cli.commands.serve import Events, Task, Watch, described, read_yaml, specified
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.serve import Events, Task, Watch, described, read_yaml, specified
 from kintsugi.core.deploy import EngineSpec, GatewaySpec, ModelSpec, Scale, ServiceSpec, TierSpec
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.serving.access import add_grant, new_token
+from kintsugi.gateway.access import add_grant, new_token
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving.service import Progress
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
+from kintsugi.cli.commands.size import parsed_count, parsed_speed
 from kintsugi.cli.main import app
-from kintsugi.cli.size import parsed_count, parsed_speed
 from kintsugi.core.errors import InvalidField
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 
 RUNNER = CliRunner()
 

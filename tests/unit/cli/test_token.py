@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.core.errors import Unauthenticated
-from kintsugi.serving.access import Caller, TokenFile
+from kintsugi.gateway.access import Caller, TokenFile
 
 RUNNER = CliRunner()
 

@@ -8,7 +8,6 @@ import json
 
 import pytest
 
-from kintsugi.checkpoints.bundled import BUNDLED_REPORT
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import (
@@ -25,6 +24,7 @@ from kintsugi.core.report import (
 )
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ModelFingerprint
+from kintsugi.models.bundled import BUNDLED_REPORT
 
 FINGERPRINT = ModelFingerprint.of({"weights": "report"})
 BINDING = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0")

@@ -16,7 +16,7 @@ from kintsugi.engine.config import EngineConfig
 
 def test_every_option_is_read_by_the_engine() -> None:
     """An option that nobody reads would be accepted and do nothing."""
-    sources = Path(config.__file__).parent.glob("*.py")
+    sources = Path(config.__file__).parent.rglob("*.py")
     nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {field.name for field in dataclasses.fields(EngineConfig)} <= read

@@ -15,7 +15,7 @@ from torch import Tensor
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.blend import BlendPass, Region
-from kintsugi.fusor.cost import Workload, token_layers
+from kintsugi.fusor.control.cost import Workload, token_layers
 from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, Status
 from tests.fakes.toy_chunks import Gate, ToyPrompt

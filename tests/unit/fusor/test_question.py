@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kintsugi.core.request import SelectorName
+from kintsugi.fusor.control.planner import hits_beyond
 from kintsugi.fusor.loader import LoadedLayer
-from kintsugi.fusor.planner import hits_beyond
 from kintsugi.fusor.question import WEIGHTS_MAX, QuestionPass, attention_mass
 from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, Status

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from kintsugi.serving.access import checked_exposure
+from kintsugi.gateway.access import checked_exposure
 from kintsugi_operator.api import BlendServiceSpec
 from kintsugi_operator.deployed import Revision, service_spec
 from kintsugi_operator.desired import desired

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kintsugi.checkpoints.factory import make_checkpoint
-from kintsugi.checkpoints.shapes import TINY_SHAPES
+from kintsugi.models.factory import make_checkpoint
+from kintsugi.models.shapes import TINY_SHAPES
 from tests.oracle import Oracle, fresh_positions, measured_layers
 
 PREFIX, CHUNK, QUESTION = 3, 230, 9

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
-from kintsugi.client.documents import DocumentRef
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
+from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
-from kintsugi.precompute.readers import Failure
+from kintsugi.precompute.sources.readers import Failure
 from kintsugi.precompute.warm import pin
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme")

@@ -18,7 +18,7 @@ from kintsugi.precompute import manager as manager_module
 from kintsugi.precompute.journal import Journal
 from kintsugi.precompute.manager import Entry, JobManager
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.readers import Failure
+from kintsugi.precompute.sources.readers import Failure
 from kintsugi.precompute.spec import JobSpec
 
 

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
-from kintsugi.checkpoints.factory import cached_checkpoint
-from kintsugi.client.checkpoint import model_fingerprint
-from kintsugi.client.chunking import Chunker, ChunkingConfig
 from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
+from kintsugi.models.checkpoint import model_fingerprint
+from kintsugi.models.factory import cached_checkpoint
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.service import spec_of
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import durable

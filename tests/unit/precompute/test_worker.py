@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
-from kintsugi.client.registry import open_store
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute.ledger import packed
 from kintsugi.precompute.worker import FILLED, PRESENT, NotStarted, StubPrefiller, Worker, WorkerSpec
+from kintsugi.store.client.registry import open_store
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme")
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")

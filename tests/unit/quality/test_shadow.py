@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kintsugi.client.ram import RamStore
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.gate import decide
 from kintsugi.core.plan import Selection
@@ -20,6 +19,7 @@ from kintsugi.engine.local import Prompt
 from kintsugi.quality.drift import DriftDetector, Observation
 from kintsugi.quality.reports import publish, published, trip
 from kintsugi.quality.shadow import Shadow, ShadowConfig, compared
+from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING, QUIET, entry
 from tests.unit.quality.fakes import FakeEngine, answer
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_REPORT
-from kintsugi.client.registry import open_store
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.errors import Corrupted
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_REPORT
 from kintsugi.quality import reports
 from kintsugi.serving.calibration import publish_shipped, questions_file
+from kintsugi.store.client.registry import open_store
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kintsugi.client.directory import ShardAddress
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.serving import directory
 from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Announcer, Configured, Membership
+from kintsugi.store.client.directory import ShardAddress
 
 
 class Clock:

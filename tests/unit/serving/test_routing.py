@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.client.directory import ShardAddress, ShardMap
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.serving.routing import (
     BLOCK_TOKENS,
@@ -24,6 +23,7 @@ from kintsugi.serving.routing import (
     tokens_by_host,
     tokens_in,
 )
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 
 COSTS = RouteCosts()
 PROMPT = tuple(range(1000))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kintsugi.client.ram import RamStore
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality.shadow import ShadowConfig
 from kintsugi.serving import shadowing
 from kintsugi.serving.shadowing import Shadowing
+from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import answer
 

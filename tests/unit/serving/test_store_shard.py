@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.client.grpc_store import GrpcStore
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import InvalidField
 from kintsugi.serving.store_shard import claimed, serve_shard
+from kintsugi.store.client.grpc_store import GrpcStore
 
 MIB = 1 / 1024
 

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kintsugi.client.in_process import InProcessStore
-from kintsugi.client.ram import RamStore
 from kintsugi.core.errors import Unavailable
 from kintsugi.serving.stub import StubBackend, StubDelays
+from kintsugi.store.client.in_process import InProcessStore
+from kintsugi.store.client.ram import RamStore
 from tests.contracts.backend_contract import BackendContract, Engines
 
 Result = TypeVar("Result")

@@ -16,12 +16,12 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from kintsugi.client import registry
-from kintsugi.client.grpc_store import _Query as StoreUrlQuery
 from kintsugi.core import deploy
 from kintsugi.engine.local import FORCING, transfer_config
+from kintsugi.gateway.access import _File as TokensFile
 from kintsugi.precompute.spec import JobSpec
-from kintsugi.serving.access import _File as TokensFile
+from kintsugi.store.client import registry
+from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
 from tests.unit.surface.python_api import fields_of
 
 REPOSITORY = Path(__file__).parents[3]

@@ -14,13 +14,13 @@ from unittest.mock import MagicMock, Mock
 
 from prometheus_client import CollectorRegistry
 
-from kintsugi.client.in_process import InProcessStore
-from kintsugi.client.ram import RamStore
+from kintsugi.gateway.fill import FillConfig
+from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.shadow import ShadowCounts
-from kintsugi.serving.fill import FillConfig
-from kintsugi.serving.gateway import Gateway
-from kintsugi.serving.http import HttpFront
-from kintsugi.store.metrics import ShardMetrics
+from kintsugi.store.client.in_process import InProcessStore
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi_operator.pulse import Pulse
 
 REPOSITORY = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ for depth in range(len(parts)):
 metrics = sys.modules[".".join(parts)]
 metrics.KVConnectorPromMetrics = metrics.KVConnectorStats = Base
 
-from kintsugi.engine.metrics import BlendPromMetrics
+from kintsugi.engine.scheduler.metrics import BlendPromMetrics
 
 found = {}
 

@@ -17,19 +17,19 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 import kintsugi.rpc
-from kintsugi.client.directory import DIRECTORY_SERVICE
-from kintsugi.client.sdk import SERVICE as GATEWAY_SERVICE
-from kintsugi.client.status import ERROR_METADATA
-from kintsugi.client.wire import PROTOCOL_METADATA, PROTOCOL_VERSION
-from kintsugi.client.wire import SERVICE as STORE_SERVICE
 from kintsugi.core.accounting import Accounting, LayerTiming, Outcome
 from kintsugi.core.request import PARAMS_KEY, PARAMS_VERSION, Op, SelectorName
 from kintsugi.core.request import _Wire as RequestForm
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.local import FORCED_KEY
-from kintsugi.serving.access import OpenAccess
-from kintsugi.serving.http import NAMESPACE_HEADER, HttpFront
-from kintsugi.serving.openai_request import DOCUMENT_TEXT_KEYS
+from kintsugi.gateway.access import OpenAccess
+from kintsugi.gateway.fronts.http import NAMESPACE_HEADER, HttpFront
+from kintsugi.gateway.fronts.openai_request import DOCUMENT_TEXT_KEYS
+from kintsugi.sdk.client import SERVICE as GATEWAY_SERVICE
+from kintsugi.store.client.directory import DIRECTORY_SERVICE
+from kintsugi.store.protocol.status import ERROR_METADATA
+from kintsugi.store.protocol.wire import PROTOCOL_METADATA, PROTOCOL_VERSION
+from kintsugi.store.protocol.wire import SERVICE as STORE_SERVICE
 from kintsugi_operator.pulse import Pulse
 from tests.unit.surface.python_api import fields_of
 

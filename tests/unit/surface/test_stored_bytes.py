@@ -16,20 +16,20 @@ import lmdb
 import pytest
 import torch
 
-from kintsugi.client import wire
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding, CalibrationReport, Entry, Noise, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
 from kintsugi.fusor.codecs import decode_frame, encode_frame
+from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.ledger import PendingChunk, packed
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.rpc.v1 import store_pb2
-from kintsugi.serving.known_chunks import KnownChunks
-from kintsugi.store import uses
-from kintsugi.store.catalog import Catalog
-from kintsugi.store.home import Home
-from kintsugi.store.reports import Reports
+from kintsugi.store.protocol import wire
+from kintsugi.store.shard.reports import Reports
+from kintsugi.store.shard.tiers import uses
+from kintsugi.store.shard.tiers.catalog import Catalog
+from kintsugi.store.shard.tiers.home import Home
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "abc"}), "acme")
 TOKENS = list(range(40))

@@ -12,25 +12,25 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
-from kintsugi.client.chunking import Chunker, ChunkingConfig
-from kintsugi.client.registry import open_store
 from kintsugi.core.deploy import GatewaySpec, OpenAISpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
+from kintsugi.gateway.access import ANYONE
+from kintsugi.gateway.fronts.grpc_server import GatewayServer
+from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.fronts.openai_answer import accounting_in
+from kintsugi.gateway.fronts.openai_server import HttpServer
+from kintsugi.gateway.gateway import Gateway, PutState
+from kintsugi.gateway.local_backend import LocalBackend
+from kintsugi.gateway.texts.segments import Segment
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
+from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.quality import reports
-from kintsugi.serving.access import ANYONE
-from kintsugi.serving.gateway import Gateway, PutState
-from kintsugi.serving.grpc_server import GatewayServer
-from kintsugi.serving.http import HttpFront
-from kintsugi.serving.local_backend import LocalBackend
-from kintsugi.serving.openai_answer import accounting_in
-from kintsugi.serving.openai_server import HttpServer
-from kintsugi.serving.segments import Segment
-from kintsugi.store.ram_tier import RamTier
-from kintsugi.store.server import ShardServer
-from kintsugi.store.shard import Shard
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.integration.engine.conftest import PATIENT, EngineSlot
 
 T = TypeVar("T")

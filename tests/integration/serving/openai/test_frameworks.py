@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT, showcase
-from kintsugi.client.chunking import Chunker
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, showcase
+from kintsugi.precompute.chunking import Chunker
 from tests.conftest import Figure
 from tests.integration.serving.openai.conftest import CHUNKING, Served
 

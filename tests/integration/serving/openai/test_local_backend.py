@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from kintsugi.checkpoints.bundled import BUNDLED_CHECKPOINT
-from kintsugi.client.checkpoint import tokenizer_digest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineRequest
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.engine.asynchronous import BIND, UNIPROC, AsyncSpec, arguments_for
-from kintsugi.serving.local_backend import LocalBackend
+from kintsugi.gateway.local_backend import LocalBackend
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.checkpoint import tokenizer_digest
 from tests.contracts.backend_contract import BackendContract, Engines
 from tests.integration.serving.openai.conftest import Served
 

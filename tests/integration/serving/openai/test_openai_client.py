@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from kintsugi.checkpoints.bundled import showcase
+from kintsugi.models.bundled import showcase
 from tests.integration.serving.openai.conftest import Served
 
 pytestmark = pytest.mark.engine

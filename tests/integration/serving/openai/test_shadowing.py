@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kintsugi.checkpoints.bundled import showcase
-from kintsugi.client.interface import ChunkStore, LayerFrame
-from kintsugi.client.registry import open_store
 from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.models.bundled import showcase
 from kintsugi.serving.shadowing import Shadowing, shadowing_of
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkStore, LayerFrame
 from tests.integration.serving.openai.conftest import Served, publish_report
 
 pytestmark = pytest.mark.engine

@@ -1,0 +1,1 @@
+"""The load generator behind `kintsugi bench serve`: profiles, runs, reports, plots."""

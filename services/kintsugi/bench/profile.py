@@ -1,0 +1,156 @@
+"""What an open-loop load sends, and when. Pure: the same seed gives the same requests at the same times.
+
+Open loop: requests come when they come, however long the endpoint takes. A loop that waits for answers slows
+down with the server it measures, and hides the queue.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.models.passages import bundled_passages
+
+TOKENS_PER_WORD = 1.4
+"""Where the endpoint's tokenizer is not at hand: a guess for English prose and a large vocabulary."""
+SENTENCE_WORDS = 12
+CHUNK_GAP = "\n\n"
+TRACE_BYTES_MAX = 256 << 20
+TRACE_REQUESTS_MAX = 1_000_000
+
+CountTokens = Callable[[str], int]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A RAG service's questions: each over some documents' chunks, popular ones more often."""
+
+    documents: int = 200
+    """Chunks in the corpus; each is a document of its own."""
+    zipf: float = 0.9
+    """Exponent of their popularity: the k-th is asked for in proportion to k^-zipf. 0: all alike."""
+    chunks: int = 6
+    """Of a prompt, all different."""
+    chunk_tokens: int = 512
+    answer_tokens: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("documents", "chunks", "chunk_tokens", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
+        if self.chunks > self.documents:
+            raise InvalidField(
+                "chunks", f"{self.chunks} of a prompt cannot differ in {self.documents} documents"
+            )
+        if not 0.0 <= self.zipf <= 10.0:
+            raise InvalidField("zipf", f"{self.zipf} is outside [0, 10]")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question."""
+
+    at_s: float
+    """After the load began."""
+    documents: tuple[int, ...]
+    """In prompt order."""
+    question: str
+
+
+def corpus(workload: Workload, count_tokens: CountTokens | None = None) -> list[str]:
+    """The documents' texts: made-up sentences of real words, each document as long as a chunk.
+
+    With `count_tokens` the longest whole number of words that fits `chunk_tokens`; without, by a guess.
+    """
+    words = sorted({word for passage in bundled_passages() for word in passage.text.lower().split()})
+    return [_document(words, workload, index, count_tokens) for index in range(workload.documents)]
+
+
+def _document(words: Sequence[str], workload: Workload, index: int, count_tokens: CountTokens | None) -> str:
+    generator = random.Random(f"{workload.seed} document {index}")
+    # A token is a character at least, so there is never a need for more words.
+    chosen = [f"Document {index}:"] + [generator.choice(words) for _ in range(workload.chunk_tokens)]
+    if count_tokens is None:
+        return _sentences(chosen[: max(1, int(workload.chunk_tokens / TOKENS_PER_WORD))])
+    fitting = bisect.bisect_right(
+        range(1, len(chosen) + 1),
+        workload.chunk_tokens,
+        key=lambda count: count_tokens(_sentences(chosen[:count])),
+    )
+    return _sentences(chosen[: max(1, fitting)])
+
+
+def _sentences(words: Sequence[str]) -> str:
+    starts = range(0, len(words), SENTENCE_WORDS)
+    return ". ".join(" ".join(words[start : start + SENTENCE_WORDS]) for start in starts) + "."
+
+
+def requests(workload: Workload, arrivals_s: Sequence[float]) -> list[Request]:
+    """One request per arrival; which documents they ask for depends on the seed and their number alone."""
+    ranks = list(range(workload.documents))
+    random.Random(f"{workload.seed} ranks").shuffle(ranks)
+    weights = list(itertools.accumulate((rank + 1) ** -workload.zipf for rank in range(workload.documents)))
+    generator = random.Random(f"{workload.seed} requests")
+    found = []
+    for number, at_s in enumerate(arrivals_s):
+        drawn: dict[int, None] = {}
+        while len(drawn) < workload.chunks:
+            at = bisect.bisect_right(weights, generator.random() * weights[-1])
+            drawn[ranks[min(at, len(ranks) - 1)]] = None
+        question = f"Question {workload.seed}-{number}: what do these documents have in common?"
+        found.append(Request(at_s, tuple(drawn), question))
+    return found
+
+
+def prompt_of(request: Request, texts: Sequence[str]) -> str:
+    """As a stuff-documents chain writes it."""
+    return CHUNK_GAP.join([*(texts[document] for document in request.documents), request.question])
+
+
+def poisson_arrivals(rate_per_s: float, count: int, seed: int = 0) -> list[float]:
+    """Arrival times with exponential gaps, the first one gap after the beginning."""
+    if not 0 < rate_per_s < float("inf"):
+        raise InvalidField("rate", f"{rate_per_s} is no rate above 0")
+    generator = random.Random(f"{seed} arrivals {rate_per_s}")
+    return list(itertools.accumulate(generator.expovariate(rate_per_s) for _ in range(count)))
+
+
+def trace_arrivals(path: Path, speed: float = 1.0, count: int | None = None) -> list[float]:
+    """Arrival times of a trace, from its first request on, played `speed` times as fast.
+
+    JSON lines, each with a `timestamp` in milliseconds (as Mooncake's) or an `at_s` in seconds. Raises
+    `NotFound` and `InvalidField`.
+    """
+    if not 0 < speed < float("inf"):
+        raise InvalidField("speed", f"{speed} is no factor above 0")
+    if not path.is_file():
+        raise NotFound(f"{path} is not a file; name a trace of JSON lines")
+    if path.stat().st_size > TRACE_BYTES_MAX:
+        raise InvalidField("trace", f"{path} exceeds {TRACE_BYTES_MAX >> 20} MiB; cut it")
+    times_s: list[float] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip() and len(times_s) < min(count or TRACE_REQUESTS_MAX, TRACE_REQUESTS_MAX):
+                    times_s.append(_time_in(line, f"{path}:{number}"))
+    except UnicodeDecodeError:
+        raise InvalidField("trace", f"{path} is not UTF-8 text; name a trace of JSON lines") from None
+    if not times_s:
+        raise InvalidField("trace", f"{path} has no requests")
+    times_s.sort()
+    return [(at_s - times_s[0]) / speed for at_s in times_s]
+
+
+def _time_in(line: str, where: str) -> float:
+    try:
+        entry = json.loads(line)
+        return float(entry["at_s"]) if "at_s" in entry else float(entry["timestamp"]) / 1e3
+    except (ValueError, KeyError, TypeError):
+        raise InvalidField("trace", f"{where} has neither a timestamp (ms) nor an at_s (s)") from None

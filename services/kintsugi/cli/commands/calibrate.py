@@ -1,0 +1,158 @@
+"""`kintsugi calibrate`: find out whether and how a model may be blended, and write it down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kintsugi.cli.arguments import check_writable
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.render import counted
+from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.report import CalibrationReport, Entry, Thresholds, described, shortfalls
+from kintsugi.engine.local import LocalEngine
+from kintsugi.quality import reports
+from kintsugi.quality.calibrate import Budget, Calibration, calibrate, check_budget, prepared
+from kintsugi.quality.questions import Question, read_questions
+from kintsugi.quality.session import EngineSpec, measuring_engine
+from kintsugi.quality.shadow import utc_now
+from kintsugi.store.client.registry import is_process_local, open_store
+
+ROWS_MAX = 24
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for."""
+
+    spec: EngineSpec
+    questions: Path | None
+    store: str | None
+    out: Path | None
+    budget: Budget
+    thresholds: Thresholds
+
+
+def run(screen: Screen, task: Task) -> ExitCode:
+    """`NOT_BLENDABLE` where nothing passes: the report is written all the same, and keeps the gate shut."""
+    check_budget(task.budget, task.thresholds)
+    _check_destination(task)
+    given = None if task.questions is None else read_questions(task.questions)
+    with screen.engine_log(), ExitStack() as stack:
+        with screen.step("Starting vLLM"):
+            engine = stack.enter_context(measuring_engine(task.spec))
+        calibration = measured(screen, engine, task, given)
+    for warning in calibration.warnings:
+        screen.note(f"kintsugi: warning: {warning}")
+    report = calibration.report
+    if task.out is not None:
+        reports.write(task.out, report)
+        screen.note(f"wrote {task.out}")
+    if task.store is not None:
+        with closing(open_store(task.store)) as store:
+            reports.publish(store, report)
+        screen.note(f"published as {report.binding.report_name} in {task.store}")
+    document = {**json.loads(report.to_bytes()), "warnings": calibration.warnings}
+    screen.show(document, lambda console: render(console, report))
+    return ExitCode.OK if report.choice.selection is not None else ExitCode.NOT_BLENDABLE
+
+
+def _check_destination(task: Task) -> None:
+    """Before minutes are spent. Raises `InvalidField`, and `Unavailable` for a store that does not answer."""
+    if task.store is None and task.out is None:
+        raise InvalidField("store", "give --store URL, where engines look, or --out FILE, or both")
+    if task.store is not None and is_process_local(task.store):
+        raise InvalidField("store", f"{task.store!r} ends with this process; name a shard, or use --out FILE")
+    if task.out is not None:
+        check_writable("out", task.out)
+    if task.store is not None:
+        with closing(open_store(task.store)) as store:
+            store.stats()
+
+
+def measured(screen: Screen, engine: LocalEngine, task: Task, given: list[Question] | None) -> Calibration:
+    """Calibrate a running engine."""
+    with screen.step("Preparing the questions") as say:
+        bench, warnings = prepared(engine, given, task.budget, say)
+    with screen.step(f"Calibrating on {counted(len(bench.cases), 'question')}") as say:
+        calibration = calibrate(
+            bench,
+            engine.num_layers,
+            engine.binding,
+            task.budget,
+            task.thresholds,
+            str(task.questions or "bundled passages"),
+            utc_now(),
+            say,
+        )
+    return dataclasses.replace(calibration, warnings=[*warnings, *calibration.warnings])
+
+
+HEADINGS = ("selector", "r", "@", "cost", "KL", "p99", "top-1", "right", "n")
+
+
+def render(console: Console, report: CalibrationReport) -> None:
+    """The entries, best first; the choice below them."""
+    console.print(Text(f"{report.binding.codec}, {report.questions}"), style="dim")
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
+    for index, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    ordered = sorted(report.entries, key=lambda entry: (-entry.num_prompts, entry.cost))
+    for entry in ordered[:ROWS_MAX]:
+        chosen = entry.selection == report.choice.selection
+        table.add_row(*_cells(entry, report), style="bold yellow" if chosen else "")
+    console.print(table)
+    if len(ordered) > ROWS_MAX:
+        console.print(
+            f"and {len(ordered) - ROWS_MAX} more that were only screened (--json has all)", style="dim"
+        )
+    noise = report.noise
+    console.print(
+        f"r: ratio · @: check layer · cost: of a full prefill's token-layers · n: questions, fewer than "
+        f"{report.thresholds.prompts_min} only screen · !: misses its threshold\n"
+        f"full prefill against itself: KL {noise.kl_mean:.2g}, "
+        f"top-1 agreement {noise.top1_agreement:.3f}{_full_accuracy(report)}",
+        style="dim",
+        highlight=False,
+    )
+    if report.choice.selection is None:
+        console.print(Text(f"not blendable: {report.choice.why}", style="red"))
+        return
+    console.print(Text(f"default: {described(report.choice.selection)} ({report.choice.why})"))
+    least = ", ".join(f"{name} {one.ratio:g}" for name, one in sorted(report.choice.limits.items()))
+    console.print(f"least ratio by selector: {least}", highlight=False)
+
+
+def _cells(entry: Entry, report: CalibrationReport) -> list[Text]:
+    one = entry.selection
+    missed = shortfalls(entry, report.noise, report.thresholds)
+    figures = {
+        "cost": f"{entry.cost:.3f}",
+        "KL mean": f"{entry.kl_mean:.2g}",
+        "KL p99": f"{entry.kl_p99:.2g}",
+        "top-1": f"{entry.top1_agreement:.3f}",
+        "accuracy": "–" if entry.accuracy is None else f"{entry.accuracy:.3f}",
+    }
+    plain = [Text(text) for text in (one.selector.value, f"{one.ratio:g}", str(one.check_layer))]
+    marked = [
+        Text(f"{figure}!", style="red") if any(text.startswith(name) for text in missed) else Text(figure)
+        for name, figure in figures.items()
+    ]
+    return [*plain, *marked, Text(str(entry.num_prompts))]
+
+
+def _full_accuracy(report: CalibrationReport) -> str:
+    known = [entry for entry in report.entries if entry.accuracy_full is not None]
+    if not known:
+        return ""
+    widest = max(known, key=lambda entry: entry.num_prompts)
+    return f", right {widest.accuracy_full:.3f} of {widest.num_prompts}"

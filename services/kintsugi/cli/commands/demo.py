@@ -1,0 +1,184 @@
+"""`kintsugi demo`: one question over chunks in any order, answered four ways."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kintsugi.cli.methods import BlendChoice, Measurement, compare
+from kintsugi.cli.rag import read_chunk
+from kintsugi.cli.render import print_accounting, print_comparison
+from kintsugi.cli.screen import Screen
+from kintsugi.cli.session import (
+    REGARDLESS,
+    UNCALIBRATED_NOTE,
+    Model,
+    Trust,
+    named_model,
+    opened,
+    random_model,
+)
+from kintsugi.core.errors import InvalidField, NotBlendable
+from kintsugi.core.prompt import RagPrompt
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT, showcase
+from kintsugi.models.passages import BUNDLED_QUESTIONS, bundled_passages
+from kintsugi.quality.questions import asked
+
+NAMESPACE = "demo"
+PASSAGES = 6
+MAX_TOKENS = 16
+_ORDER_SEED = 3
+
+RANDOM_WEIGHTS_NOTE = (
+    "This model was made for the demo and has random weights: its answers are gibberish and say nothing "
+    "about quality. The times are real."
+)
+SMALL_MODEL_NOTE = (
+    "This model has 2.8 million parameters, and the question was picked: at this length it is rarely right. "
+    "Times of a larger model: kintsugi demo --random-weights."
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for. Without a model: the bundled one, or with `random_weights` a larger one."""
+
+    model: str | None
+    random_weights: bool
+    files: Sequence[Path]
+    question: str | None
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Show:
+    """What is shown."""
+
+    model: Model
+    texts: Sequence[tuple[str, str]]
+    """(title, text) of the chunks."""
+    question: str
+    ending: str
+    """The question as it ends the prompt."""
+    trust: Trust
+    max_tokens: int = MAX_TOKENS
+    expected: str | None = None
+    """The right answer, where it is known."""
+    random_weights: bool = False
+
+
+def run(screen: Screen, task: Task) -> None:
+    """Raises `NotBlendable` where the blend fell back to full prefill: there is nothing to show then."""
+    show = _chosen(screen, task)
+    with opened(
+        screen, show.model, show.texts, show.ending, NAMESPACE, show.max_tokens, show.trust
+    ) as session:
+        _insist(session.not_saved_because)
+        with screen.step("Answering four ways") as say:
+            measurements = compare(
+                session.engine, session.prompt, BlendChoice(NAMESPACE), show.max_tokens, task.repeat, say
+            )
+        prompt = session.prompt
+    for measurement in measurements:
+        _insist(measurement.fell_back_because)
+    document = demo_document(show, prompt, measurements)
+    screen.show(document, lambda console: _render(console, show, prompt, measurements))
+
+
+def _chosen(screen: Screen, task: Task) -> Show:
+    """Raises `InvalidField` where the model could not answer what is asked."""
+    if task.model is None and not task.random_weights:
+        if task.files or task.question is not None:
+            raise InvalidField(
+                "model",
+                "the bundled model knows only the words of its own question; name a model for yours, "
+                "or say --random-weights to see times alone",
+            )
+        return _bundled()
+    if task.model is not None and task.random_weights:
+        raise InvalidField("random-weights", "makes a model of its own; leave --model away")
+    texts = [read_chunk(path) for path in task.files] or bundled_texts()
+    random.Random(_ORDER_SEED).shuffle(texts)
+    question = task.question or BUNDLED_QUESTIONS[0]
+    model = random_model(screen) if task.model is None else named_model(task.model)
+    return Show(model, texts, question, asked(question), REGARDLESS, random_weights=task.random_weights)
+
+
+def _bundled() -> Show:
+    shown = showcase()
+    return Show(
+        model=Model(str(BUNDLED_CHECKPOINT), BUNDLED_NAME),
+        texts=[(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)],
+        question=shown.question,
+        ending=shown.question,
+        trust=Trust(report=BUNDLED_REPORT),
+        max_tokens=1,
+        expected=shown.answer,
+    )
+
+
+def bundled_texts() -> list[tuple[str, str]]:
+    """(title, text) of the passages that the demo uses."""
+    return [(passage.title, passage.text) for passage in bundled_passages()[:PASSAGES]]
+
+
+def _insist(reason: str | None) -> None:
+    if reason is not None:
+        label, _, detail = reason.partition(": ")
+        raise NotBlendable(label, detail or "run kintsugi doctor for more")
+
+
+def demo_document(show: Show, prompt: RagPrompt, measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """JSON form of the demo."""
+    full_ttft_s = measurements[0].ttft_s
+    return {
+        "model": show.model.name,
+        "random_weights": show.random_weights,
+        "calibrated": show.trust.report is not None,
+        "question": show.question,
+        "expected": show.expected,
+        "prompt_tokens": len(prompt.token_ids),
+        "chunks": [
+            {"title": chunk.title, "tokens": len(chunk.token_ids), "start": span.start}
+            for chunk, span in zip(prompt.chunks, prompt.spans, strict=True)
+        ],
+        "methods": [
+            {**measurement.to_mapping(full_ttft_s), "right": is_right(measurement, show.expected)}
+            for measurement in measurements
+        ],
+    }
+
+
+def is_right(measurement: Measurement, expected: str | None) -> bool | None:
+    """Whether the answer begins with the expected one; None where none is expected."""
+    return None if expected is None else measurement.generation.text.split()[:1] == [expected]
+
+
+def _render(console: Console, show: Show, prompt: RagPrompt, measurements: Sequence[Measurement]) -> None:
+    titles = " · ".join(chunk.title for chunk in prompt.chunks)
+    console.print()
+    console.print(f"[bold]{len(prompt.token_ids):,} tokens[/] on {show.model.name}", highlight=False)
+    prompt_table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), style="dim")
+    prompt_table.add_row("chunks", Text(titles))
+    prompt_table.add_row("question", Text(show.question))
+    if show.expected is not None:
+        prompt_table.add_row("right answer", Text(show.expected))
+    console.print(prompt_table)
+    console.print()
+    right = [is_right(measurement, show.expected) for measurement in measurements]
+    print_comparison(console, measurements, len(prompt.chunks), right)
+    console.print("\n[bold]The blend[/]")
+    print_accounting(console, measurements[-1].generation.accounting)
+    if show.expected is not None:
+        console.print(f"\n{SMALL_MODEL_NOTE}", style="dim", highlight=False)
+    if show.random_weights:
+        console.print(f"\n{RANDOM_WEIGHTS_NOTE}", style="yellow", highlight=False)
+    if show.trust.regardless:
+        console.print(f"\n{UNCALIBRATED_NOTE}", style="yellow", highlight=False)

@@ -1,0 +1,181 @@
+"""`kintsugi eval`: quality, cost and time over everything that can be varied."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kintsugi.cli.exits import error_document, exit_code_of
+from kintsugi.cli.render import counted
+from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import KintsugiError
+from kintsugi.core.request import SelectorName
+from kintsugi.quality import grid, plots
+from kintsugi.quality.evaluate import Axes, RateRow, Row, best_by_selector, evaluate, rate_rows, reshaped
+from kintsugi.quality.figures import prepare
+from kintsugi.quality.measure import Bench, answer_tokens, tokenised
+from kintsugi.quality.metrics import Interval
+from kintsugi.quality.questions import read_questions
+from kintsugi.quality.session import EngineSpec, measuring_engine
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for."""
+
+    spec: EngineSpec
+    questions: Path
+    limit: int | None
+    selectors: Sequence[SelectorName]
+    ratios: Sequence[float]
+    check_layers: Sequence[int] | None
+    """None: those that `quality.grid` finds worth trying."""
+    axes: dict[str, Any]
+    """Of `quality.evaluate.Axes`, but the selections."""
+    plots: Path | None
+    max_tokens: int | None
+
+
+@dataclass
+class Evaluation:
+    """Everything that was measured."""
+
+    model: str
+    questions: str
+    rows: list[Row]
+    rates: list[RateRow]
+    warnings: list[str]
+    error: dict[str, Any] | None
+    """What ended it early: type, message, exit code."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def run(screen: Screen, task: Task) -> Evaluation:
+    """Measure, show, draw. An engine that fails costs what it and later ones would have measured, no more."""
+    if task.plots is not None:
+        prepare(task.plots)
+    found = Evaluation(task.spec.model, str(task.questions), [], [], [], None)
+    try:
+        _measure(screen, task, found)
+    except KintsugiError as error:
+        if not found.rows:
+            raise
+        found.error = error_document(error, exit_code_of(error))
+        screen.note(f"kintsugi: {found.error['message']}")
+    _show(screen, task, found)
+    return found
+
+
+def _show(screen: Screen, task: Task, found: Evaluation) -> None:
+    for warning in dict.fromkeys(found.warnings):
+        screen.note(f"kintsugi: warning: {warning}")
+    if task.plots is not None:
+        for path in plots.draw(task.plots, found.rows, found.rates):
+            screen.note(f"wrote {path}")
+    screen.show(found.to_mapping(), lambda console: render(console, found))
+
+
+def _measure(screen: Screen, task: Task, found: Evaluation) -> None:
+    """Every engine in turn."""
+    questions = read_questions(task.questions, task.limit)
+    settings = list(_axes(task, num_layers=2).engines())
+    for number, (codec, speed) in enumerate(settings):
+        spec = dataclasses.replace(task.spec, codec=codec, store=task.spec.store or _memory(speed))
+        with screen.engine_log(), ExitStack() as stack:
+            with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
+                engine = stack.enter_context(measuring_engine(spec))
+            tokenizer = engine.tokenizer
+            max_tokens = task.max_tokens or answer_tokens(questions, tokenizer)
+            cases, warnings = tokenised(
+                questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
+            )
+            found.warnings += warnings
+            axes = _axes(task, engine.num_layers)
+            with screen.step(f"Measuring {counted(len(cases), 'question')}") as say:
+                found.rows += evaluate(engine, cases, axes, codec, speed, max_tokens, say)
+            if number == 0 and axes.rates_per_s:
+                shaped = reshaped(cases, axes.chunk_tokens[0], axes.chunk_counts[0])
+                bench = Bench(engine, shaped, max_tokens)
+                with screen.step("Measuring request rates") as say:
+                    bench.store_chunks(lambda done, total: None)
+                    best = best_by_selector(found.rows)
+                    found.rates += rate_rows(engine, bench, best, axes.rates_per_s, say)
+
+
+def _memory(speed: float | None) -> str:
+    """A store of its own, throttled or not."""
+    url = f"ram://eval-{uuid.uuid4().hex[:8]}"
+    return url if speed is None else f"{url}?bytes_per_s={speed:g}"
+
+
+def _axes(task: Task, num_layers: int) -> Axes:
+    selections = grid.selections(task.selectors, task.ratios, num_layers, task.check_layers)
+    return Axes(selections, **task.axes)
+
+
+HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")
+
+
+def render(console: Console, evaluation: Evaluation) -> None:
+    """One table per setting, one for rates."""
+    for setting in dict.fromkeys(row.setting for row in evaluation.rows):
+        parts = [setting.codec, f"batch {setting.batch}"]
+        parts += [f"{setting.chunk_tokens} tokens a chunk"] if setting.chunk_tokens else []
+        parts += [f"{setting.chunk_count} chunks"] if setting.chunk_count else []
+        parts += [f"{setting.tier_bytes_per_s:g} bytes/s"] if setting.tier_bytes_per_s else []
+        rows = [row for row in evaluation.rows if row.setting == setting]
+        parts.append(f"{rows[0].num_prompts} questions")
+        console.print("\n" + ", ".join(parts), highlight=False)
+        table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
+        for index, heading in enumerate(HEADINGS):
+            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*_cells(row))
+        console.print(table)
+    if evaluation.rates:
+        table = Table(title="TTFT by request rate", header_style="bold")
+        for index, heading in enumerate(("method", "requests/s", "TTFT ms", "p95 ms")):
+            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        for rate in evaluation.rates:
+            p95 = f"{rate.ttft_p95_s * 1e3:.0f}"
+            table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)
+        console.print(table)
+    console.print(
+        "cost: of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points lost to "
+        "full prefill, paired · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.method,
+        f"{row.cost:.2f}",
+        f"{row.ttft.mean * 1e3:.0f}",
+        _mean(row.exact_match),
+        "–" if row.em_loss is None else _span(row.em_loss, 100, 1),
+        _mean(row.f1),
+        _mean(row.rouge_l),
+        f"{row.kl_mean:.2g}",
+        f"{row.top1_agreement:.2f}",
+    ]
+
+
+def _mean(interval: Interval | None) -> str:
+    return "–" if interval is None else f"{interval.mean:.2f}"
+
+
+def _span(interval: Interval, scale: float, digits: int) -> str:
+    low, high = (f"{value * scale:.{digits}f}" for value in (interval.low, interval.high))
+    return f"{interval.mean * scale:.{digits}f} [{low}, {high}]"

@@ -1,0 +1,402 @@
+"""`kintsugi precompute` and `kintsugi coverage`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from typer.core import TyperGroup
+
+from kintsugi.cli.arguments import engine_arguments
+from kintsugi.cli.commands.store import human
+from kintsugi.cli.exits import ExitCode, reported
+from kintsugi.cli.render import counted
+from kintsugi.core.errors import InvalidField
+from kintsugi.precompute.chunking import ChunkingConfig
+from kintsugi.precompute.job import Job
+from kintsugi.precompute.ledger import Ledger
+from kintsugi.precompute.manager import JobManager, survey
+from kintsugi.precompute.progress import Progress, State
+from kintsugi.precompute.service import serve as serve_jobs
+from kintsugi.precompute.sources.files import Format
+from kintsugi.precompute.sources.readers import Columns, Failure
+from kintsugi.precompute.spec import JobSpec
+from kintsugi.precompute.warm import pin as pin_corpus
+from kintsugi.precompute.warm import retire as retire_editions
+
+DEFAULT_STORE = "grpc://127.0.0.1:7400"
+
+
+class RunByDefault(TyperGroup):
+    """`kintsugi precompute SOURCE` is `kintsugi precompute run SOURCE`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = args and (args[0] in self.commands or args[0] == "--help")
+        return super().resolve_command(ctx, args if known else ["run", *args])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=RunByDefault,
+    no_args_is_help=True,
+    help="Prefill a corpus into the store: kintsugi precompute SOURCE --model M --namespace N. "
+    "A folder called like one of the commands below is written ./NAME.",
+)
+
+Source = Annotated[
+    str, typer.Argument(help="File, folder or URL: JSONL, Parquet, CSV, text, Markdown, HTML.")
+]
+ModelFolder = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name.")]
+StoreUrl = Annotated[str, typer.Option("--store", help="URL of the store.")]
+NamespaceName = Annotated[str, typer.Option("--namespace", "-n", help="Tenant whose chunks they become.")]
+Corpus = Annotated[str, typer.Option(help="Name of the corpus; else made from the source.")]
+State_ = Annotated[Path | None, typer.Option("--state", help="Folder of the ledger.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+TokensMax = Annotated[int, typer.Option(help="Tokens per chunk, at most.")]
+Overlap = Annotated[int, typer.Option(help="Tokens of a chunk that begin the next one, at most.")]
+TextColumnName = Annotated[str, typer.Option(help="Column that holds the text.")]
+IdColumn = Annotated[str, typer.Option(help="Column that holds the document's id.")]
+VersionColumn = Annotated[str, typer.Option(help="Column that holds the document's version.")]
+FileFormat = Annotated[Format | None, typer.Option("--format", help="Of every file; else by suffix.")]
+Dtype = Annotated[str, typer.Option(help="Of the KV, as the serving engines run; else the checkpoint's.")]
+System = Annotated[
+    Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
+]
+Portable = Annotated[bool, typer.Option(help="Whether chunks may be used behind another prefix.")]
+
+
+def state_folder(given: Path | None) -> Path:
+    """Where the ledger lies: `--state`, or `kintsugi/precompute` in the user's XDG state folder."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return given or (Path(base) if base else Path.home() / ".local/state") / "kintsugi/precompute"
+
+
+@app.command()
+@reported
+def run(
+    source: Source,
+    model: ModelFolder,
+    namespace: NamespaceName,
+    store: StoreUrl = DEFAULT_STORE,
+    corpus: Corpus = "",
+    state: State_ = None,
+    tokens_max: TokensMax = 512,
+    overlap: Overlap = 0,
+    text_column: TextColumnName = "text",
+    id_column: IdColumn = "id",
+    version_column: VersionColumn = "version",
+    file_format: FileFormat = None,
+    dtype: Dtype = "",
+    system: System = None,
+    portable: Portable = True,
+    codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
+    workers: Annotated[int, typer.Option(min=1, help="Engines.")] = 1,
+    gpus_per_worker: Annotated[float, typer.Option(min=0, help="0: on the CPU.")] = 0.0,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a lost worker costs.")] = 16_384,
+    tokens_per_s: Annotated[float, typer.Option(min=0, help="Rate limit; 0: none.")] = 0.0,
+    bytes_max: Annotated[int, typer.Option(min=0, help="KV of the corpus; 0: all of the store.")] = 0,
+    errors_share: Annotated[float, typer.Option(min=0, max=1, help="Documents that may fail.")] = 0.05,
+    replace_model: Annotated[bool, typer.Option(help="Fill a new model's chunks beside the old.")] = False,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="Then delete chunks of models replaced before this run.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as a JSON object.")] = "{}",
+    dry_run: Annotated[bool, typer.Option(help="Say what would be done, and whether it fits.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill what the store lacks. Interrupted, or run again, it goes on where it was."""
+    spec = JobSpec(
+        source=source,
+        model=model,
+        store=store,
+        namespace=namespace,
+        corpus=corpus,
+        format=file_format,
+        columns=Columns(text_column, id_column, version_column),
+        chunking=ChunkingConfig(tokens_max, overlap),
+        dtype=dtype,
+        prefix_token_ids=_prefix(model, system),
+        portable=portable,
+        codec=codec,
+        workers=workers,
+        gpus_per_worker=gpus_per_worker,
+        batch_tokens=batch_tokens,
+        tokens_per_s_max=tokens_per_s,
+        bytes_max=bytes_max,
+        errors_share_max=errors_share,
+        replace_model=replace_model,
+        retire=retire,
+        engine=engine_arguments(engine),
+    )
+    ledger = Ledger(state_folder(state))
+    try:
+        with _shown() as (show, note):
+            if dry_run:
+                progress = survey(spec, show)
+            else:
+                job = Job(spec, ledger, on_progress=show)
+                with _cancelled_by_signals(job, note):
+                    progress = job.run()
+        rate = ledger.tokens_per_s(progress.fingerprint)
+    finally:
+        ledger.close()
+    _report(progress, rate, spec.workers, as_json)
+    if progress.state is State.CANCELLED:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+@reported
+def coverage(
+    source: Source,
+    model: ModelFolder,
+    namespace: NamespaceName,
+    store: StoreUrl = DEFAULT_STORE,
+    tokens_max: TokensMax = 512,
+    overlap: Overlap = 0,
+    text_column: TextColumnName = "text",
+    id_column: IdColumn = "id",
+    file_format: FileFormat = None,
+    dtype: Dtype = "",
+    system: System = None,
+    portable: Portable = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say which share of a corpus is in the store, and in which tier. Changes nothing."""
+    spec = JobSpec(
+        source=source,
+        model=model,
+        store=store,
+        namespace=namespace,
+        format=file_format,
+        columns=Columns(text_column, id_column),
+        chunking=ChunkingConfig(tokens_max, overlap),
+        dtype=dtype,
+        prefix_token_ids=_prefix(model, system),
+        portable=portable,
+        errors_share_max=1.0,
+    )
+    with _shown() as (show, _):
+        progress = survey(spec, show)
+    _report_coverage(progress, as_json)
+
+
+@app.command()
+@reported
+def pin(
+    corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
+    store: StoreUrl = DEFAULT_STORE,
+    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until the pins end by themselves.")] = 86_400,
+    state: State_ = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a corpus from being evicted."""
+    pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, lease_s)
+    document = {"corpus": corpus, "chunks": pinned.chunks, "pinned": pinned.pinned, "lease_s": lease_s}
+    print(json.dumps(document) if as_json else f"{pinned.pinned} of {pinned.chunks} chunks pinned")
+
+
+@app.command()
+@reported
+def retire(
+    corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
+    store: StoreUrl = DEFAULT_STORE,
+    state: State_ = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget the chunks of models that a newer one has replaced."""
+    deleted = retire_editions(Ledger(state_folder(state)), store, corpus)
+    print(json.dumps({"corpus": corpus, "deleted": deleted}) if as_json else f"{deleted} chunks deleted")
+
+
+@app.command("list")
+@reported
+def list_corpora(state: State_ = None, as_json: AsJson = False) -> None:
+    """Corpora of this ledger, one row per model."""
+    editions = Ledger(state_folder(state)).editions()
+    if as_json:
+        print(json.dumps([edition.__dict__ for edition in editions], indent=2))
+        return
+    table = Table("corpus", "namespace", "model", "documents", "chunks", "complete")
+    for one in editions:
+        counts = (str(one.documents), str(one.chunks), "yes" if one.completed else "no")
+        table.add_row(one.corpus, one.namespace, f"{Path(one.model).name} {one.fingerprint[:16]}", *counts)
+    Console().print(table)
+
+
+@app.command()
+@reported
+def serve(
+    listen: Annotated[str, typer.Option(help="host:port, on loopback.")] = "127.0.0.1:7410",
+    state: State_ = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the gRPC service Precompute until told to stop."""
+    manager = JobManager(state_folder(state))
+
+    async def signalled() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await stop.wait()
+
+    def ready(address: str) -> None:
+        said = json.dumps({"address": address}) if as_json else f"precompute listens on {address}"
+        print(said, flush=True)
+
+    try:
+        asyncio.run(serve_jobs(manager, listen, ready, signalled))
+    finally:
+        manager.close()
+
+
+def _prefix(model: str, system: Path | None) -> list[int] | None:
+    """Of the chunk space; None: the model's BOS."""
+    if system is None:
+        return None
+    from kintsugi.quality.session import prefix_of_file  # transformers is slow to import
+
+    return list(prefix_of_file(model, system))
+
+
+@contextmanager
+def _cancelled_by_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the job once its batches are done; a second Ctrl-C ends it at once."""
+
+    def stop(number: int, frame: object) -> None:
+        job.cancel()
+        note("stopping once the batches that run are done; Ctrl-C stops now, and they are lost")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _shown() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
+    """Live progress on stderr; in a file or pipe, a line at every tenth second. Yields what shows it and what
+    adds a remark."""
+    console = Console(stderr=True)
+    last = [0.0]
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rest]}"))
+    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0, rest="")
+
+        def show(progress: Progress) -> None:
+            done = progress.chunks_resident + progress.chunks_filled
+            share = progress.share_read * done / progress.chunks if progress.chunks else 0.0
+            text, rest = _line(progress)
+            bar.update(task, completed=share, description=text, rest=rest)
+            if not console.is_terminal and progress.elapsed_s - last[0] >= 10:
+                last[0] = progress.elapsed_s
+                console.print(f"{text} {rest}", highlight=False, soft_wrap=True)
+
+        yield show, lambda text: console.print(text, highlight=False, soft_wrap=True)
+
+
+def _line(progress: Progress) -> tuple[str, str]:
+    left = progress.seconds_left
+    text = (
+        f"{progress.state.value}: {progress.documents} documents, {progress.chunks} chunks, "
+        f"{progress.chunks_resident} hits skipped"
+    )
+    if progress.dry:
+        return text, f"{human(progress.bytes_missing)} missing"
+    rest = f"{progress.tokens_per_s:.0f} tokens/s, {human(progress.bytes_filled)}"
+    return text, f"{rest}, {'?' if left is None else f'{left:.0f} s'} left"
+
+
+def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_json: bool) -> None:
+    """The final table; of a dry run also how long it would take, by what this model did here before."""
+    predicted = None
+    if progress.dry and tokens_per_s:
+        predicted = progress.tokens_missing / tokens_per_s / workers
+    if as_json:
+        print(json.dumps({**progress.to_mapping(), "predicted_s": predicted}, indent=2))
+        return
+    console = Console()
+    what = " (dry run)" if progress.dry else ""
+    console.print(f"{progress.corpus}: {progress.state.value}{what}", highlight=False)
+    table = Table(show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    rows = [
+        ("documents", f"{progress.documents} ({progress.documents_unchanged} unchanged)"),
+        ("failed · vanished", f"{progress.documents_failed} · {progress.documents_vanished}"),
+        ("distinct chunks", f"{progress.chunks} ({human(progress.bytes_total)})"),
+        ("resident before", str(progress.chunks_resident)),
+        ("missing", f"{progress.chunks_missing} ({human(progress.bytes_missing)})"),
+    ]
+    if progress.dry:
+        time_text = "unknown: no run of this model yet" if predicted is None else f"{predicted:.0f} s"
+        rows += [("predicted time", time_text), ("fits the store", "yes" if progress.fits else "NO")]
+    else:
+        rows += [
+            ("prefilled", f"{progress.chunks_filled} ({progress.tokens_per_s:.0f} tokens/s)"),
+            ("chunks failed · invalidated", f"{progress.chunks_failed} · {progress.chunks_invalidated}"),
+            ("evicted again", str(progress.chunks_evicted)),
+            ("resident now", f"{progress.coverage:.1%}"),
+        ]
+    for row in [*rows, ("time", f"{progress.elapsed_s:.1f} s")]:
+        table.add_row(*row)
+    console.print(table)
+    _print_failures(console, progress)
+
+
+def _report_coverage(progress: Progress, as_json: bool) -> None:
+    """What can be read may fail in part, but all of nothing is no coverage. Raises `InvalidField`."""
+    if progress.documents_failed and not progress.documents:
+        first = progress.failures[0]
+        raise InvalidField(
+            "source",
+            f"none of {progress.documents_failed} documents can be read ({_place(first)}: {first.reason})",
+        )
+    if as_json:
+        print(json.dumps(progress.to_mapping(), indent=2))
+        return
+    console = Console()
+    console.print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
+    table = Table("tier", "chunks", "share")
+    for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:
+        table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
+    console.print(table)
+    if progress.documents_failed:
+        failed = counted(progress.documents_failed, "document")
+        console.print(f"not counting {failed} that cannot be read:", highlight=False)
+    _print_failures(console, progress)
+
+
+def _print_failures(console: Console, progress: Progress) -> None:
+    """The first ones by name, the others by number."""
+    for failure in progress.failures:
+        line = f"{_place(failure)}: {failure.reason}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    unnamed = progress.documents_failed + progress.chunks_failed - len(progress.failures)
+    if unnamed > 0:
+        console.print(f"and {unnamed} more", highlight=False)
+
+
+def _place(failure: Failure) -> str:
+    """Where to look for it: the file, the place in it, and the document's own name where it has one."""
+    path = failure.url.removeprefix("file://")
+    place = f"{path}@{failure.place}" if failure.place else path
+    named = failure.document_id and not path.endswith(failure.document_id)
+    return f"{place} ({failure.document_id})" if place and named else place or failure.document_id

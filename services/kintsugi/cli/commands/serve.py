@@ -1,0 +1,379 @@
+"""`kintsugi serve`: shards, engines and a gateway on this machine, until told to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.screen import Screen
+from kintsugi.core.deploy import (
+    EngineSpec,
+    GatewaySpec,
+    ModelSpec,
+    Scale,
+    ServiceSpec,
+    StoreSpec,
+    TierSpec,
+    directory_url,
+    serve_config,
+    spec_from_yaml_mapping,
+)
+from kintsugi.core.errors import InvalidField, NotFound, Unavailable
+from kintsugi.core.exchange import EngineInfo
+from kintsugi.gateway.access import checked_exposure, opened_access
+from kintsugi.gateway.addresses import free_port, joined
+from kintsugi.gateway.fronts.grpc_server import served_files
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
+from kintsugi.serving.calibration import NOT_CALIBRATED, Calibrated, start_calibrator
+from kintsugi.serving.service import Progress, Service, start_ray
+from kintsugi.store.shard.opening import SsdSpec, parsed_size
+
+START_TIMEOUT_S = 900.0
+"""A large model takes minutes to load."""
+POLL_S = 0.5
+INFO_PERIOD_S = 5.0
+GIB = 1 << 30
+DIRECTORY_PORTS = 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for. Options win over the file's."""
+
+    model: str | None = None
+    config: Path | None = None
+    ram: str | None = None
+    ssd: Sequence[str] = ()
+    data_dir: Path | None = None
+    shards: int | None = None
+    engines: int | None = None
+    grpc_port: int | None = None
+    http_port: int | None = None
+    tokens_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    read_only: bool = False
+    allow_uncalibrated: bool = False
+    print_config: bool = False
+
+
+def specified(task: Task) -> ServiceSpec:
+    """The service of a task. Raises `InvalidField`, `UnknownField` and `NotFound`."""
+    if task.config is not None:
+        spec = spec_from_yaml_mapping(read_yaml(task.config))
+        model = spec.model if task.model is None else dataclasses.replace(spec.model, path=task.model)
+    else:
+        model = (
+            ModelSpec(str(BUNDLED_CHECKPOINT), BUNDLED_NAME) if task.model is None else ModelSpec(task.model)
+        )
+        spec = ServiceSpec(model)
+    if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
+        raise NotFound(f"{model.path} is not a folder; name the folder of a checkpoint")
+    return dataclasses.replace(
+        spec,
+        model=model,
+        engines=_engines(spec.engines, task),
+        store=_store(spec.store, task),
+        gateway=_gateway(spec.gateway, task),
+    )
+
+
+def _engines(engines: EngineSpec, task: Task) -> EngineSpec:
+    if task.allow_uncalibrated:
+        engines = dataclasses.replace(engines, allow_uncalibrated=True)
+    if task.engines is not None:
+        engines = dataclasses.replace(engines, replicas=Scale(task.engines, task.engines))
+    return engines
+
+
+def _store(store: StoreSpec, task: Task) -> StoreSpec:
+    """A service with SSD tiers and no folder for identities keeps them on the first tier."""
+    changes: dict[str, Any] = {}
+    if task.ram is not None:
+        changes["ram_gib"] = parsed_size(task.ram) / GIB
+    if task.ssd:
+        tiers = [SsdSpec.parsed(text) for text in task.ssd]
+        changes["tiers"] = tuple(
+            TierSpec(str(tier.path.resolve()), tier.capacity_bytes / GIB) for tier in tiers
+        )
+        changes["data_dir"] = store.data_dir or str(tiers[0].path.resolve() / "shards")
+    if task.data_dir is not None:
+        changes["data_dir"] = str(task.data_dir.resolve())
+    if task.shards is not None:
+        changes["shards"] = task.shards
+    return dataclasses.replace(store, **changes)
+
+
+def _gateway(gateway: GatewaySpec, task: Task) -> GatewaySpec:
+    changes: dict[str, Any] = {}
+    for name in ("grpc_port", "http_port"):
+        if getattr(task, name) is not None:
+            changes[name] = getattr(task, name)
+    for name in ("tokens_file", "tls_cert", "tls_key"):
+        if getattr(task, name) is not None:
+            changes[name] = str(getattr(task, name).resolve())
+    for name in ("insecure", "read_only"):
+        changes[name] = getattr(gateway, name) or getattr(task, name)
+    return dataclasses.replace(gateway, **changes)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raises `NotFound` and `InvalidField`."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFound(f"{path} cannot be read ({error.strerror}); name a configuration file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidField("config", f"{path} is no YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise InvalidField("config", f"{path} holds no mapping; see docs/SERVING.md for what it may say")
+    return values
+
+
+def run(screen: Screen, task: Task) -> ExitCode:
+    """Until SIGINT or SIGTERM; then answers under way may end, for `engines.drain_s` at most."""
+    spec = specified(task)
+    if task.print_config:
+        import yaml
+
+        config = serve_config(spec)
+        text = yaml.safe_dump(config, sort_keys=False)
+        screen.show(config, lambda console: console.out(text, end="", highlight=False))
+        return ExitCode.OK
+    _check_here(spec)
+    spec = _with_free_ports(spec)
+    events = Events(screen)
+    with _stop_signal() as stop, _running(screen, spec, stop) as service:
+        if stop.is_set():
+            return ExitCode.OK
+        events.ready(service)
+        watch = Watch(service, events)
+        while not stop.wait(POLL_S):
+            watch.look()
+    events.say("stopped", "stopped")
+    return ExitCode.OK
+
+
+def _check_here(spec: ServiceSpec) -> None:
+    """Raises `InvalidField` for what the gateway would refuse, or cannot have on one machine: better now than
+    from inside Serve. What is only printed may be for other machines, with other files."""
+    gateway = spec.gateway
+    if gateway.replicas > 1:
+        raise InvalidField(
+            "gateway.replicas",
+            f"{gateway.replicas} gateways need as many nodes, and this is one; ask for 1, or deploy on a Ray "
+            "cluster what --print-config prints",
+        )
+    opened_access(gateway.tokens_file)
+    files = served_files(gateway)
+    if files is not None:
+        files.read()
+    for port in (gateway.grpc_port, gateway.http_port):
+        listen = joined(gateway.host, port)
+        checked_exposure(listen, bool(gateway.tokens_file), files is not None, gateway.insecure)
+
+
+def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
+    """Raises `Unavailable` where the gateway's ports are taken: better now than from inside Serve."""
+    store, gateway = spec.store, spec.gateway
+    for port in (gateway.grpc_port, gateway.http_port):
+        if port:
+            free_port(gateway.host, port, 1)
+    directory = free_port(store.host, store.directory_port, DIRECTORY_PORTS)
+    return dataclasses.replace(spec, store=dataclasses.replace(store, directory_port=directory))
+
+
+@contextmanager
+def _stop_signal() -> Iterator[threading.Event]:
+    stop = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _listen_for_signals(stop: threading.Event) -> None:
+    """After Ray has installed its own handlers."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+
+@contextmanager
+def _running(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterator[Service]:
+    import ray
+
+    calibrators = int(spec.engines.calibrate and not spec.engines.allow_uncalibrated)
+    try:
+        with screen.engine_log():
+            with screen.step("Starting Ray"):
+                start_ray(spec, calibrators)
+            _listen_for_signals(stop)
+            service = Service(spec)
+            with screen.step("Starting shards, engines and the gateway") as say:
+                service.deploy()
+                service.wait(START_TIMEOUT_S, lambda found: say(described(found)), stop.is_set)
+        yield service
+    finally:
+        if ray.is_initialized():
+            with screen.engine_log(), screen.step("Stopping: answers end, shards write back"):
+                try:
+                    Service(spec).stop()
+                finally:
+                    ray.shutdown()
+
+
+def described(found: Sequence[Progress]) -> str:
+    """`StoreShard 1 of 1, Engine 0 of 1`."""
+    return ", ".join(f"{one.deployment} {one.running} of {one.wanted}" for one in found) or "asking Serve"
+
+
+@dataclass
+class Events:
+    """What happens, as lines: prose on a terminal, one JSON object each with `--json`."""
+
+    screen: Screen
+
+    def say(self, event: str, text: str, **details: Any) -> None:
+        if self.screen.as_json:
+            print(json.dumps({"event": event, **details}, ensure_ascii=False))
+        else:
+            Console().print(text, highlight=False, soft_wrap=True, markup=False)
+        sys.stdout.flush()
+
+    def ready(self, service: Service) -> None:
+        addresses, info = service.addresses(), service.info()
+        directory = directory_url(service.spec.store)
+        scheme = "https" if service.spec.gateway.tls_cert else "http"
+        lines = (
+            f"{info.model} is served",
+            f"  OpenAI   {scheme}://{addresses['http']}/v1",
+            f"  gRPC     {addresses['grpc']}",
+            f"  store    {directory}",
+            f"  blending {info.blending}",
+        )
+        self.say(
+            "ready",
+            "\n".join(lines),
+            model=info.model,
+            http=f"{scheme}://{addresses['http']}",
+            grpc=addresses["grpc"],
+            store=directory,
+            blending=info.blending,
+            fingerprint=info.fingerprint,
+        )
+
+
+class Watch:
+    """Looks after a running service: calibrates a new model, says when something changes."""
+
+    def __init__(self, service: Service, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
+        self._service = service
+        self._events = events
+        self._clock = clock
+        self._asked_s = float("-inf")
+        self._blending: str | None = None
+        self._calibrator: Any = None
+        self._running: Any = None
+        self._part = ""
+        self._unhealthy: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Called often; asks Serve every `INFO_PERIOD_S`."""
+        self._look_at_calibration()
+        if self._clock() - self._asked_s < INFO_PERIOD_S:
+            return
+        self._asked_s = self._clock()
+        self._look_at_replicas()
+        try:
+            info = self._service.info()
+        except Unavailable as error:
+            self._events.say("engine", str(error), error=str(error))
+            return
+        self._look_at_blending(info)
+
+    def _look_at_replicas(self) -> None:
+        for one in self._service.progress():
+            state = "" if one.is_ready else one.status
+            if state != self._unhealthy.get(one.deployment, ""):
+                text = f"{one.deployment}: {one.running} of {one.wanted} run ({one.status})"
+                self._events.say(
+                    "replicas",
+                    text,
+                    deployment=one.deployment,
+                    running=one.running,
+                    wanted=one.wanted,
+                    status=one.status,
+                )
+            self._unhealthy[one.deployment] = state
+
+    def _look_at_blending(self, info: EngineInfo) -> None:
+        if info.blending == self._blending:
+            return
+        first, self._blending = self._blending is None, info.blending
+        if not first:
+            self._events.say("blending", f"blending: {info.blending}", blending=info.blending)
+        engines = self._service.spec.engines
+        if info.blending.startswith(NOT_CALIBRATED) and engines.calibrate and self._calibrator is None:
+            self._start_calibration()
+
+    def _start_calibration(self) -> None:
+        spec = self._service.spec
+        self._calibrator = start_calibrator(spec.model, spec.engines, directory_url(spec.store))
+        self._running = self._calibrator.run.remote()
+        self._events.say(
+            "calibration",
+            "calibrating on an engine of its own; until it is done every prompt is prefilled in full",
+            state="started",
+        )
+
+    def _look_at_calibration(self) -> None:
+        if self._running is None:
+            return
+        import ray
+        from ray.exceptions import RayError
+
+        done, _ = ray.wait([self._running], timeout=0)
+        try:
+            if done:
+                result: Calibrated = ray.get(done[0])
+                self._ended(result)
+                return
+            asked, _ = ray.wait([self._calibrator.progress.remote()], timeout=POLL_S)
+            if asked:
+                self._said(ray.get(asked[0]))
+        except RayError as error:
+            self._running = None
+            text = " ".join(str(error).split())[-500:]
+            self._events.say("calibration", f"calibration failed: {text}", state="failed", error=text)
+
+    def _said(self, part: str) -> None:
+        if part != self._part:
+            self._part = part
+            self._events.say("calibration", f"calibrating: {part}", state="running", part=part)
+
+    def _ended(self, result: Calibrated) -> None:
+        import ray
+
+        self._running = None
+        ray.kill(self._calibrator)
+        text = f"may be blended: {result.choice}" if result.choice else f"is not to be blended: {result.why}"
+        self._events.say(
+            "calibration", f"calibrated, {text}", state="done", choice=result.choice, why=result.why
+        )

@@ -1,0 +1,199 @@
+"""`kintsugi size`: RAM, SSD and network for a corpus, before anything is bought or started."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kintsugi.cli.exits import reported
+from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import Codec
+from kintsugi.core.sizing import (
+    CodecSize,
+    LoadingPace,
+    ModelSize,
+    Workload,
+    blend_s,
+    codec_size,
+    loading_pace,
+    model_size,
+)
+from kintsugi.models.checkpoint import read_config
+
+UTILISATION = 0.6
+"""Of a device's peak that prefill reaches: what large matrix products do on recent GPUs."""
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMGB]?)")
+_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+_SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|b|B)(?:/s|ps)")
+_SPEEDS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_NUMBER_MAX = 10**15
+
+
+def parsed_count(name: str, text: str) -> int:
+    """`10M`, `1.5B`, `200000`. Raises `InvalidField`."""
+    match = _COUNT.fullmatch(text.strip())
+    count = 0 if match is None else round(float(match[1]) * _COUNTS[match[2]])
+    if not 0 < count <= _NUMBER_MAX:
+        raise InvalidField(name, f"{text[:40]!r} is no number of tokens from 1 to 10^15, such as 250M")
+    return count
+
+
+def parsed_speed(text: str) -> float:
+    """Bytes per second of `25Gbit/s` or `7GB/s`; a small b is a bit. Raises `InvalidField`."""
+    match = _SPEED.fullmatch(text.strip())
+    speed = 0.0 if match is None else float(match[1]) * _SPEEDS[match[2]] / (1 if match[3] == "B" else 8)
+    if not 0 < speed <= _NUMBER_MAX:
+        raise InvalidField("bandwidth", f"{text[:40]!r} is no speed, such as 25Gbit/s or 7GB/s")
+    return speed
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How long a full prefill of one prompt's chunks takes, and how that is known."""
+
+    seconds: float
+    source: str
+
+
+def prefill_of(model: ModelSize, work: Workload, tokens_per_s: float | None, tflops: float) -> Prefill:
+    """Measured where a rate is given, else estimated from the device's peak. Raises `InvalidField`."""
+    if tokens_per_s is not None:
+        if not tokens_per_s > 0:
+            raise InvalidField("prefill_tokens_per_s", f"{tokens_per_s} is not positive")
+        return Prefill(work.prompt_tokens / tokens_per_s, f"measured: {tokens_per_s:g} tokens/s")
+    if not tflops > 0:
+        raise InvalidField("tflops", f"{tflops} is not positive")
+    seconds = model.prefill_flops(work.prompt_tokens) / (tflops * 1e12 * UTILISATION)
+    return Prefill(seconds, f"assumed: {UTILISATION:.0%} of a peak of {tflops:g} TFLOP/s")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One codec's figures."""
+
+    size: CodecSize
+    pace: LoadingPace
+    blend_s: float
+    """At the given bandwidth."""
+
+    def to_mapping(self, full_s: float) -> dict[str, Any]:
+        return {
+            "codec": self.size.codec.name.lower(),
+            "bytes_per_token": self.size.bytes_per_token,
+            "corpus_bytes": self.size.corpus_bytes,
+            "ram_bytes": self.size.ram_bytes,
+            "ssd_bytes": self.size.ssd_bytes,
+            "prompt_bytes": self.size.prompt_bytes,
+            "pays_bytes_per_s": self.pace.pays_bytes_per_s,
+            "hides_bytes_per_s": self.pace.hides_bytes_per_s,
+            "blend_s": self.blend_s,
+            "pays": self.blend_s < full_s,
+        }
+
+
+def rows_of(model: ModelSize, work: Workload, prefill: Prefill, bytes_per_s: float) -> list[Row]:
+    """A row per codec, in the order of their ids."""
+    rows = []
+    for codec in Codec:
+        size = codec_size(model.layout, codec, work)
+        timed = (size.prompt_bytes, model.layout.num_layers, prefill.seconds, work.cost)
+        rows.append(Row(size, loading_pace(*timed), blend_s(*timed, bytes_per_s)))
+    return rows
+
+
+@reported
+def size(
+    model: Annotated[str, typer.Option(help="Checkpoint folder; config.json is enough.")],
+    corpus_tokens: Annotated[str, typer.Option(help="Tokens in all chunks, such as 250M.")],
+    bandwidth: Annotated[str, typer.Option(help="Of the slowest link to an engine: 25Gbit/s, 7GB/s.")],
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a chunk.")] = 512,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 6,
+    replication: Annotated[int, typer.Option(min=1, help="Shards that hold each chunk.")] = 1,
+    hot: Annotated[float, typer.Option(help="Share of the corpus that RAM is to hold.")] = 0.1,
+    cost: Annotated[
+        float, typer.Option(help="Share of a full prefill that a blend computes (kintsugi calibrate says).")
+    ] = 0.2,
+    prefill_tokens_per_s: Annotated[
+        float | None, typer.Option(help="Measured prefill of such prompts on one engine.")
+    ] = None,
+    tflops: Annotated[
+        float, typer.Option(help="Peak of an engine's devices, where none is measured.")
+    ] = 989.0,
+    dtype: Annotated[str, typer.Option(help="As the engine will serve; vLLM's.")] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")
+    ] = False,
+) -> None:
+    """Say what a corpus takes in RAM and SSD, and how fast a network must be for blending to pay."""
+    work = Workload(
+        parsed_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost
+    )
+    bytes_per_s = parsed_speed(bandwidth)
+    shape = model_size(read_config(model), dtype)
+    prefill = prefill_of(shape, work, prefill_tokens_per_s, tflops)
+    rows = rows_of(shape, work, prefill, bytes_per_s)
+    document = {
+        "model": model,
+        "dtype": shape.layout.dtype,
+        "corpus_tokens": work.corpus_tokens,
+        "prompt_tokens": work.prompt_tokens,
+        "replication": work.replication,
+        "hot_share": work.hot_share,
+        "cost": work.cost,
+        "bandwidth_bytes_per_s": bytes_per_s,
+        "full_prefill_s": prefill.seconds,
+        "full_prefill_source": prefill.source,
+        "codecs": [row.to_mapping(prefill.seconds) for row in rows],
+    }
+    Screen(as_json).show(document, lambda console: render(console, work, prefill, bytes_per_s, rows))
+
+
+HEADINGS = ("codec", "B/token", "corpus", "RAM", "SSD", "pays", "hides", "ms", "wins")
+
+
+def render(console: Console, work: Workload, prefill: Prefill, bytes_per_s: float, rows: list[Row]) -> None:
+    """A table of codecs, and what was assumed below it."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.size.codec.name.lower(),
+            f"{row.size.bytes_per_token:,.0f}",
+            *(_bytes(number) for number in (row.size.corpus_bytes, row.size.ram_bytes, row.size.ssd_bytes)),
+            _gbits(row.pace.pays_bytes_per_s),
+            _gbits(row.pace.hides_bytes_per_s),
+            f"{row.blend_s * 1e3:,.0f}",
+            "blend" if row.blend_s < prefill.seconds else "prefill",
+        )
+    console.print(table)
+    console.print(
+        f"pays, hides: Gbit/s above which a blend beats a full prefill, above which loading is hidden · "
+        f"ms: blend at {_gbits(bytes_per_s)} Gbit/s · wins: at that speed\n"
+        f"A prompt of {work.chunks_per_prompt} chunks of {work.chunk_tokens} tokens. Full prefill "
+        f"{prefill.seconds * 1e3:,.0f} ms ({prefill.source}), a blend computes {work.cost:g} of it. "
+        f"RAM holds {work.hot_share:.0%} of the corpus, SSD all of it; bytes are of all shards, with "
+        f"{work.replication} of each chunk. Times are lower bounds.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:,.3g} TiB" if number < 1000 else f"{number:,.0f} TiB"
+
+
+def _gbits(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e9:.3g}"

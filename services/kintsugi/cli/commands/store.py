@@ -1,0 +1,387 @@
+"""`kintsugi store`: run a shard, look into one, simulate eviction."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from kintsugi.cli.exits import ExitCode, reported
+from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.client.admin import ShardAdmin, Verified
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.protocol.tls import TlsFiles, checked_address
+from kintsugi.store.shard.admission import ShardConfig
+from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
+from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parsed_size
+from kintsugi.store.shard.server import ServerOptions, ShardServer
+
+app = typer.Typer(help="Shards of the chunk KV-cache store.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+Address = Annotated[str, typer.Option(help="Shard, as host:port or grpc://host:port.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Tenant whose chunks are meant.")]
+TlsCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that signs both sides.")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's private key.")]
+
+DEFAULT_ADDRESS = "127.0.0.1:7400"
+FAILURE_POLL_S = 0.5
+VERIFY_PAGE = 64
+SWITCH_INTERVAL_S = 0.0005
+"""A tenth of Python's own: a lookup must not wait 5 ms for a thread that reads the disk."""
+
+
+def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles | None:
+    """All three, or none. Raises `InvalidField`."""
+    if ca is None and cert is None and key is None:
+        return None
+    if ca is None or cert is None or key is None:
+        raise InvalidField("tls", "give --tls-ca, --tls-cert and --tls-key together")
+    return TlsFiles(ca, cert, key)
+
+
+@contextmanager
+def admin(address: str, tls: TlsFiles | None) -> Iterator[ShardAdmin]:
+    """`address` may also be the URL by which other commands name a shard. Raises `InvalidField`."""
+    address = address.removeprefix("grpc://")
+    checked_address("address", address)
+    store = GrpcStore(address, GrpcOptions(tls=tls))
+    try:
+        yield ShardAdmin(store)
+    finally:
+        store.close()
+
+
+def parsed_keys(keys: list[str]) -> list[ChunkKey]:
+    return [ChunkKey.from_hex(key) for key in keys]
+
+
+def parsed_quotas(quotas: list[str]) -> dict[str, int]:
+    """`NAMESPACE=SIZE` each."""
+    parsed = {}
+    for quota in quotas:
+        namespace, separator, size = quota.rpartition("=")
+        if not separator or not namespace:
+            raise InvalidField("quota", f"{quota!r} must be NAMESPACE=SIZE, or *=SIZE for everyone else")
+        parsed[namespace] = parsed_size(size)
+    return parsed
+
+
+@app.command()
+@reported
+def serve(
+    data_dir: Annotated[Path | None, typer.Option(help="Identity and reports of the shard.")] = None,
+    ram: Annotated[str, typer.Option(help="Size of the RAM tier.")] = "4GiB",
+    ssd: Annotated[list[str] | None, typer.Option(help="FOLDER:SIZE; repeat, fastest first.")] = None,
+    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = DEFAULT_ADDRESS,
+    ack: Annotated[str, typer.Option(help="When a put that does not say returns: ram or durable.")] = "ram",
+    policy: Annotated[str, typer.Option(help=f"Eviction: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
+    quota: Annotated[list[str] | None, typer.Option(help="NAMESPACE=SIZE; repeat.")] = None,
+    recompute_ms_per_token: Annotated[
+        float, typer.Option(help="Prefill cost of writers that do not say; decides where auto puts a chunk.")
+    ] = 0.0,
+    scrub: Annotated[str, typer.Option(help="Bytes to verify per second in the background.")] = "0",
+    metrics: Annotated[str, typer.Option(help="host:port that answers Prometheus.")] = "",
+    share_arena: Annotated[bool, typer.Option(help="Let peers of this host read RAM directly.")] = True,
+    socket_folder: Annotated[Path | None, typer.Option(help="Folder that a pod's containers share.")] = None,
+    drain_s: Annotated[float, typer.Option(help="How long to write back when told to stop.")] = 30.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a shard until it is told to stop; it drains first."""
+    if ack not in ("ram", "durable"):
+        raise InvalidField("ack", f"{ack!r} is neither ram nor durable")
+    if not drain_s >= 0:
+        raise InvalidField("drain-s", f"{drain_s} is not a duration")
+    spec = ShardSpec(
+        ram_bytes=parsed_size(ram),
+        data_dir=data_dir,
+        ssds=tuple(SsdSpec.parsed(text) for text in ssd or []),
+        policy=policy,
+        config=ShardConfig(parsed_quotas(quota or []), recompute_ms_per_token),
+    )
+    if ack == "durable" and not spec.ssds:
+        raise InvalidField("ack", "durable needs an SSD tier; give --ssd")
+    options = ServerOptions(
+        durable_by_default=ack == "durable",
+        share_arena=share_arena,
+        socket_folder=socket_folder,
+        scrub_bytes_per_s=parsed_size(scrub),
+        tls=tls_files(tls_ca, tls_cert, tls_key),
+        insecure=insecure,
+        metrics_listen=metrics,
+    )
+    raise typer.Exit(_served(Screen(as_json), spec, listen, options, drain_s))
+
+
+def _served(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
+    """Serve until a signal or a failure; the exit status."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with screen.step("Opening the shard"):
+        shard = open_shard(spec)
+    try:
+        with ShardServer(shard, listen, options) as server:
+            banner = f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}"
+            document = {"shard_id": shard.shard_id, "chunks": len(shard), "address": server.address}
+            screen.show(document, lambda console: console.print(banner, highlight=False, soft_wrap=True))
+            sys.stdout.flush()
+            while shard.failure is None and not stop.wait(FAILURE_POLL_S):
+                pass
+            left = shard.drain(drain_s) if shard.failure is None else 0
+    finally:
+        shard.close()
+    if shard.failure is not None:
+        screen.note(f"the shard failed: {shard.failure!r}")
+        return 1
+    if left:
+        screen.note(f"{left} bytes were not written back within {drain_s:.0f} s")
+        return 1
+    return 0
+
+
+@app.command()
+@reported
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """What a shard holds and how it does."""
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+        stats = shard.stats()
+    document = MessageToDict(
+        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    Screen(as_json).show(_numbers(document), lambda console: _print_status(console, stats))
+
+
+def _numbers(document: Any) -> Any:
+    """Protobuf's JSON form quotes 64-bit numbers; scripts want them bare."""
+    if isinstance(document, dict):
+        return {key: _numbers(value) for key, value in document.items()}
+    if isinstance(document, list):
+        return [_numbers(value) for value in document]
+    return int(document) if isinstance(document, str) and document.isdecimal() else document
+
+
+def _print_status(console: Console, stats: Any) -> None:
+    asked = stats.hits + stats.misses
+    ratio = f" ({stats.hits / asked:.1%} hit)" if asked else ""
+    console.print(f"shard {stats.shard_id}{' · draining' if stats.draining else ''}", highlight=False)
+    console.print(f"{stats.chunks} chunks · {asked} keys looked up{ratio} · {stats.quarantined} quarantined")
+    table = Table("tier", "chunks", "used", "capacity", "evictions", "waiting")
+    for tier in stats.tiers:
+        sizes = [human(size) for size in (tier.bytes_used, tier.bytes_capacity)]
+        table.add_row(tier.name, str(tier.chunks), *sizes, str(tier.evictions), human(tier.queue_bytes))
+    console.print(table)
+    for path, size in sorted(stats.bytes_read.items()):
+        console.print(f"read over {path}: {human(size)}", highlight=False)
+
+
+def human(size: float) -> str:
+    """A size with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+@app.command("ls")
+@reported
+def list_chunks(
+    namespace: Namespace,
+    address: Address = DEFAULT_ADDRESS,
+    limit: Annotated[int, typer.Option(help="Most chunks to show.", min=1, max=10_000)] = 100,
+    after: Annotated[str | None, typer.Option(help="Key to go on behind.")] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Chunks of a namespace in key order."""
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+        chunks = shard.list(namespace, limit, ChunkKey.from_hex(after) if after else None)
+    rows: list[dict[str, Any]] = [
+        {
+            "key": chunk.manifest.key.hex,
+            "tokens": chunk.manifest.num_tokens,
+            "bytes": chunk.manifest.chunk_bytes,
+            "tier": chunk.tier,
+            "model": str(chunk.manifest.fingerprint),
+        }
+        for chunk in chunks
+    ]
+
+    def render(console: Console) -> None:
+        for row in rows:
+            console.print(
+                f"{row['key']}  {row['tokens']:>6} tokens  {human(row['bytes']):>10}  {row['tier']:<5}  "
+                f"model {row['model']}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    Screen(as_json).show({"chunks": rows}, render)
+
+
+@app.command("rm")
+@reported
+def remove(
+    namespace: Namespace,
+    keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys, hexadecimal.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every chunk of the namespace.")] = False,
+    address: Address = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Forget chunks."""
+    if everything == bool(keys):
+        raise InvalidField("keys", "name chunk keys, or say --all")
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+        if everything:
+            deleted = shard.clear(namespace)
+        else:
+            deleted = shard.store.delete(namespace, parsed_keys(keys or []))
+    Screen(as_json).show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks forgotten"))
+
+
+@app.command()
+@reported
+def pin(
+    namespace: Namespace,
+    keys: Annotated[list[str], typer.Argument(help="Chunk keys, hexadecimal.")],
+    lease_s: Annotated[float, typer.Option(help="Seconds until the pin ends by itself.")] = 3600.0,
+    address: Address = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Keep chunks from being evicted."""
+    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+        pinned = shard.store.pin(namespace, parsed_keys(keys), lease_s)
+    text = f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}"
+    document = {"pinned": pinned.chunks, "lease_id": pinned.lease_id}
+    Screen(as_json).show(document, lambda console: console.print(text, highlight=False))
+
+
+@app.command()
+@reported
+def verify(
+    namespace: Namespace,
+    keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys; all where none is named.")] = None,
+    address: Address = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Read chunks from every tier; damaged copies are quarantined, and the exit code is 5."""
+    screen = Screen(as_json)
+    found: list[Verified] = []
+    with (
+        admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard,
+        screen.step("Verifying") as say,
+    ):
+        for page in _pages(shard, namespace, keys):
+            found.append(shard.verify(namespace, page))
+            say(f"{sum(part.intact for part in found)} chunks intact")
+    intact, absent = sum(part.intact for part in found), sum(part.absent for part in found)
+    damaged = [key.hex for part in found for key in part.quarantined]
+
+    def render(console: Console) -> None:
+        for key in damaged:
+            console.print(f"quarantined {key}", highlight=False)
+        console.print(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
+
+    screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, render)
+    raise typer.Exit(ExitCode.CORRUPTED if damaged else ExitCode.OK)
+
+
+def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
+    if keys:
+        yield parsed_keys(keys)
+        return
+    after: ChunkKey | None = None
+    while page := shard.list(namespace, VERIFY_PAGE, after):
+        after = page[-1].manifest.key
+        yield [chunk.manifest.key for chunk in page]
+
+
+@app.command()
+@reported
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="JSON lines: key and size, or Mooncake's hash_ids.")],
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat; all where none is named.")] = None,
+    capacity: Annotated[
+        str, typer.Option(help="A size, or a share of all distinct bytes, such as 5%.")
+    ] = "5%",
+    as_json: Json = False,
+) -> None:
+    """Replay a trace against eviction policies, beside Belady's optimum."""
+    screen = Screen(as_json)
+    with screen.step("Replaying") as say:
+        accesses = read_trace(trace)
+        capacity_bytes = _capacity(capacity, sum({a.key: a.size_bytes for a in accesses}.values()))
+        policies = {name: policy_factory(name)(capacity_bytes) for name in policy or POLICIES}
+        say("belady")
+        results = {"belady": replay(accesses, Belady(accesses), capacity_bytes)}
+        for name, each in policies.items():
+            say(name)
+            results[name] = replay(accesses, each, capacity_bytes)
+    optimum = results["belady"]
+    rows = [
+        {
+            "policy": name,
+            "hit_ratio": result.hit_ratio,
+            "byte_hit_ratio": result.byte_hit_ratio,
+            "of_optimum": result.hit_ratio / optimum.hit_ratio if optimum.hits else 1.0,
+        }
+        for name, result in results.items()
+    ]
+
+    def render(console: Console) -> None:
+        table = Table("policy", "hit ratio", "byte hit ratio", "of optimum")
+        for name, *shares in (row.values() for row in rows):
+            table.add_row(str(name), *(f"{share:.4f}" for share in shares))
+        console.print(f"{len(accesses)} accesses, capacity {capacity_bytes}")
+        console.print(table)
+
+    document = {"accesses": len(accesses), "capacity_bytes": capacity_bytes, "policies": rows}
+    screen.show(document, render)
+
+
+def _capacity(text: str, distinct_bytes: int) -> int:
+    if not text.endswith("%"):
+        return parsed_size(text)
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        raise InvalidField("capacity", f"{text!r} is neither a size nor a percentage") from None
+    if not 0 < share <= 1:
+        raise InvalidField("capacity", f"{text} is outside (0 %, 100 %]")
+    return max(1, int(share * distinct_bytes))

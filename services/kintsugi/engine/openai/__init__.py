@@ -1,0 +1,1 @@
+"""vLLM's own OpenAI handlers, with chunks tokenised alone."""

@@ -1,0 +1,319 @@
+"""vLLM's own OpenAI handlers over an engine, with every chunk of a prompt tokenised alone.
+
+Templates, tools, sampling, streaming, usage, logprobs and errors are vLLM's. Three things are ours, each at
+one place of vLLM's code: what a rendered prompt is tokenised to (`BaseRenderer._tokenize_prompt_async`, an
+attribute of the renderer), the `kv_transfer_params` of a request (`to_sampling_params`, called once the
+prompt is tokenised), and the accounting of a streamed answer, which vLLM leaves out (stream generators).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import PrivateAttr, ValidationError
+from starlette.requests import Request
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve import create_error_response
+from vllm.renderers import TokenizeParams
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.hf import resolve_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.utils.async_utils import make_async
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from kintsugi.core.deploy import OpenAISpec
+from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
+from kintsugi.core.request import PARAMS_KEY
+from kintsugi.core.spaces import Span
+from kintsugi.engine.load import Load
+from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
+
+logger = logging.getLogger(__name__)
+
+JSON_TYPE = "application/json"
+STREAM_TYPE = "text/event-stream"
+_DONE = "data: [DONE]\n\n"
+_DATA = "data: "
+_DIED = "the engine has died; send the request to another"
+
+
+@dataclass
+class _Asked:
+    """What of a call accompanies its request through vLLM."""
+
+    call: OpenAICall
+    spans: list[tuple[Span, ...] | None] = field(default_factory=list)
+    """Of each of its prompts, in order; None for what was not tokenised here."""
+    sampled: int = 0
+    """Prompts whose sampling parameters were made."""
+    streams: list[Any] = field(default_factory=list)
+    """What the engine yields from, to be closed."""
+    accounting: dict[str, Any] | None = None
+    engine_died: bool = False
+    """While it answered; vLLM makes an event of the error."""
+
+    def next_params(self) -> dict[str, Any]:
+        """`kv_transfer_params` of the next prompt. Without spans the engine looks for chunks by content."""
+        spans = self.spans[self.sampled] if self.sampled < len(self.spans) else None
+        self.sampled += 1
+        return dataclasses.replace(self.call.params, spans=spans or None).to_mapping()
+
+    def note(self, output: Any) -> None:
+        if output.finished and self.accounting is None:
+            self.accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
+
+
+@dataclass(frozen=True)
+class _SegmentParams(TokenizeParams):  # type: ignore[misc]
+    """vLLM's tokenisation parameters, and whose prompt it is."""
+
+    asked: _Asked | None = None
+
+    @staticmethod
+    def of(params: Any, asked: _Asked) -> _SegmentParams:
+        values = {one.name: getattr(params, one.name) for one in dataclasses.fields(params)}
+        return _SegmentParams(**values, asked=asked)
+
+
+class _OnOurBehalf:
+    """What either kind of request says otherwise than vLLM's own. Stands before it among the bases."""
+
+    _asked: Any
+
+    def build_tok_params(self, model_config: Any) -> Any:
+        return _SegmentParams.of(super().build_tok_params(model_config), self._asked)  # type: ignore[misc]
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
+        self.kv_transfer_params = self._asked.next_params()
+        return super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
+
+
+class _ChatRequest(_OnOurBehalf, ChatCompletionRequest):  # type: ignore[misc]
+    _asked: Any = PrivateAttr(None)
+
+
+class _CompletionRequest(_OnOurBehalf, CompletionRequest):  # type: ignore[misc]
+    _asked: Any = PrivateAttr(None)
+
+
+class _Chat(OpenAIServingChat):  # type: ignore[misc]
+    def chat_completion_stream_generator(self, request: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = request._asked
+        asked.streams.append(outputs)
+        return super().chat_completion_stream_generator(request, _noted(outputs, asked), *args, **kwargs)
+
+
+class _Completion(OpenAIServingCompletion):  # type: ignore[misc]
+    def completion_stream_generator(
+        self, request: Any, engine_inputs: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        asked = request._asked
+        asked.streams.append(outputs)
+        return super().completion_stream_generator(
+            request, engine_inputs, _noted(outputs, asked), *args, **kwargs
+        )
+
+
+class _Counted:
+    """An engine's client that counts what waits in it."""
+
+    def __init__(self, client: Any, load: Load) -> None:
+        self._client, self._load = client, load
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, **more: Any
+    ) -> AsyncGenerator[Any, None]:
+        self._load.began(request_id, len(prompt.get("prompt_token_ids") or ()))
+        try:
+            async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
+                async for output in outputs:
+                    self._load.answered(request_id)
+                    yield output
+        finally:
+            self._load.ended(request_id)
+
+
+async def _noted(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
+    """``items``: outputs, or pairs of a prompt's index and its output."""
+    try:
+        async for item in items:
+            asked.note(item[1] if isinstance(item, tuple) else item)
+            yield item
+    except EngineDeadError:
+        asked.engine_died = True
+        raise
+
+
+class OpenAIFront:
+    """Answers `OpenAICall`s on one engine. Of the event loop that the engine's client lives in."""
+
+    def __init__(
+        self,
+        client: Any,
+        model: str,
+        prefix_token_ids: tuple[int, ...] = (),
+        options: OpenAISpec | None = None,
+        load: Load | None = None,
+    ) -> None:
+        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use; ``load``
+        counts what waits.
+
+        Raises what vLLM raises for an unknown parser or a template that does not load.
+        """
+        options = options or OpenAISpec()
+        client = _Counted(client, load or Load())
+        renderer, model_config = client.renderer, client.model_config
+        template = load_chat_template(options.chat_template)
+        shared: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": template,
+            "chat_template_content_format": "auto",
+            "tool_parser": options.tool_call_parser,
+            "enable_auto_tools": options.tool_call_parser is not None,
+            "reasoning_parser": options.reasoning_parser,
+        }
+        online = OnlineRenderer(model_config=model_config, renderer=renderer, **shared)
+        models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model_config.model)])
+        details = {"enable_prompt_tokens_details": True, "online_renderer": online}
+        self._chat = _Chat(client, models, "assistant", **shared, **details)
+        self._completion = _Completion(client, models, request_logger=None, **details)
+        self._tokenizer = SegmentTokenizer(renderer.get_tokenizer(), prefix_token_ids)
+        self._renderer = renderer
+        self._whole = renderer._tokenize_prompt_async
+        self._segments = make_async(self._tokenizer.segmented, executor=renderer._executor)
+        renderer._tokenize_prompt_async = self._tokenized
+        resolved = resolve_chat_template(
+            renderer.get_tokenizer(), chat_template=template, tools=None, model_config=model_config
+        )
+        self._template_takes_documents = bool(resolved and re.search(r"\bdocuments\b", resolved))
+        online.warmup()
+
+    async def answer(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        """The head, then pieces of the body. Raises `Unavailable` where the engine is dead.
+
+        Closing the generator, or cancelling who awaits it, aborts the request in the engine.
+        """
+        asked = _Asked(call)
+        try:
+            response = await self._response(asked)
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                # vLLM makes an answer of a cancellation that it meets.
+                raise asyncio.CancelledError
+            if isinstance(response, AsyncGenerator):
+                asked.streams.append(response)
+                yield OpenAIHead(200, STREAM_TYPE)
+                async for event in _with_accounting(response, asked):
+                    if asked.engine_died:
+                        raise Unavailable(_DIED)
+                    yield event.encode()
+                return
+            error = getattr(response, "error", None)
+            yield OpenAIHead(200 if error is None else int(error.code), JSON_TYPE)
+            yield response.model_dump_json().encode()
+        finally:
+            for stream in reversed(asked.streams):
+                await stream.aclose()
+
+    async def _response(self, asked: _Asked) -> Any:
+        """vLLM's answer: a stream of events, a response or an error."""
+        call = asked.call
+        body = {**call.body, "request_id": call.request_id, "cache_salt": call.params.namespace}
+        raw = _raw_request(call.trace)
+        try:
+            if call.path == CHAT_PATH:
+                if not self._template_takes_documents:
+                    body = with_documents(body)
+                chat = _ChatRequest.model_validate(body)
+                chat._asked = asked
+                return await self._chat.create_chat_completion(chat, raw)
+            if call.path == COMPLETIONS_PATH:
+                completion = _CompletionRequest.model_validate(body)
+                completion._asked = asked
+                return await self._completion.create_completion(completion, raw)
+        except EngineDeadError as error:
+            raise Unavailable(_DIED) from error
+        except KintsugiError:
+            raise
+        except ValidationError as error:
+            return create_error_response(*_problem_of(error))
+        except Exception as error:
+            # The same table by which vLLM's server answers: a caller's mistake is a 400, ours a 500.
+            response = create_error_response(error)
+            if response.error.code >= 500:
+                logger.exception("Request %s failed", call.request_id)
+            return response
+        raise InvalidField("path", f"{call.path!r} is neither {CHAT_PATH} nor {COMPLETIONS_PATH}")
+
+    async def _tokenized(self, prompt: Any, params: Any) -> Any:
+        """In place of the renderer's own. Called for the prompts of a request in their order."""
+        asked = getattr(params, "asked", None)
+        if asked is None or not asked.call.chunk_texts or not _may_be_cut(params):
+            if asked is not None:
+                asked.spans.append(None)
+            return await self._whole(prompt, params)
+        place = len(asked.spans)
+        asked.spans.append(None)
+        segmented = await self._segments(prompt["prompt"], asked.call.chunk_texts, params.add_special_tokens)
+        asked.spans[place] = segmented.spans
+        return self._renderer._build_tokens_prompt(segmented.token_ids, prompt)
+
+
+def _may_be_cut(params: Any) -> bool:
+    """Truncation would cut chunks, and offsets are of the whole text."""
+    return params.truncate_prompt_tokens is None and not params.return_token_offsets
+
+
+async def _with_accounting(events: AsyncIterator[str], asked: _Asked) -> AsyncIterator[str]:
+    """Events as they come; from the engine's last output on the last one is held back and added to."""
+    held: str | None = None
+    async for event in events:
+        if event == _DONE and held is not None:
+            held = _accounted(held, asked.accounting)
+        if held is not None:
+            yield held
+            held = None
+        if asked.accounting is None or event == _DONE:
+            yield event
+        else:
+            held = event
+    if held is not None:
+        yield held
+
+
+def _accounted(event: str, accounting: Mapping[str, Any] | None) -> str:
+    document = json.loads(event.removeprefix(_DATA))
+    return f"{_DATA}{json.dumps({**document, PARAMS_KEY: accounting}, ensure_ascii=False)}\n\n"
+
+
+def _raw_request(trace: Mapping[str, str]) -> Request:
+    """What vLLM's handlers read headers from."""
+    headers = [(name.lower().encode(), value.encode()) for name, value in trace.items()]
+    return Request({"type": "http", "headers": headers})
+
+
+def _problem_of(error: ValidationError) -> tuple[Any, ...]:
+    """Message, type, status and field of a body that vLLM's request does not accept."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if re.fullmatch(r"\w+", str(part)))
+    cause = first.get("ctx", {}).get("error")
+    where = getattr(cause, "parameter", None) or where
+    message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return message, "BadRequestError", HTTPStatus.BAD_REQUEST, where or None

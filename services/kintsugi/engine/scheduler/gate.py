@@ -1,0 +1,210 @@
+"""Reads the calibration report at start and when it changes; decides nothing itself (`core.gate`).
+
+A thread polls, off the scheduler's path: a request costs one attribute read. Where the store does not
+answer, what was last known stays: an unreachable store is no drift. At start nothing is known, and closed
+is the safe side.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from vllm import __version__ as vllm_version
+from vllm.config import ModelConfig, VllmConfig
+from vllm.logger import init_logger
+
+from kintsugi import __version__
+from kintsugi.core.errors import KintsugiError, NotFound
+from kintsugi.core.gate import CALIBRATE, GateState, decide
+from kintsugi.core.report import REPORT_BYTES_MAX, Binding, supersedes
+from kintsugi.core.spaces import ModelFingerprint
+from kintsugi.engine.config import EngineConfig
+from kintsugi.models.checkpoint import complete, kv_dtype_of, model_fingerprint, tokenizer_digest
+from kintsugi.store.protocol.interface import ChunkStore
+
+logger = init_logger(__name__)
+
+ALLOW_ENVIRONMENT = "KINTSUGI_ALLOW_UNCALIBRATED"
+
+
+class ReportSource(Protocol):
+    """Where the document comes from."""
+
+    def read(self, binding: Binding) -> bytes | None:
+        """The document, None where there is none. Raises `KintsugiError` or `OSError`."""
+        ...
+
+
+class StoreReports:
+    """By fingerprint and name, in the chunk store. For one binding.
+
+    Never goes back to an older report: the only shard that answers may be one that missed a trip."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._newest: bytes | None = None
+
+    def read(self, binding: Binding) -> bytes | None:
+        document = self._store.get_report(binding.model, binding.report_name)
+        if document is None:
+            return None
+        if self._newest is None or not supersedes(self._newest, document):
+            self._newest = document
+        return self._newest
+
+
+class FileReport:
+    """One file, whatever it speaks about."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, binding: Binding) -> bytes | None:
+        if not self._path.is_file():
+            raise NotFound(f"{self._path} is not there; calibrate with --out {self._path}")
+        with self._path.open("rb") as file:
+            return file.read(REPORT_BYTES_MAX + 1)
+
+
+class Gate:
+    """`state` is replaced as a whole; read it once per request."""
+
+    def __init__(self, source: ReportSource, binding: Binding, poll_s: float) -> None:
+        self.binding = binding
+        self.state = GateState("not_calibrated", "the calibration report has not been read yet")
+        self._source = source
+        self._poll_s = poll_s
+        self._document: bytes | None = b""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def open_regardless(binding: Binding) -> Gate:
+        """For `allow_uncalibrated`: nothing is read, and the log says what that means."""
+        gate = Gate(_Nothing(), binding, poll_s=0.0)
+        gate.state = GateState.uncalibrated("allow_uncalibrated is set")
+        logger.warning(
+            "BLENDING IS NOT CALIBRATED: allow_uncalibrated is set, so answers may be wrong and nothing "
+            "would notice. Unset it and %s",
+            CALIBRATE.split(" (")[0],
+        )
+        return gate
+
+    @staticmethod
+    def shut(binding: Binding) -> Gate:
+        """For `save_only`: closed for good, and nobody who looks at the log needs to know."""
+        gate = Gate(_Nothing(), binding, poll_s=0.0)
+        gate.state = GateState("save_only", "this engine only saves chunks; ask one that serves")
+        gate._document = None  # what `_Nothing` says: there is no news in it
+        return gate
+
+    def start(self) -> Gate:
+        """Read once now, then keep reading in the background until `close`."""
+        self.refresh()
+        self._thread = threading.Thread(target=self._poll, name="kintsugi-gate", daemon=True)
+        self._thread.start()
+        return self
+
+    def refresh(self) -> None:
+        """Read the report; replace the state where the document is another one."""
+        try:
+            document = self._source.read(self.binding)
+        except (KintsugiError, OSError) as error:
+            if self._document == b"":
+                self._replace(GateState("report_unavailable", f"{error}; it is asked for again"))
+            return
+        if document == self._document:
+            return
+        self._document = document
+        self._replace(decide(document, self.binding))
+
+    def _replace(self, state: GateState) -> None:
+        """One line in the log per change, not per request."""
+        if (state.reason, state.detail) == (self.state.reason, self.state.detail):
+            return
+        self.state = state
+        if state.is_open:
+            logger.info("Blending is on, by its calibration report: %s, %s", state.default, state.detail)
+        else:
+            logger.error(
+                "BLENDING IS OFF, every prompt is prefilled in full: %s: %s", state.reason, state.detail
+            )
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            self.refresh()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Meanwhile an open gate has no limits; its default stays. A closed one stays closed."""
+        kept = self.state
+        lifted = self.state = replace(kept, limits=None)
+        try:
+            yield
+        finally:
+            if self.state is lifted:  # else a newer report has come
+                self.state = kept
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+
+
+class _Nothing:
+    def read(self, binding: Binding) -> bytes | None:
+        return None
+
+
+def opened_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
+    """The gate that the configuration asks for, running."""
+    if config.save_only:
+        return Gate.shut(binding)
+    if config.allow_uncalibrated or os.environ.get(ALLOW_ENVIRONMENT) == "1":
+        return Gate.open_regardless(binding)
+    source: ReportSource = StoreReports(store) if config.report is None else FileReport(Path(config.report))
+    return Gate(source, binding, config.report_poll_ms / 1e3).start()
+
+
+def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
+    """What a report about this engine has to speak about."""
+    return Binding.of(
+        fingerprint_of(vllm_config), prefix_of(config, vllm_config), config.codec, vllm_version, __version__
+    )
+
+
+def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
+    """Of the checkpoint as this engine runs it."""
+    model = vllm_config.model_config
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
+    kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
+    revision = _revision_of(model)
+    # vLLM fetches the tokenizer's files that it needs; others may have fetched more.
+    complete(model.model, revision)
+    return model_fingerprint(model.model, kv_dtype, overrides, revision)
+
+
+def tokenizer_of(vllm_config: VllmConfig) -> str:
+    """The digest of what a gateway tokenises with."""
+    model = vllm_config.model_config
+    return tokenizer_digest(model.model, _revision_of(model))
+
+
+def _revision_of(model: ModelConfig) -> str | None:
+    """The commit that was loaded, whatever its branch points at by now."""
+    revision: str | None = getattr(model.revision, "resolved", model.revision)
+    return revision
+
+
+def prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
+    """The configured prefix, else the model's BOS."""
+    if config.prefix_token_ids is not None:
+        return tuple(config.prefix_token_ids)
+    bos = getattr(vllm_config.model_config.hf_text_config, "bos_token_id", None)
+    return (bos,) if isinstance(bos, int) else ()

@@ -1,0 +1,77 @@
+"""Which chunks of a prompt the store holds: by explicit spans, or by content at any offset.
+
+Runs on the connector's lookup threads, never on the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kintsugi.core.layout import ChunkManifest, Codec
+from kintsugi.core.plan import Source
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_at_every_offset
+from kintsugi.store.protocol.interface import ChunkStore
+
+
+@dataclass(frozen=True)
+class Match:
+    """A prompt's spans with their keys, and the manifests of those that the store holds."""
+
+    spans: tuple[Span, ...]
+    manifests: dict[ChunkKey, ChunkManifest]
+    sources: dict[ChunkKey, Source] = field(default_factory=dict)
+    """Where those lie, as far as the same answer said: what is found by content it does not say of."""
+
+
+def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
+    """The match with chunks in other codecs missed: a calibration speaks of one, and `raw` loses nothing.
+
+    None: any codec will do.
+    """
+    if codecs is None:
+        return match
+    return replace(match, manifests={key: m for key, m in match.manifests.items() if m.codec in codecs})
+
+
+def match_spans(store: ChunkStore, space: ChunkSpace, spans: Sequence[Span]) -> Match:
+    """Look up spans whose keys are known."""
+    keys = list(dict.fromkeys(span.key for span in spans if span.key is not None))
+    found = [entry for entry in store.find(space.namespace, keys) if entry is not None]
+    return Match(
+        tuple(spans),
+        {entry.manifest.key: entry.manifest for entry in found},
+        {entry.manifest.key: entry.source for entry in found},
+    )
+
+
+def match_content(store: ChunkStore, space: ChunkSpace, prompt_token_ids: Sequence[int]) -> Match:
+    """Find known chunks at any offset, left to right, the longest candidate first.
+
+    Cost: one anchor per offset, one batched lookup, one blake3 per candidate. An anchor only proposes:
+    a candidate counts when the key of the prompt's own tokens is its key.
+    """
+    anchors = anchors_at_every_offset(prompt_token_ids)
+    candidates = store.lookup_anchors(space.namespace, space.digest, list(dict.fromkeys(anchors)))
+    spans: list[Span] = []
+    manifests: dict[ChunkKey, ChunkManifest] = {}
+    offset = 0
+    while offset < len(anchors):
+        manifest = _longest_at(space, prompt_token_ids, offset, candidates.get(anchors[offset], ()))
+        if manifest is None:
+            offset += 1
+            continue
+        spans.append(Span(offset, offset + manifest.num_tokens, manifest.key))
+        manifests[manifest.key] = manifest
+        offset += manifest.num_tokens
+    return Match(tuple(spans), manifests)
+
+
+def _longest_at(
+    space: ChunkSpace, token_ids: Sequence[int], offset: int, candidates: Sequence[ChunkManifest]
+) -> ChunkManifest | None:
+    for manifest in candidates:
+        end = offset + manifest.num_tokens
+        if end <= len(token_ids) and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:
+            return manifest
+    return None

@@ -1,0 +1,540 @@
+"""The scheduler's side of the connector: per request, decide, look up, claim, and account.
+
+Nothing here raises, or blocks while others compute: the scheduler's thread serves everybody. A request that
+cannot be blended is declined, runs as an ordinary full prefill, and its response says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import (
+    ForeignChunkKey,
+    InvalidField,
+    InvalidSpan,
+    NotBlendable,
+)
+from kintsugi.core.layout import Codec, codec_named
+from kintsugi.core.plan import BlendPlan, ChunkHit, Source, exact_end, plan_digest
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.protocol import (
+    BlendJob,
+    JobTokens,
+    PassSample,
+    ProbeJob,
+    SaveJob,
+    StepMetadata,
+    WorkerReport,
+)
+from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.gate import Gate
+from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
+from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
+from kintsugi.engine.scheduler.metrics import BlendStats
+from kintsugi.engine.scheduler.timing import Timing
+from kintsugi.fusor.control.controller import predicted_full_s
+from kintsugi.fusor.control.forecast import Engine, Region, terms_of, work_of
+from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond
+from kintsugi.fusor.selectors import asks
+from kintsugi.store.protocol.interface import ChunkStore
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class _State:
+    """One request that asked for us."""
+
+    request: Request
+    params: KintsugiParams
+    space: ChunkSpace
+    planner: Planner
+    """With what the gate allowed this request when it came: a later report changes nothing midway."""
+    lookup: Lookup | None = None
+    job: BlendJob | None = None
+    """Made by the last claim; handed to the worker once blocks are allocated."""
+    in_flight: bool = False
+    ordinary_hasher: hashing.BlockHasher | None = None
+    num_prefix_cached: int = 0
+    computed_instead: frozenset[int] = frozenset()
+    """Where hit chunks begin that the planner does not load."""
+    accounting: Accounting | None = None
+    """Set when the outcome is known."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing is claimed any more. vLLM asks again about a request that it preempted: if its
+        KV was blended and is gone, it is blended again, or its answer would change midway."""
+        repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
+        return (self.accounting and self.accounting.outcome) not in repeatable
+
+
+@dataclass
+class SchedulerSide:
+    """Called from the scheduler's thread only."""
+
+    config: EngineConfig
+    store: ChunkStore
+    planner: Planner
+    gate: Gate
+    fingerprint: ModelFingerprint
+    prefix_token_ids: tuple[int, ...]
+    hash_block_size: int
+    declined_because: str | None
+    """Why this engine never blends; None where it does."""
+    engine: Engine
+    """What forecasts depend on; the worker tells the projection share once it has blended."""
+    num_ranks: int = 1
+    """Tensor-parallel ranks, each of which loads its part of a chunk."""
+    has_windows: bool = False
+    """Whether some layers keep the KV of a window only. vLLM lets go of what lies before the window of the
+    last claimed token, also where the claim's first tokens still see it: so nothing may be claimed behind
+    cached tokens, and prefixes are computed again."""
+    _states: dict[str, _State] = field(default_factory=dict)
+    _refused: dict[str, Accounting] = field(default_factory=dict)
+    _metadata: StepMetadata = field(default_factory=StepMetadata)
+    _stats: BlendStats = field(default_factory=BlendStats)
+    _timing: Timing = field(default_factory=Timing)
+    _lookups: Lookups = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lookups = Lookups(self.store, self.config.lookup_deadline_ms, self._codecs)
+
+    def on_new_request(self, request: Request) -> None:
+        params_of_all = request.kv_transfer_params
+        values = params_of_all.get(PARAMS_KEY) if isinstance(params_of_all, dict) else None
+        if values is None:
+            return
+        try:
+            params = KintsugiParams.from_mapping(values)
+            if params.op is not Op.OFF:
+                self._admit(request, params)
+        except InvalidField as error:
+            self._refused[request.request_id] = Accounting(
+                Outcome.DECLINED, reason=f"{type(error).__name__}: {error}"
+            )
+        except NotBlendable as error:
+            self._refused[request.request_id] = Accounting(Outcome.DECLINED, reason=str(error))
+        except Exception as defect:
+            logger.exception("Request %s was not taken in; it is prefilled in full", request.request_id)
+            self._states.pop(request.request_id, None)
+            self._refused[request.request_id] = Accounting(
+                Outcome.DECLINED, reason=f"defect: {type(defect).__name__}: {defect}"
+            )
+
+    def _admit(self, request: Request, params: KintsugiParams) -> None:
+        """Start the lookup, or raise why this request cannot be blended."""
+        self._check_blendable(request)
+        if request.cache_salt not in (None, params.namespace):
+            raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
+        if sum(s.lookup is not None and s.lookup.is_waiting for s in self._states.values()) >= LOOKUPS_MAX:
+            raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
+        space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
+        prompt: list[int] = list(request.prompt_token_ids)
+        if params.op is Op.BLEND:
+            self._lookups.check_store(space, prompt[:1])
+        planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
+        state = _State(request, params, space, planner)
+        if params.spans is not None:
+            spans = _keyed_spans(params.spans, space, prompt)
+            state.params = dataclasses.replace(params, spans=spans)
+        if params.op is Op.SAVE:
+            _check_save(state.params, space, prompt)
+        elif not space.admits(prompt):
+            raise NotBlendable("foreign_prefix", "the prompt does not start with the prefix of its chunks")
+        state.ordinary_hasher = request._block_hasher
+        self._states[request.request_id] = state
+        if params.op is Op.SAVE:
+            # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
+            # computing it; `_settle` gives the blocks their exact names.
+            self._fork_behind(len(self.prefix_token_ids), request, state, os.urandom(16))
+        elif state.params.spans is not None:
+            self._fork(request, state, state.params.spans)
+            state.lookup = self._lookups.start(match_spans, space, state.params.spans)
+        else:
+            hashing.set_salt(request, params.namespace)
+            state.lookup = self._lookups.start(match_content, space, prompt)
+
+    def _codecs(self) -> frozenset[Codec] | None:
+        """In which chunks count as found: where a calibration counts, what another codec lost is a miss."""
+        calibrated = self.gate.state.limits is not None
+        return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
+
+    def _allowed_planner(self, params: KintsugiParams) -> Planner:
+        """The planner with what the calibration report says of this request. Raises where it forbids it."""
+        selection = self.gate.state.resolve(
+            self.planner.selection, params.ratio, params.selector, params.adaptive_mass
+        )
+        return self.planner.with_selection(selection)
+
+    def _check_blendable(self, request: Request) -> None:
+        if self.declined_because is not None:
+            raise NotBlendable(*self.declined_because.split(": ", 1))
+        if request.lora_request is not None:
+            raise NotBlendable("lora", "chunk KV belongs to the base model")
+        if request.mm_features:
+            raise NotBlendable("multimodal", "chunk KV is over token ids alone")
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            raise NotBlendable("prompt_embeds", "chunk KV is over token ids alone")
+        if request.skip_reading_prefix_cache:
+            raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
+
+    def _fork(self, request: Request, state: _State, spans: tuple[Span, ...]) -> None:
+        """Name the KV that this blend will produce, from the first block that is not exact."""
+        prompt = request.prompt_token_ids
+        params = state.params
+        selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
+        digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
+        exact = exact_end(spans, state.space, prompt)
+        if codec_named(self.config.codec) is not Codec.RAW:
+            # What 8 bits keep of an exact chunk is good enough for a blend, not for those who ask for none.
+            exact = min(exact, len(self.prefix_token_ids))
+        self._fork_behind(exact, request, state, digest)
+
+    def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
+        """Let blocks have names of their own from the first one on that is not all exact tokens."""
+        first_block = 0 if self.has_windows else num_exact // self.hash_block_size
+        hashing.fork(request, first_block, tag, self.hash_block_size, state.space.namespace)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
+
+        None means: ask again, the store has not answered yet.
+        """
+        state = self._states.get(request.request_id)
+        if state is None or state.is_final:
+            return 0, False
+        try:
+            return self._claim(request, state, num_computed)
+        except Exception as defect:
+            logger.exception("Request %s was not planned; it is prefilled in full", request.request_id)
+            state.accounting = state.accounting or Accounting(
+                Outcome.DECLINED, reason=f"defect: {type(defect).__name__}: {defect}"
+            )
+            return 0, False
+
+    def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
+        if state.params.op is Op.SAVE:
+            return self._claim_save(state, num_computed)
+        self._timing.admitted(request)
+        match = self._take_match(request, state)
+        if match is None:
+            if state.accounting is None:
+                return None, False
+            self._predict_full(request, num_computed)
+            return 0, False
+        state.num_prefix_cached = num_computed
+        try:
+            state.job = self._plan(request, state, match, num_computed)
+        except NotBlendable as error:
+            outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
+            # A preempted request stays what it was: its first tokens came of that.
+            state.accounting = state.accounting or self._with_match(
+                state, Accounting(outcome, reason=str(error))
+            )
+            if self._timing.probe_is_due(error.reason):
+                self._metadata.probes.append(self._probe(request, state, match))
+            self._predict_full(request, num_computed)
+            return 0, False
+        self._timing.planned(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
+        return request.num_tokens - 1 - num_computed, True
+
+    def _predict_full(self, request: Request, num_computed: int) -> None:
+        full_s = predicted_full_s(self._plan_request(request, num_computed, ()))
+        self._timing.planned(request.request_id, full_s, is_blend=False)
+
+    def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
+        """One chunk of every source."""
+        by_source = {hit.source: hit for hit in self._hits(request, match)}
+        manifests = {hit.key: match.manifests[hit.key] for hit in by_source.values()}
+        return ProbeJob(tuple(by_source.values()), manifests, state.space.namespace)
+
+    def _claim_save(self, state: _State, num_computed: int) -> tuple[int, bool]:
+        """Prefix and chunk; the fork sees to it that no token of the chunk was found cached."""
+        assert state.params.spans is not None
+        (span,) = state.params.spans
+        assert num_computed <= span.start
+        return span.end - num_computed, True
+
+    def _take_match(self, request: Request, state: _State) -> Match | None:
+        """The lookup's result once it is there; None while waiting, or when it was given up."""
+        assert state.lookup is not None
+        try:
+            match = self._lookups.result(state.lookup, lambda: self._timing.is_alone(request.request_id))
+        except NotBlendable as given_up:
+            state.accounting = Accounting(Outcome.DECLINED, reason=str(given_up))
+            return None
+        if match is None or state.lookup.is_taken:
+            return match
+        self._lookups.take(state.lookup)
+        if state.params.spans is None and match.spans:
+            # What the prefix cache holds of this blend has just got a name: look there again.
+            self._fork(request, state, match.spans)
+            return None
+        return match
+
+    def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
+        last = request.num_tokens - 1
+        every_hit = self._hits(request, match)
+        hits = hits_beyond(every_hit, num_computed)
+        if every_hit and not hits:
+            raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
+        if self.has_windows and num_computed:
+            raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
+        if state.job is not None:
+            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
+            # plan, and a controller could change its mind.
+            loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
+            plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
+        else:
+            exact = exact_end(match.spans, state.space, request.all_token_ids)
+            plan = self._planned(request, state, hits, num_computed, exact)
+        tokens = JobTokens(
+            request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
+        )
+        return BlendJob(
+            tokens,
+            plan,
+            {hit.key: match.manifests[hit.key] for hit in plan.hits},
+            state.space.namespace,
+            state.params.explain,
+            state.params.explain or state.params.timeline,
+            request.all_token_ids[last],
+        )
+
+    def _hits(self, request: Request, match: Match) -> tuple[ChunkHit, ...]:
+        last = request.num_tokens - 1
+        return tuple(
+            ChunkHit(
+                span.start,
+                min(span.end, last),
+                span.key,
+                match.manifests[span.key].chunk_bytes // self.num_ranks,
+                match.sources.get(span.key, Source()),
+            )
+            for span in match.spans
+            if span.key in match.manifests and span.start < last
+        )
+
+    def _planned(
+        self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int, exact: int
+    ) -> BlendPlan:
+        is_trial = self._timing.trial_is_due()
+        asked = dataclasses.replace(
+            self._plan_request(request, num_computed, hits),
+            ratio=state.params.ratio,
+            selector=state.params.selector,
+            adaptive_mass=state.params.adaptive_mass,
+            exact_end=exact,
+            is_trial=is_trial,
+        )
+        plan = state.planner.plan(asked)
+        if is_trial:
+            self._timing.tried()
+        state.computed_instead = frozenset(hit.start for hit in hits) - {hit.start for hit in plan.hits}
+        return plan
+
+    def _plan_request(self, request: Request, num_computed: int, hits: tuple[ChunkHit, ...]) -> PlanRequest:
+        return PlanRequest(
+            num_tokens=request.num_tokens,
+            num_computed=num_computed,
+            hits=hits,
+            ratio=None,
+            selector=None,
+            engine=self.engine,
+            measured=self._timing.measured,
+            ahead_s=self._timing.ahead_s,
+            is_alone=self._timing.is_alone(request.request_id),
+        )
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        state = self._states.get(request.request_id)
+        if state is None or num_external == 0:
+            return
+        block_ids = tuple(blocks.get_block_ids())
+        state.in_flight = True
+        if state.params.op is Op.SAVE:
+            self._metadata.saves.append(self._save_job(request, state, block_ids, num_external))
+        elif state.job is not None:
+            tokens = dataclasses.replace(state.job.tokens, block_ids=block_ids)
+            self._metadata.blends.append(dataclasses.replace(state.job, tokens=tokens))
+
+    def _save_job(
+        self, request: Request, state: _State, block_ids: tuple[list[int], ...], num_external: int
+    ) -> SaveJob:
+        assert state.params.spans is not None
+        (span,) = state.params.spans
+        assert span.key is not None
+        start = span.end - num_external
+        chunk = request.prompt_token_ids[span.start : span.end]
+        return SaveJob(
+            JobTokens(request.request_id, list(request.all_token_ids[start : span.end]), start, block_ids),
+            state.space,
+            span.key,
+            anchor_of(chunk),
+            span.start,
+            span.end,
+            state.params.tier,
+        )
+
+    def take_metadata(self) -> StepMetadata:
+        metadata, self._metadata = self._metadata, StepMetadata()
+        return metadata
+
+    def update(self, report: WorkerReport) -> None:
+        """Hear what the worker finished. Comes before the scheduler releases those requests."""
+        if report.unable is not None:
+            self.declined_because = report.unable
+        try:
+            self._learn_from(report)
+        except Exception:
+            logger.exception("Nothing was learnt from what passes took")
+        for request_id, accounting in report.finished.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                self._settle(state, accounting)
+
+    def _learn_from(self, report: WorkerReport) -> None:
+        for load in report.loads:
+            for transfer in load.transfers:
+                self._timing.estimates.observe_transfer(transfer)
+            self._timing.estimates.observe_decode(load.decode_s, load.decode_bytes)
+        for request_id, accounting in report.finished.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                self._learn(state, accounting, report.passes.get(request_id))
+
+    def _learn(self, state: _State, accounting: Accounting, sample: PassSample | None) -> None:
+        self._timing.pass_ended(state.request.request_id, sample)
+        if sample is None or state.job is None:
+            return
+        self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
+        tokens, plan = state.job.tokens, state.job.plan
+        region = Region(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
+        work = work_of(self.engine, plan.selection, plan.hits, region)
+        terms = terms_of(work, plan.hits, region, accounting.token_layers_computed)
+        self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
+
+    def begin_step(self, output: SchedulerOutput) -> StepMetadata:
+        """Once per engine step, when it has been decided what it computes."""
+        self._lookups.step_began()
+        self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
+        return self.take_metadata()
+
+    def end_step(self) -> BlendStats | None:
+        """Once per engine step, when its tokens are known."""
+        self._timing.step_ended()
+        return self.take_stats()
+
+    def _settle(self, state: _State, accounting: Accounting) -> None:
+        state.in_flight = False
+        state.accounting = self._with_match(state, accounting)
+        if state.params.op is Op.SAVE:
+            # What the save pass left in the cache is the exact prefill of its tokens.
+            hashing.unfork(state.request, state.ordinary_hasher)
+
+    def _with_match(self, state: _State, accounting: Accounting) -> Accounting:
+        """Add what only this side knows: which spans were hit, and what lay outside them."""
+        match = None if state.lookup is None else state.lookup.answer
+        if match is None:
+            return accounting
+        hit = [span for span in match.spans if span.key in match.manifests]
+        missed = [span for span in match.spans if span.key not in match.manifests]
+        question = 0
+        if state.job is not None:
+            tokens = state.job.tokens
+            inside = sum(max(0, span.end - max(span.start, tokens.start)) for span in match.spans)
+            question = max(0, len(tokens.token_ids) - inside)
+        return dataclasses.replace(
+            accounting,
+            chunks_hit=len(hit),
+            chunks_missed=len(missed),
+            tokens_hit=accounting.tokens_hit or sum(span.num_tokens for span in hit),
+            tokens_missed=sum(span.num_tokens for span in missed),
+            chunks_recomputed=len(state.computed_instead),
+            tokens_prefix_cached=state.num_prefix_cached,
+            tokens_question=question,
+        )
+
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """The accounting for the response, and a cancellation where the worker is still busy."""
+        accounting = self._refused.pop(request.request_id, None)
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            if state.lookup is not None:
+                state.lookup.cancel()
+            if state.in_flight:
+                self._metadata.cancelled.append(request.request_id)
+            accounting = state.accounting or Accounting(
+                Outcome.DECLINED, reason="aborted: the request ended before it was blended"
+            )
+        ttft = self._timing.forget(request.request_id)
+        if accounting is None:
+            return None
+        if ttft is not None:
+            predicted_s = ttft.predicted_s
+            accounting = dataclasses.replace(
+                accounting,
+                ttft_ms=round(ttft.measured_s * 1e3, 3),
+                predicted_ttft_ms=None if predicted_s is None else round(predicted_s * 1e3, 3),
+            )
+        self._stats.count(accounting)
+        return {PARAMS_KEY: accounting.to_mapping()}
+
+    def forget_chunks(self) -> None:
+        """The weights have changed: nothing stored belongs to them; new chunks get a space of their own."""
+        was = self.fingerprint
+        self.fingerprint = ModelFingerprint.of({"was": was.hex, "reset": os.urandom(16).hex()})
+
+    def take_stats(self) -> BlendStats | None:
+        """Counts since the last call, None where there are none."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, BlendStats()
+        return stats
+
+    def close(self) -> None:
+        self.gate.close()
+        self._lookups.close()
+
+
+def _keyed_spans(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]) -> tuple[Span, ...]:
+    """Spans with the keys of the prompt's own tokens; a key that was given must be that one."""
+    checked_spans(spans, len(prompt))
+    keyed = []
+    for index, span in enumerate(spans):
+        key = ChunkKey.of(space, prompt[span.start : span.end])
+        if span.key is not None and span.key != key:
+            raise ForeignChunkKey(
+                f"spans[{index}].key",
+                f"{span.key} is not the key of these tokens in namespace {space.namespace!r} for this "
+                f"model and prefix ({key}); put the chunk again, or correct the span",
+            )
+        keyed.append(Span(span.start, span.end, key))
+    return tuple(keyed)
+
+
+def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: list[int]) -> None:
+    assert params.spans is not None
+    (span,) = params.spans
+    if span.end >= len(prompt):
+        raise InvalidSpan("spans[0]", "op=save needs one token behind the chunk; its own KV is not kept")
+    if not space.prefix_matches(prompt) or span.start != len(space.prefix_token_ids):
+        raise InvalidSpan(
+            "spans[0]",
+            f"op=save needs the chunk directly behind the space's prefix of {len(space.prefix_token_ids)} "
+            "tokens, or it would see other text",
+        )

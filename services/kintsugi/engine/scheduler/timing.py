@@ -1,0 +1,190 @@
+"""When things happen in the engine, as its scheduler sees them: what the loading controller learns from.
+
+**TTFT** is counted here from the moment when the scheduler first considers a request (waiting in its queue is
+over; the lookup may still be on its way) to the end of the engine step that brought its first token. A
+client's TTFT adds queueing, tokenising and the way there and back.
+
+A step counts as a prefill's measurement where nothing of ours ran beside it. Called from the scheduler's
+thread only. Cost: one clock reading at either end of a step; a loop over a step's requests where it prefills.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kintsugi.engine.protocol import PassSample
+from kintsugi.fusor.control.estimates import Estimates, Measured
+from kintsugi.fusor.control.forecast import attended_pairs
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+REFUSALS_PER_PROBE = 4
+"""Of so many prompts that were not blended because loading is slow, one has a chunk read beside it: so a
+store that became fast is noticed. The prompt does not wait for it."""
+TRIAL_FIRST = 2
+TRIAL_LAST = 64
+"""After so many prompts that were not blended because computing a blend is slow, one is blended: nothing else
+would show that this has changed, or was a mistake. It pays for it. What a young engine believes rests on few
+measurements, so its first trials come soon, each after twice as many prompts as the one before."""
+STEPS_IN_FLIGHT_MAX = 16
+
+
+@dataclass(frozen=True)
+class _Step:
+    began_s: float
+    tokens: int
+    pairs: float
+    counts: bool
+    """Whether nothing of ours was under way."""
+
+
+@dataclass
+class _Awaited:
+    """A request whose first token has not come."""
+
+    request: Request
+    admitted_s: float
+    planned_s: float | None = None
+    """When its blend was planned, where nothing else has been computed since."""
+    pass_s: float | None = None
+    """What its pass computed and waited for."""
+    predicted_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Ttft:
+    """Of one request, seconds since its admission."""
+
+    measured_s: float
+    predicted_s: float | None
+
+
+class Timing:
+    """Clock, estimates and requests on their way to a first token."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.estimates = Estimates()
+        self._running: set[str] = set()
+        """In the last step that was begun, and not ended since."""
+        self._steps: deque[_Step] = deque(maxlen=STEPS_IN_FLIGHT_MAX)
+        self._last_end_s = clock()
+        self._awaited: dict[str, _Awaited] = {}
+        self._first_tokens: dict[str, Ttft] = {}
+        self._pass_ends_s: dict[str, float] = {}
+        """When the computing of each pass in flight is predicted to end."""
+        self._refusals = {"loading_is_slower": 0, "blending_is_slower": 0}
+        self._trial_after = TRIAL_FIRST
+
+    @property
+    def measured(self) -> Measured:
+        return self.estimates.snapshot()
+
+    @property
+    def ahead_s(self) -> float:
+        """Until the passes in flight are predicted to have been computed."""
+        return max(0.0, max(self._pass_ends_s.values(), default=0.0) - self.clock())
+
+    def is_alone(self, request_id: str) -> bool:
+        """Whether nobody else is computing."""
+        return not self._running - {request_id} and not self._pass_ends_s.keys() - {request_id}
+
+    def admitted(self, request: Request) -> None:
+        """The scheduler considers the request; only the first time counts."""
+        if request.request_id not in self._awaited and request.num_output_tokens == 0:
+            self._awaited[request.request_id] = _Awaited(request, self.clock())
+
+    def planned(self, request_id: str, ttft_s: float | None, is_blend: bool) -> None:
+        """How the request is prefilled, and when its first token is predicted, from now on."""
+        now_s = self.clock()
+        awaited = self._awaited.get(request_id)
+        if awaited is not None:
+            awaited.planned_s = now_s if is_blend and self.is_alone(request_id) else None
+            awaited.predicted_s = None if ttft_s is None else now_s - awaited.admitted_s + ttft_s
+        self._pass_ends_s.pop(request_id, None)  # a blend that waited for cache blocks may be none any more
+        if is_blend:
+            self._pass_ends_s[request_id] = now_s + (ttft_s or 0.0)
+            self._disturbs_others({request_id})
+
+    def pass_ended(self, request_id: str, sample: PassSample | None) -> None:
+        """A blend or save is over; ``sample`` where it went as planned."""
+        self._pass_ends_s.pop(request_id, None)
+        awaited = self._awaited.get(request_id)
+        if awaited is not None and sample is not None:
+            awaited.pass_s = sample.busy_s + sample.load_wait_s
+
+    def forget(self, request_id: str) -> Ttft | None:
+        """The request has ended; its TTFT, where it got so far."""
+        awaited = self._awaited.get(request_id)
+        if awaited is not None and awaited.request.num_output_tokens:
+            self._first_token(request_id, awaited)
+        self._awaited.pop(request_id, None)
+        self._pass_ends_s.pop(request_id, None)
+        self._running.discard(request_id)
+        return self._first_tokens.pop(request_id, None)
+
+    def step_began(self, output: SchedulerOutput, ours_in_flight: bool) -> None:
+        tokens = output.total_num_scheduled_tokens
+        requests = len(output.num_scheduled_tokens)
+        pairs = _pairs(output) if tokens > requests else 0.0
+        self._running = set(output.num_scheduled_tokens)
+        self._disturbs_others(self._running)
+        self._steps.append(_Step(self.clock(), tokens, pairs, not ours_in_flight))
+
+    def _disturbs_others(self, computing: set[str]) -> None:
+        """What else takes until their first tokens is no longer their own tail."""
+        for request_id, awaited in self._awaited.items():
+            if len(computing) > (request_id in computing):
+                awaited.planned_s = None
+
+    def step_ended(self) -> None:
+        """Steps end in the order in which they began."""
+        now_s = self.clock()
+        if self._steps:
+            step = self._steps.popleft()
+            if step.counts and step.pairs:
+                took_s = now_s - max(step.began_s, self._last_end_s)
+                self.estimates.observe_step(step.tokens, step.pairs, took_s)
+        self._last_end_s = now_s
+        for request_id, awaited in list(self._awaited.items()):
+            if awaited.request.num_output_tokens:
+                self._first_token(request_id, awaited)
+
+    def _first_token(self, request_id: str, awaited: _Awaited) -> None:
+        del self._awaited[request_id]
+        now_s = self.clock()
+        self._first_tokens[request_id] = Ttft(now_s - awaited.admitted_s, awaited.predicted_s)
+        if awaited.planned_s is not None and awaited.pass_s is not None:
+            self.estimates.observe_tail(now_s - awaited.planned_s - awaited.pass_s)
+
+    def trial_is_due(self) -> bool:
+        """Whether the next prompt is blended although computing it so is predicted to be slower."""
+        return self._refusals["blending_is_slower"] >= self._trial_after
+
+    def tried(self) -> None:
+        self._refusals["blending_is_slower"] = 0
+        self._trial_after = min(2 * self._trial_after, TRIAL_LAST)
+
+    def probe_is_due(self, reason: str) -> bool:
+        """Count a refusal; whether it is time to read a chunk beside it."""
+        if reason not in self._refusals:
+            return False
+        self._refusals[reason] += 1
+        return reason == "loading_is_slower" and self._refusals[reason] % REFUSALS_PER_PROBE == 1
+
+
+def _pairs(output: SchedulerOutput) -> float:
+    """(query, key) pairs that a step's attention has."""
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return sum(
+        attended_pairs(computed.get(request_id, 0), computed.get(request_id, 0) + tokens)
+        for request_id, tokens in output.num_scheduled_tokens.items()
+    )

@@ -1,0 +1,446 @@
+"""The worker's side of the connector: runs blend and save passes, a bounded slice per engine step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
+from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
+from kintsugi.core.plan import BlendPlan
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.protocol import (
+    BlendJob,
+    LoadSample,
+    PassSample,
+    ProbeJob,
+    SaveJob,
+    StepMetadata,
+    WorkerReport,
+)
+from kintsugi.engine.worker.model import Model, find_model
+from kintsugi.engine.worker.selftest import self_test
+from kintsugi.engine.worker.stack import VllmStack, rank_and_size
+from kintsugi.engine.worker.support import unsupported
+from kintsugi.fusor.blend import BlendPass, Region
+from kintsugi.fusor.control.metering import Meter
+from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
+from kintsugi.fusor.save import SaveItem, SavePass
+from kintsugi.fusor.selectors import asks
+from kintsugi.fusor.sliced import Status
+from kintsugi.store.protocol.interface import ChunkStore
+
+logger = init_logger(__name__)
+
+PASSES_MAX = 8
+"""Blends that load or compute at a time. The others wait without threads, leases or memory of their own."""
+
+
+@dataclass
+class _Blend:
+    job: BlendJob
+    work: BlendPass
+    meter: Meter
+    """Of the first stream."""
+    advanced_s: float = 0.0
+    """In slices, waiting for layers included."""
+
+
+@dataclass
+class _SaveBatch:
+    jobs: list[SaveJob]
+    work: SavePass
+    started_s: float
+    cancelled: set[str]
+
+
+class WorkerSide:
+    """Owns every pass in flight. Called once per engine step, from the worker's thread."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: EngineConfig,
+        store: ChunkStore,
+        slice_tokens: int,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._store = store
+        self._slice_tokens = slice_tokens
+        self._codec = codec_named(config.codec)
+        self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
+        self._model: Model | None = None
+        self._unable: str | None = None
+        self._unable_is_told = False
+        self._blends_waiting: list[BlendJob] = []
+        self._blends: dict[str, _Blend] = {}
+        self._saves_waiting: list[SaveJob] = []
+        self._save: _SaveBatch | None = None
+        self._puts: dict[str, tuple[Future[bool], Accounting]] = {}
+        self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
+        self._probe_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kintsugi-probe")
+        self._probe: Future[LoadSample] | None = None
+        self._passes: dict[str, PassSample] = {}
+        self._loads: list[LoadSample] = []
+        self._finished: dict[str, Accounting] = {}
+        self._without_kv: set[str] = set()
+        """Of the finished, those that vLLM has to compute: not a chunk that was computed but not stored."""
+        self._released: set[str] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find the model behind the caches and check that blending it is right. Never raises for a model
+        that cannot be blended: serving goes on, and every response says why."""
+        self._unable = unsupported(self._vllm_config)
+        if self._unable is not None:
+            logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
+            return
+        try:
+            self._model = find_model(self._vllm_config, self._kv_cache_config, kv_caches)
+            if self._config.self_test:
+                self_test(self._model)
+        except (NotBlendable, SelfTestFailed) as error:
+            self._unable = str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}"
+            logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
+        except Exception as defect:
+            self._unable = f"self_test_failed: {type(defect).__name__}: {defect}"
+            logger.exception("Blending is off, every prompt is prefilled in full: the self-test broke")
+
+    def step(self, metadata: StepMetadata) -> None:
+        """Take in new work, then run passes until this step's share of work is done."""
+        with torch.inference_mode():
+            for request_id in metadata.cancelled:
+                self._cancel(request_id)
+            self._accept(metadata)
+            self._collect_puts()
+            self._collect_probe()
+            self._advance()
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Ids whose blocks the scheduler may use again, and those of them whose KV is not there."""
+        done = self._released | set(self._finished)
+        return done, set(self._without_kv)
+
+    def take_report(self) -> WorkerReport | None:
+        """What happened since the last call; call it after `take_finished`."""
+        told = self._unable_is_told or self._unable is None
+        self._unable_is_told = True
+        finished, self._finished, self._released, self._without_kv = self._finished, {}, set(), set()
+        passes, self._passes = self._passes, {}
+        loads, self._loads = self._loads, []
+        if not finished and not loads and told:
+            return None
+        return WorkerReport(finished, self._unable, passes, loads)
+
+    def close(self) -> None:
+        for blend in self._blends.values():
+            blend.work.close()
+        self._blends.clear()
+        self._probe_thread.shutdown(wait=False, cancel_futures=True)
+        self._put_threads.shutdown(wait=True, cancel_futures=True)
+
+    def _begin_blend(self, job: BlendJob) -> None:
+        assert self._model is not None
+        end = job.tokens.start + len(job.tokens.token_ids)
+        token_ids = torch.tensor(job.tokens.token_ids, dtype=torch.int64)
+        meters: list[Meter] = []
+
+        def open_loader(plan: BlendPlan) -> LayerLoader:
+            meters.append(Meter([hit.source for hit in plan.hits], self._config.prefetch_layers))
+            return self._open_loader(job, plan, end, meters[-1])
+
+        work = BlendPass(
+            region=Region(token_ids, job.tokens.start, job.next_token_id),
+            plan=job.plan,
+            # The last token, which is not ours, passes where the question is asked.
+            stack=VllmStack(self._model, [job.tokens.block_ids], [end + asks(job.plan.selection)]),
+            open_loader=open_loader,
+            unit_tokens_max=self._unit_tokens_max,
+            explain=job.explain,
+        )
+        self._blends[job.tokens.request_id] = _Blend(job, work, meters[0])
+
+    def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int, meter: Meter) -> LayerLoader:
+        assert self._model is not None
+        rank, world_size = rank_and_size()
+        placements = placements_of(plan, job.manifests, job.tokens.start, end)
+        keys = [placement.manifest.key for placement in placements]
+        layout = placements[0].manifest.layout
+        heads = HeadRange.of_rank(layout.num_kv_heads, rank, world_size)
+        deadline_s = self._config.layer_deadline_ms / 1e3
+
+        def open_frames() -> Frames:
+            frames = self._store.stream(job.namespace, keys, range(layout.num_layers), heads, deadline_s)
+            return meter.through(frames)
+
+        return LayerLoader(
+            open_frames,
+            placements,
+            [layer.rotary for layer in self._model.layers],
+            self._model.device,
+            depth=self._config.prefetch_layers,
+            patience_s=2 * deadline_s,
+        )
+
+    def _accept(self, metadata: StepMetadata) -> None:
+        """Queue new work, or hand it back at once where blending is off."""
+        if self._model is None or self._unable is not None:
+            for tokens in [job.tokens for job in metadata.blends] + [job.tokens for job in metadata.saves]:
+                self._fail(tokens.request_id, self._unable)
+        else:
+            self._blends_waiting += metadata.blends
+            self._saves_waiting += metadata.saves
+            if metadata.probes and self._probe is None and rank_and_size()[0] == 0:
+                self._probe = self._probe_thread.submit(self._read_some, metadata.probes[-1])
+
+    def _cancel(self, request_id: str) -> None:
+        """The scheduler waits for every request that it parked; one that is already done is not ours."""
+        if request_id in self._blends:
+            self._blends.pop(request_id).work.close()
+            self._released.add(request_id)
+        elif _removed(self._blends_waiting, request_id) or _removed(self._saves_waiting, request_id):
+            self._released.add(request_id)
+        elif self._save is not None:
+            # Its tokens are computed with the batch; its blocks stay until then.
+            self._save.cancelled.add(request_id)
+
+    def _advance(self) -> None:
+        if self._model is None:
+            return
+        budget = float(self._slice_tokens * len(self._model.layers))
+        while self._blends_waiting and len(self._blends) < PASSES_MAX:
+            self._admit(self._blends_waiting.pop(0))
+        for request_id, blend in list(self._blends.items()):
+            if budget <= 0:
+                return
+            budget -= self._advance_blend(request_id, blend, budget)
+            if blend.work.status is not Status.RUNNING:
+                del self._blends[request_id]
+                self._finished[request_id] = self._account_blend(blend.job, blend.work)
+                self._sample(request_id, blend)
+                if blend.work.status is Status.FAILED:
+                    self._without_kv.add(request_id)
+        while budget > 0 and (self._save is not None or self._saves_waiting):
+            budget -= self._advance_save(budget)
+
+    def _admit(self, job: BlendJob) -> None:
+        """Begin a blend, or leave the prompt to vLLM."""
+        request_id = job.tokens.request_id
+        with surviving(f"begin the blend of {request_id}", partial(self._fail, request_id)):
+            self._begin_blend(job)
+
+    def _advance_blend(self, request_id: str, blend: _Blend, budget: float) -> float:
+        """Run a slice."""
+        spent, began = budget, time.perf_counter()
+        with surviving(f"blend {request_id}, which is prefilled in full", blend.work.abandon):
+            spent = blend.work.advance(budget)
+        blend.advanced_s += time.perf_counter() - began
+        return spent
+
+    def _sample(self, request_id: str, blend: _Blend) -> None:
+        """What the loading controller learns from a blend; nothing from one that lost chunks on the way."""
+        tally = blend.work.tally
+        if blend.work.status is Status.FAILED or tally.restarts:
+            return
+        assert self._model is not None
+        busy_s = blend.advanced_s - tally.polled_s
+        self._passes[request_id] = PassSample(busy_s, tally.load_wait_s, self._model.projection_share)
+        self._loads.append(_load_sample(blend.meter))
+
+    def _read_some(self, job: ProbeJob) -> LoadSample:
+        """Read a few layers of some chunks and let them go."""
+        assert self._model is not None
+        layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
+        heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
+        keys = [hit.key for hit in job.hits]
+        meter = Meter([hit.source for hit in job.hits], layers.stop)
+        deadline_s = self._config.layer_deadline_ms / 1e3
+        for _ in meter.through(self._store.stream(job.namespace, keys, layers, heads, deadline_s)):
+            pass
+        return dataclasses.replace(_load_sample(meter), decode_s=0.0, decode_bytes=0)
+
+    def _collect_probe(self) -> None:
+        if self._probe is None or not self._probe.done():
+            return
+        probe, self._probe = self._probe, None
+        error = probe.exception()
+        if error is None:
+            self._loads.append(probe.result())
+        elif not isinstance(error, KintsugiError):
+            logger.error("Reading a chunk to learn how fast it comes broke", exc_info=error)
+
+    def _fail(self, request_id: str, reason: str | None) -> None:
+        """The request's KV is not there: vLLM computes it."""
+        self._finished[request_id] = Accounting(Outcome.FAILED, reason=reason)
+        self._without_kv.add(request_id)
+
+    def _account_blend(self, job: BlendJob, work: BlendPass) -> Accounting:
+        assert self._model is not None
+        tally = work.tally
+        failed = work.status is Status.FAILED
+        region_tokens = len(job.tokens.token_ids)
+        return Accounting(
+            outcome=Outcome.FAILED if failed else Outcome.BLENDED,
+            reason=tally.failure,
+            selector=job.plan.selection.selector.value,
+            ratio=job.plan.selection.ratio,
+            tokens_hit=tally.tokens_hit,
+            tokens_recomputed=tally.tokens_recomputed,
+            token_layers_computed=round(tally.token_layers, 1),
+            token_layers_total=region_tokens * len(self._model.layers),
+            bytes_loaded=tally.bytes_loaded,
+            transport=self._store.transport,
+            load_wait_ms=round(tally.load_wait_s * 1e3, 3),
+            compute_ms=round(tally.compute_s * 1e3, 3),
+            blend_ms=round((tally.finished_s - tally.started_s) * 1e3, 3),
+            restarts=tally.restarts,
+            recomputed_positions=tally.active_positions if job.explain else None,
+            timeline=tally.timeline if job.timeline else None,
+            began_unix_s=_unix_s(tally.started_s) if job.timeline else None,
+        )
+
+    def _advance_save(self, budget: float) -> float:
+        """Run a slice of the batch in hand; a defect costs its chunks."""
+        jobs = self._save.jobs if self._save is not None else self._next_saves()
+        spent = budget
+        task = f"save {len(jobs)} chunks, of which none is stored"
+        with surviving(task, partial(self._abandon_save, jobs)):
+            if self._save is None:
+                self._save = self._begin_save(jobs)
+            spent = self._save.work.advance(budget)
+        if self._save is not None and self._save.work.status is Status.DONE:
+            batch, self._save = self._save, None
+            for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
+                self._finish_save(batch, job, frames)
+        return spent
+
+    def _abandon_save(self, jobs: list[SaveJob], reason: str) -> None:
+        cancelled = self._save.cancelled if self._save is not None else set()
+        self._save = None
+        for job in jobs:
+            if job.tokens.request_id in cancelled:
+                self._released.add(job.tokens.request_id)
+            else:
+                self._fail(job.tokens.request_id, reason)
+
+    def _next_saves(self) -> list[SaveJob]:
+        """As many waiting chunks as fit in one unit of every layer, at least one."""
+        jobs: list[SaveJob] = []
+        tokens = 0
+        while self._saves_waiting:
+            size = len(self._saves_waiting[0].tokens.token_ids)
+            if jobs and tokens + size > self._unit_tokens_max:
+                break
+            jobs.append(self._saves_waiting.pop(0))
+            tokens += size
+        return jobs
+
+    def _begin_save(self, jobs: list[SaveJob]) -> _SaveBatch:
+        assert self._model is not None
+        items = [
+            SaveItem(
+                torch.tensor(job.tokens.token_ids, dtype=torch.int64),
+                job.tokens.start,
+                job.chunk_start,
+                job.chunk_end,
+            )
+            for job in jobs
+        ]
+        ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
+        stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
+        work = SavePass(items, stack, self._unit_tokens_max, self._codec)
+        return _SaveBatch(jobs, work, time.perf_counter(), set())
+
+    def _finish_save(self, batch: _SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
+        request_id = job.tokens.request_id
+        if request_id in batch.cancelled:
+            self._released.add(request_id)
+            return
+        total = sum(len(job.tokens.token_ids) for job in batch.jobs)
+        share = len(job.tokens.token_ids) / total
+        accounting = Accounting(
+            Outcome.SAVED,
+            token_layers_computed=round(batch.work.token_layers * share, 1),
+            token_layers_total=round(batch.work.token_layers * share),
+            compute_ms=round((time.perf_counter() - batch.started_s) * 1e3 * share, 3),
+            transport=self._store.transport,
+        )
+        rank, _ = rank_and_size()
+        if rank != 0:
+            self._finished[request_id] = accounting
+            return
+        future = self._put_threads.submit(self._put, job, frames, accounting.compute_ms)
+        self._puts[request_id] = (future, accounting)
+
+    def _put(self, job: SaveJob, frames: list[memoryview], recompute_ms: float) -> bool:
+        assert self._model is not None
+        manifest = ChunkManifest.of(
+            job.space,
+            job.key,
+            job.anchor,
+            job.chunk_end - job.chunk_start,
+            self._model.layout,
+            self._codec,
+            frames,
+        )
+        return self._store.put(manifest, frames, recompute_ms, job.tier)
+
+    def _collect_puts(self) -> None:
+        """A save is finished once its chunk is committed, or the store refused it."""
+        for request_id, (future, accounting) in list(self._puts.items()):
+            if not future.done():
+                continue
+            del self._puts[request_id]
+            error = future.exception()
+            if error is not None and not isinstance(error, KintsugiError):
+                logger.error("Storing a chunk broke", exc_info=error)
+            self._finished[request_id] = (
+                accounting
+                if error is None
+                else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
+            )
+
+
+@contextmanager
+def surviving(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
+    """A defect inside costs the pass, which `give_up` is told the reason of, not the engine its life; but it
+    is raised where ranks have to stay in step."""
+    try:
+        yield
+    except Exception as defect:
+        if rank_and_size()[1] > 1:
+            raise
+        logger.exception("Failed to %s", task)
+        give_up(f"defect: {type(defect).__name__}: {defect}")
+
+
+def _unix_s(moment_s: float) -> float:
+    """A moment of `time.perf_counter` by the host's clock, which others can read."""
+    return time.time() - (time.perf_counter() - moment_s)
+
+
+def _load_sample(meter: Meter) -> LoadSample:
+    return LoadSample(tuple(meter.transfers), meter.decode_s, meter.decode_bytes)
+
+
+def _removed(jobs: list[Any], request_id: str) -> bool:
+    """Take the job of a request out of a list of waiting ones; whether there was one."""
+    index = next((i for i, job in enumerate(jobs) if job.tokens.request_id == request_id), None)
+    if index is None:
+        return False
+    del jobs[index]
+    return True

@@ -1,0 +1,311 @@
+"""vLLM's decoder layers over chosen tokens, with attention over its paged cache.
+
+A layer is called as the model calls it, under a forward context of our own: its attention writes the
+tokens' K and V into their slots and reads the sequence's blocks. Scattered tokens become
+pseudo-requests, one per run of consecutive positions, each as long as the run and with a context that
+ends at the run's last token: so the mask is strictly ``kv_position <= query_position``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kintsugi.engine.worker.model import CacheGroup, Layer, Model
+from kintsugi.engine.worker.scattered import RUNS_MIN, ScatteredRows, served_by_kernel
+from kintsugi.fusor.stack import AttentionRule, Batch, FreshKV, Hidden
+
+NULL_BLOCK = 0
+"""vLLM's placeholder for blocks that a sliding window has left behind."""
+
+
+class _Projected(Exception):
+    """Leaves a layer call once its K and V are known."""
+
+
+@dataclass
+class _Captured:
+    """What the hooks of one layer call saw, `[tokens, heads · head_dim]` or `[tokens, heads, head_dim]`."""
+
+    query: Tensor | None = None
+    key_before_rope: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    def fresh(self, num_heads: int, head_dim: int) -> FreshKV:
+        assert self.query is not None
+        assert self.key_before_rope is not None
+        assert self.key is not None
+        assert self.value is not None
+        shape = (-1, num_heads, head_dim)
+        return FreshKV(
+            self.query.view(len(self.query), -1, head_dim),
+            self.key_before_rope.view(shape),
+            self.key.view(shape),
+            self.value.view(shape),
+        )
+
+
+class _GroupTables:
+    """Where the sequences' tokens lie in one cache group.
+
+    A sliding-window group has null blocks where the window has moved on. Tokens before the window's last
+    position still need those layers' KV while they are computed, so such a group works in a scratch
+    cache of one layer and copies the live blocks in and out. So does any group where a sequence's last
+    position has no block yet: what is written there is dropped.
+    """
+
+    def __init__(self, group: CacheGroup, block_ids: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
+        self.group = group
+        per_block = group.block_size // group.kernel_block_size
+        tables = []
+        for ids, end in zip(block_ids, ends, strict=True):
+            count = -(-end // group.block_size)
+            assert len(ids) >= count - 1
+            used = torch.tensor([*ids[:count], *[NULL_BLOCK] * (count - len(ids))], dtype=torch.int64)
+            kernel_ids = used[:, None] * per_block + torch.arange(per_block)
+            tables.append(torch.where(used[:, None] == NULL_BLOCK, NULL_BLOCK, kernel_ids).flatten())
+        real = torch.cat(tables)
+        self.needs_scratch = bool((real == NULL_BLOCK).any())
+        if self.needs_scratch:
+            self._live = (real != NULL_BLOCK).nonzero()[:, 0]
+            self._real_live = real[self._live]
+            self._scratch_blocks = len(real) + 1
+            first = torch.cumsum(torch.tensor([1] + [len(t) for t in tables[:-1]]), 0)
+            tables = [torch.arange(int(f), int(f) + len(t)) for f, t in zip(first, tables, strict=True)]
+        width = max(len(table) for table in tables)
+        self.table = torch.zeros(len(tables), width, dtype=torch.int32)
+        for row, table in enumerate(tables):
+            self.table[row, : len(table)] = table
+        self._scratch: Tensor | None = None
+
+    def slots(self, positions: Tensor, owners: Tensor) -> Tensor:
+        """int64 cache slots of `positions`."""
+        size = self.group.kernel_block_size
+        return self.table[owners, positions // size].long() * size + positions % size
+
+    def copy_in(self, real_cache: Tensor) -> None:
+        if self._scratch is None:
+            self._scratch = real_cache.new_zeros((self._scratch_blocks, *real_cache.shape[1:]))
+        self._scratch[self._live + 1] = real_cache[self._real_live]
+
+    def copy_out(self, real_cache: Tensor) -> None:
+        assert self._scratch is not None
+        real_cache[self._real_live] = self._scratch[self._live + 1]
+
+    @contextlib.contextmanager
+    def bound(self, attention: Any) -> Iterator[None]:
+        """The layer's cache for the length of one call: other requests run between our calls."""
+        if not self.needs_scratch:
+            yield
+            return
+        real = attention.kv_cache
+        attention.kv_cache = self._scratch
+        try:
+            yield
+        finally:
+            attention.kv_cache = real
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Attention metadata of a batch by layer name, for every cache group."""
+
+    positions: Tensor
+    metadata: dict[str, Any]
+    slots: dict[str, Tensor]
+    scattered: dict[str, ScatteredRows]
+    """Of the layers whose attention our own kernel computes."""
+
+
+class VllmStack:
+    """`fusor.stack.DecoderStack` on a vLLM model, for the sequences of one pass."""
+
+    def __init__(
+        self, model: Model, block_ids: Sequence[tuple[Sequence[int], ...]], ends: Sequence[int]
+    ) -> None:
+        """`block_ids[sequence][group]` as vLLM gives them; `ends[sequence]` is the last position + 1 used."""
+        self._model = model
+        groups = {layer.group.index: layer.group for layer in model.layers}
+        self._tables = {
+            index: _GroupTables(group, [ids[index] for ids in block_ids], ends)
+            for index, group in groups.items()
+        }
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._model.layers)
+
+    @property
+    def world_size(self) -> int:
+        return int(get_tensor_model_parallel_world_size())
+
+    @property
+    def projection_share(self) -> float:
+        return self._model.projection_share
+
+    def batch(self, positions: Tensor, owners: Tensor | None = None) -> Batch:
+        owners = torch.zeros_like(positions) if owners is None else owners
+        device = self._model.device
+        prepared = Prepared(positions.to(device), {}, {}, {})
+        for tables in self._tables.values():
+            names = tables.group.layer_names
+            slots = tables.slots(positions, owners).to(device)
+            common = _common_metadata(positions, owners, tables, slots, device)
+            prepared.metadata.update(dict.fromkeys(names, tables.group.builder.build(0, common)))
+            prepared.slots.update(dict.fromkeys(names, slots))
+            if tables.group.kernel_serves and len(tables.table) == 1 and common.num_reqs >= RUNS_MIN:
+                rows = ScatteredRows(prepared.positions.to(torch.int32), tables.table[0].to(device))
+                prepared.scattered.update(dict.fromkeys(names, rows))
+        return Batch(len(positions), prepared)
+
+    def embed(self, token_ids: Tensor) -> Hidden:
+        trunk: Any = self._model.trunk
+        return Hidden(trunk.embed_input_ids(token_ids.to(self._model.device)), None)
+
+    def begin_layer(self, layer: int) -> None:
+        tables = self._tables_of(layer)
+        if tables.needs_scratch:
+            tables.copy_in(self._model.layers[layer].attention.kv_cache)
+
+    def end_layer(self, layer: int) -> None:
+        tables = self._tables_of(layer)
+        if tables.needs_scratch:
+            tables.copy_out(self._model.layers[layer].attention.kv_cache)
+
+    def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        if not len(positions):
+            return
+        attention, tables = self._model.layers[layer].attention, self._tables_of(layer)
+        slots = tables.slots(positions, torch.zeros_like(positions)).to(self._model.device)
+        with tables.bound(attention):
+            attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
+
+    def project_kv(self, layer: int, hidden: Hidden, batch: Batch) -> FreshKV:
+        # Layers normalise in place, so the projection works on a copy.
+        copy = Hidden(hidden.states.clone(), None if hidden.residual is None else hidden.residual.clone())
+        captured = _Captured()
+        with contextlib.suppress(_Projected), self._hooked(layer, captured, leave=True):
+            self._call(self._model.layers[layer], copy, batch)
+        return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
+
+    def run_layer(self, layer: int, hidden: Hidden, batch: Batch, capture: bool = False) -> FreshKV | None:
+        if not capture:
+            self._call(self._model.layers[layer], hidden, batch)
+            return None
+        captured = _Captured()
+        with self._hooked(layer, captured, leave=False):
+            self._call(self._model.layers[layer], hidden, batch)
+        return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
+
+    def attention_rule(self, layer: int) -> AttentionRule:
+        attention = self._model.layers[layer].attention
+        return AttentionRule(
+            attention.impl.scale,
+            attention.sliding_window,
+            getattr(attention.impl, "logits_soft_cap", None) or None,
+        )
+
+    def synchronize(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+
+    def gather_heads(self, values: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return values
+        gathered: Tensor = tensor_model_parallel_all_gather(values.contiguous(), dim=1)
+        # Where ranks outnumber heads, neighbouring ranks hold the same one.
+        config = self._model.vllm_config.model_config
+        return gathered[:, :: gathered.shape[1] // config.get_total_num_kv_heads()]
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return values
+        summed: Tensor = tensor_model_parallel_all_reduce(values.to(self._model.device))
+        return summed.to(values.device)
+
+    def _tables_of(self, layer: int) -> _GroupTables:
+        return self._tables[self._model.layers[layer].group.index]
+
+    def _call(self, layer: Layer, hidden: Hidden, batch: Batch) -> None:
+        prepared: Prepared = batch.prepared
+        context = set_forward_context(
+            prepared.metadata,
+            self._model.vllm_config,
+            num_tokens=batch.num_tokens,
+            slot_mapping=prepared.slots,
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context)
+            stack.enter_context(self._tables_of(layer.index).bound(layer.attention))
+            if layer.name in prepared.scattered:
+                stack.enter_context(served_by_kernel(layer.attention, prepared.scattered[layer.name]))
+            # Expert layers are otherwise taken in the order of a whole forward pass.
+            get_forward_context().all_moe_layers = None
+            hidden.states, hidden.residual = layer.module(prepared.positions, hidden.states, hidden.residual)
+
+    @contextlib.contextmanager
+    def _hooked(self, layer: int, captured: _Captured, leave: bool) -> Iterator[None]:
+        """Capture K and V of one layer call; with `leave`, abandon the call before its attention."""
+        target = self._model.layers[layer]
+
+        def before_rope(_module: object, arguments: tuple[Tensor, ...]) -> None:
+            captured.key_before_rope = arguments[2].clone()  # rotated in place
+
+        def before_attention(_module: object, arguments: tuple[Tensor, ...]) -> None:
+            captured.query, captured.key, captured.value = arguments[:3]
+            if leave:
+                raise _Projected
+
+        handles = [
+            target.rotary_module.register_forward_pre_hook(before_rope),
+            target.attention.register_forward_pre_hook(before_attention),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This worker's tensor-parallel rank, and how many there are."""
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def _common_metadata(
+    positions: Tensor, owners: Tensor, tables: _GroupTables, slots: Tensor, device: torch.device
+) -> CommonAttentionMetadata:
+    """One pseudo-request per run of consecutive positions of one owner."""
+    breaks = (positions[1:] != positions[:-1] + 1) | (owners[1:] != owners[:-1])
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1))
+    ends = torch.cat((starts[1:], torch.tensor([len(positions)])))
+    query_start = torch.cat((starts, ends[-1:])).to(torch.int32)
+    seq_lens = (positions[ends - 1] + 1).to(torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=query_start.to(device),
+        query_start_loc_cpu=query_start,
+        seq_lens=seq_lens.to(device),
+        num_reqs=len(starts),
+        num_actual_tokens=len(positions),
+        max_query_len=int((ends - starts).max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=tables.table[owners[starts]].to(device),
+        slot_mapping=slots,
+        causal=True,
+        positions=positions.to(device),
+        seq_lens_cpu_upper_bound=seq_lens,
+    )

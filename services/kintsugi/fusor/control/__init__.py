@@ -1,0 +1,1 @@
+"""The loading controller: load, recompute or refuse, from measured costs."""

@@ -1,0 +1,208 @@
+"""How long a prompt will take to its first token: blended, or prefilled in full. Pure.
+
+A full prefill is a row of engine steps. A blend is a pipeline of layers: the loader runs at most
+`prefetch_layers` ahead, a layer is computed once it has been loaded and the one before is done,
+
+    TTFT_blend = first layer's load + Σ max(load_{i+1}, compute_i) + last layer's compute + what follows,
+
+and where loading runs further ahead a slow layer eats that lead first. Loading starts at once, computing
+when the passes ahead of this one are done. A source that was never measured counts as instant.
+
+Cost of one blend's forecast: about 1 µs per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.plan import ChunkHit, Selection, Source
+from kintsugi.fusor.control.cost import LayerWork, PassWork, Workload, pass_work
+from kintsugi.fusor.control.estimates import EXTRAPOLATION_MAX, Link, Measured, Terms, blend_prior
+
+INSTANT = Link(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What of the engine a forecast depends on."""
+
+    num_layers: int
+    projection_share: float
+    """See `fusor.stack.DecoderStack.projection_share`."""
+    step_tokens_max: int
+    """Tokens that one engine step prefills."""
+    prefetch_layers: int
+    """Layers that loading may run ahead of computing."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Positions `[start, end)`: what the engine's prefix cache lacks, the last token apart."""
+
+    start: int
+    end: int
+    exact_end: int = 0
+    """As in `BlendPlan`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class BlendForecast:
+    """Seconds."""
+
+    ttft_s: float
+    load_s: float
+    """All layers, one after the other."""
+    compute_s: float
+
+
+def attended_pairs(start: int, end: int) -> float:
+    """(query, key) pairs of causal attention of the tokens `[start, end)` to all up to themselves."""
+    return (end * (end + 1) - start * (start + 1)) / 2
+
+
+def full_prefill_s(engine: Engine, measured: Measured, region: Region) -> float | None:
+    """Steps of at most `step_tokens_max` tokens; the last forwards the prompt's last token, too. None where
+    nothing like it was measured yet, neither in steps nor in passes."""
+    tokens = min(engine.step_tokens_max, region.num_tokens + 1)
+    terms, total = measured.step, 0.0
+    if terms is None or tokens > EXTRAPOLATION_MAX * measured.step_tokens_seen:
+        # As a pass that loads nothing, with all that comes behind a pass: a blend of less is never dearer.
+        terms, total = _step_of_blends(engine, measured.blend), measured.tail_s
+    if terms is None:
+        return None
+    start = region.start
+    while start <= region.end:
+        end = min(start + engine.step_tokens_max, region.end + 1)
+        total += terms[0] + terms[1] * (end - start) + terms[2] * attended_pairs(start, end)
+        start = end
+    return total
+
+
+def _step_of_blends(engine: Engine, blend: Terms | None) -> Terms | None:
+    if blend is None:
+        return None
+    return blend[0], engine.num_layers * blend[1], engine.num_layers * blend[2]
+
+
+def terms_of(
+    work: PassWork, hits: Sequence[ChunkHit], region: Region, computed: float | None = None
+) -> Terms:
+    """A pass in the terms of `Measured.blend`. `computed`: its token-layers, where they were counted."""
+    shape = _Shape(hits, region)
+    stages = [shape.terms(stage) for stage in (*work.question, *work.blend)]
+    token_layers, runs, scattered, rows = (sum(column) for column in zip(*stages, strict=True))
+    return 1.0, token_layers if computed is None else computed, runs, scattered, rows
+
+
+def work_of(engine: Engine, selection: Selection, hits: Sequence[ChunkHit], region: Region) -> PassWork:
+    """What a pass over `region` that loads `hits` computes."""
+    return _work(engine, selection, _Shape(hits, region))
+
+
+def _work(engine: Engine, selection: Selection, shape: _Shape) -> PassWork:
+    tokens = Workload(
+        shape.hit_tokens, shape.other_tokens, engine.num_layers, engine.projection_share, shape.exact_tokens
+    )
+    return pass_work(selection, tokens)
+
+
+class _Shape:
+    """Where the hit tokens of a region lie, in sums."""
+
+    def __init__(self, hits: Sequence[ChunkHit], region: Region) -> None:
+        self.hit_tokens = self.exact_tokens = 0
+        self._hit_pairs = 0.0
+        for hit in hits:
+            first, last = max(hit.start, region.start), min(hit.end, region.end)
+            self.hit_tokens += last - first
+            self.exact_tokens += max(min(last, region.exact_end) - first, 0)
+            self._hit_pairs += attended_pairs(first, last)
+        self.other_tokens = region.num_tokens - self.hit_tokens
+        self._other_pairs = attended_pairs(region.start, region.end) - self._hit_pairs
+
+    def terms(self, stage: LayerWork) -> tuple[float, float, float, float]:
+        """Token-layers, pairs in runs, pairs of scattered tokens, rows written. Chosen tokens are taken to
+        lie anywhere among the hit ones; other tokens come in runs, and so do all together."""
+        share = stage.hit_tokens / self.hit_tokens if self.hit_tokens else 0.0
+        runs = self._other_pairs if stage.other_tokens else 0.0
+        scattered = share * self._hit_pairs
+        if share == 1.0:
+            runs, scattered = runs + scattered, 0.0
+        return stage.token_layers, runs, scattered, float(self.hit_tokens)
+
+
+def blend_forecast(
+    engine: Engine,
+    measured: Measured,
+    selection: Selection,
+    hits: Sequence[ChunkHit],
+    region: Region,
+    ahead_s: float = 0.0,
+) -> BlendForecast | None:
+    """`hits` are loaded, everything else of `region` is computed. `ahead_s`: computing of passes that go
+    first. None where neither passes nor steps have been measured yet."""
+    coefficients = measured.blend
+    if coefficients is None and measured.step is not None:
+        coefficients = blend_prior(measured.step, engine.num_layers)
+    if coefficients is None:
+        return None
+    opening_s, layer_s = _loading(engine, measured, hits)
+    loads = [layer_s] * engine.num_layers
+    loads[0] += opening_s
+    shape = _Shape(hits, region)
+    work = _work(engine, selection, shape)
+    stages = _costed((*work.question, *work.blend), shape, coefficients)
+    compute_s = coefficients[0] + sum(cost for _, cost in stages)
+    end_s = _pipeline(stages, loads, engine.prefetch_layers, ahead_s + coefficients[0])
+    return BlendForecast(end_s + measured.tail_s, sum(loads), compute_s)
+
+
+def _costed(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms) -> list[tuple[int, float]]:
+    """Layer and seconds of each stage; most layers are like the one before."""
+    costed: list[tuple[int, float]] = []
+    before, cost_s = None, 0.0
+    for stage in stages:
+        alike = (stage.hit_tokens, stage.other_tokens, stage.projected_tokens)
+        if alike != before:
+            before, cost_s = alike, _dot(coefficients[1:], shape.terms(stage))
+        costed.append((stage.layer, cost_s))
+    return costed
+
+
+def _loading(engine: Engine, measured: Measured, hits: Sequence[ChunkHit]) -> tuple[float, float]:
+    """Seconds until bytes come, and of each layer behind that. Sources of one stream are read in turn."""
+    by_source: dict[Source, int] = {}
+    for hit in hits:
+        by_source[hit.source] = by_source.get(hit.source, 0) + hit.num_bytes
+    opening_s, total_s = 0.0, 0.0
+    for source, num_bytes in by_source.items():
+        link = measured.links.get(source, INSTANT)
+        opening_s += link.opening_s
+        total_s += num_bytes * (link.s_per_byte + measured.decode_s_per_byte)
+    return opening_s, total_s / engine.num_layers
+
+
+def _pipeline(
+    stages: Sequence[tuple[int, float]], loads: Sequence[float], prefetch_layers: int, begin_s: float
+) -> float:
+    """When the last stage is done. A layer is loaded once the one before is, and there is room for it: the
+    layer `prefetch_layers` before has been taken."""
+    taken: list[float] = []
+    loaded_s, now_s = 0.0, begin_s
+    for layer, cost_s in stages:
+        if layer == len(taken):  # else the question has been there
+            room_s = taken[layer - prefetch_layers] if layer >= prefetch_layers else 0.0
+            loaded_s = max(loaded_s, room_s) + loads[layer]
+            now_s = max(now_s, loaded_s)
+            taken.append(now_s)
+        now_s += cost_s
+    return now_s
+
+
+def _dot(coefficients: Sequence[float], terms: Sequence[float]) -> float:
+    return sum(coefficient * term for coefficient, term in zip(coefficients, terms, strict=True))

@@ -1,0 +1,243 @@
+"""Who may use which namespace: bearer tokens, hashed in a file that is read again when it changes.
+
+The file is JSON:
+
+    {"tokens": [{"name": "search", "sha256": "<64 hexadecimal digits>", "namespaces": ["search", "docs/*"]}]}
+
+A namespace pattern is a namespace, a prefix that ends in `*`, or `*` alone. Tokens are 256 random bits made
+by `new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by guessing, so a slow
+password hash would only cost every request milliseconds. The token itself is shown once and stored nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated
+from kintsugi.core.schema import STRICT, load
+from kintsugi.core.spaces import checked_namespace
+from kintsugi.store.protocol.tls import is_loopback
+
+log = logging.getLogger(__name__)
+
+TOKEN_PREFIX = "kg_"
+"""So that scanners for leaked secrets know one when they see it."""
+TOKENS_MAX = 1_000
+"""Each request is compared with all of them: 0.06 ms measured."""
+FILE_BYTES_MAX = 8 << 20
+FILE_CHECK_S = 1.0
+EVERY_NAMESPACE = "*"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Grant:
+    """One token, as the file has it."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    """For logs and messages."""
+    sha256: str
+    namespaces: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InvalidField("name", "is mandatory: say whose token it is")
+        if not _SHA256.fullmatch(self.sha256):
+            raise InvalidField("sha256", f"of token {self.name!r} is not 64 lower-case hexadecimal digits")
+        if not self.namespaces:
+            raise InvalidField("namespaces", f"of token {self.name!r} is empty: name what it may use")
+        for pattern in self.namespaces:
+            checked_pattern(pattern)
+
+
+@dataclass(frozen=True)
+class _File:
+    __pydantic_config__ = STRICT
+
+    tokens: tuple[Grant, ...]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request."""
+
+    name: str
+    namespaces: tuple[str, ...]
+
+    def may_use(self, namespace: str) -> bool:
+        return any(
+            namespace.startswith(pattern[:-1]) if pattern.endswith("*") else namespace == pattern
+            for pattern in self.namespaces
+        )
+
+    def checked(self, namespace: str) -> str:
+        """The namespace itself. Raises `InvalidField` for what is none, and `PermissionDenied`."""
+        checked_namespace(namespace)
+        if not self.may_use(namespace):
+            raise PermissionDenied(
+                f"token {self.name!r} may not use namespace {namespace!r}; it is bound to "
+                f"{', '.join(self.namespaces)}"
+            )
+        return namespace
+
+    @property
+    def unrestricted(self) -> bool:
+        return EVERY_NAMESPACE in self.namespaces
+
+
+ANYONE = Caller("anyone", (EVERY_NAMESPACE,))
+
+
+class Access(ABC):
+    """Turns what a request shows into who sent it. Thread-safe."""
+
+    @abstractmethod
+    def caller(self, token: str | None) -> Caller:
+        """Raises `Unauthenticated`."""
+
+
+class OpenAccess(Access):
+    """Without tokens: on loopback, or where `insecure` says so."""
+
+    def caller(self, token: str | None) -> Caller:
+        return ANYONE
+
+
+class TokenFile(Access):
+    """Tokens of a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `InvalidField` for a file that cannot be read or is none."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp = _stamp_of(path)
+        self._grants = grants_of(path)
+        self._checked_s = time.monotonic()
+
+    def caller(self, token: str | None) -> Caller:
+        if not token:
+            raise Unauthenticated("no token; send the metadata or header `authorization: Bearer <token>`")
+        presented = token_digest(token)
+        found = None
+        for grant in self._current():  # all of them: the time must not tell how far it came
+            if hmac.compare_digest(presented, grant.sha256):
+                found = grant
+        if found is None:
+            raise Unauthenticated("this token is unknown or was revoked; ask for another")
+        return Caller(found.name, found.namespaces)
+
+    def _current(self) -> tuple[Grant, ...]:
+        with self._lock:
+            if time.monotonic() - self._checked_s >= FILE_CHECK_S:
+                self._checked_s = time.monotonic()
+                stamp = _stamp_of(self._path)
+                if stamp != self._stamp:
+                    try:
+                        self._grants = grants_of(self._path)
+                    except InvalidField as error:
+                        log.warning("the tokens stay as they were: %s", error)
+                    self._stamp = stamp
+            return self._grants
+
+
+def token_digest(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def checked_pattern(pattern: str) -> str:
+    """The pattern itself, or `InvalidField`."""
+    stem = pattern.removesuffix("*")
+    try:
+        # What a prefix leaves open may be anything: it need not be a whole namespace by itself.
+        checked_namespace(stem if stem or not pattern.endswith("*") else "any")
+    except InvalidField as error:
+        raise InvalidField("namespaces", f"{pattern!r}: {error.problem}") from None
+    return pattern
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    """Changes whenever the file does; zeros where it is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+def grants_of(path: Path) -> tuple[Grant, ...]:
+    """What the file holds. Raises `InvalidField`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidField("tokens_file", f"{path} cannot be read ({error.strerror})") from error
+    if len(text) > FILE_BYTES_MAX:
+        raise InvalidField("tokens_file", f"{path} has more than {FILE_BYTES_MAX} bytes")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(
+            "tokens_file", f"{path} is no JSON ({error}); make one with kintsugi token"
+        ) from None
+    grants = load(_File, values, where=str(path)).tokens
+    if len(grants) > TOKENS_MAX:
+        raise InvalidField("tokens_file", f"{path} has {len(grants)} tokens; at most {TOKENS_MAX} are read")
+    return grants
+
+
+def new_token(name: str, namespaces: Sequence[str]) -> tuple[str, Grant]:
+    """A fresh token and what the file keeps of it. Raises `InvalidField`."""
+    token = TOKEN_PREFIX + secrets.token_urlsafe(32)
+    return token, Grant(name, token_digest(token), tuple(namespaces))
+
+
+def add_grant(path: Path, grant: Grant) -> None:
+    """Append to the file, made where it is missing, readable by its owner alone; whole or not at all.
+
+    Raises `InvalidField` where the file is none, or has a token of that name.
+    """
+    grants = grants_of(path) if path.exists() else ()
+    if any(other.name == grant.name for other in grants):
+        raise InvalidField("name", f"{grant.name!r} has a token in {path}; remove it there first")
+    text = json.dumps({"tokens": [asdict(one) for one in (*grants, grant)]}, indent=2) + "\n"
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # mode 0600
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise InvalidField("file", f"{path} cannot be written ({error.strerror})") from error
+
+
+def opened_access(tokens_file: str) -> Access:
+    """Raises `InvalidField`."""
+    return TokenFile(Path(tokens_file)) if tokens_file else OpenAccess()
+
+
+def checked_exposure(listen: str, has_tokens: bool, has_tls: bool, insecure: bool) -> None:
+    """Raise `InvalidField` for an address beyond loopback without tokens and TLS, unless `insecure`: a token
+    that travels in the clear is everyone's."""
+    if insecure or is_loopback(listen) or (has_tokens and has_tls):
+        return
+    missing = " and ".join(
+        name
+        for name, has in (("--tokens-file", has_tokens), ("--tls-cert with --tls-key", has_tls))
+        if not has
+    )
+    raise InvalidField(
+        "listen", f"{listen} can be reached from other machines: give {missing}, or say --insecure"
+    )

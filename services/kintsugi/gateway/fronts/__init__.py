@@ -1,0 +1,1 @@
+"""The fronts of the gateway: gRPC and OpenAI-compatible HTTP."""

@@ -1,0 +1,122 @@
+"""Runs an ASGI application with uvicorn, inside the event loop of who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import ssl
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.gateway.addresses import joined
+from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
+from kintsugi.store.protocol.tls import ServedFiles
+
+KEEP_ALIVE_S = 60
+BACKLOG = 2048
+POLL_S = 0.01
+
+
+class _Tls:
+    """A TLS context that reads its files at every handshake, as `store.protocol.tls.ServerTls` does."""
+
+    def __init__(self, files: ServedFiles) -> None:
+        """Raises `InvalidField` where a file cannot be read now, or holds something else."""
+        self._files = files
+        self._stamp = files.stamp()
+        self.context = self._current = self._read()
+        self.context.sni_callback = self._on_hello
+
+    def _read(self) -> ssl.SSLContext:
+        self._files.read()  # says which file cannot be
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A session that is resumed shows no certificate: one whose authority is gone would go on.
+        context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
+        try:
+            context.load_cert_chain(self._files.cert, self._files.key)
+            if self._files.client_ca is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(self._files.client_ca)
+        except (ssl.SSLError, OSError) as error:
+            raise InvalidField("tls", f"{self._files.cert} and what belongs to it: {error}") from error
+        return context
+
+    def _on_hello(self, connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
+        """Called at each handshake, whether or not the client names a server."""
+        stamp = self._files.stamp()
+        if stamp and stamp != self._stamp:
+            with suppress(InvalidField):  # replaced just now; the next handshake sees them whole
+                self._current = self._read()
+                self._stamp = stamp
+        connection.context = self._current
+
+
+class _Quiet(uvicorn.Server):
+    """Signals belong to the process that runs us."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpServer:
+    """One listening address."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServedFiles | None = None) -> None:
+        """Raises `InvalidField` for TLS files that are none."""
+        self._host, self._port = host, port
+        options: dict[str, Any] = {}
+        if tls is not None:
+            context = _Tls(tls).context
+            options["ssl_context_factory"] = lambda config, default: context
+        self._server = _Quiet(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                backlog=BACKLOG,
+                **options,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+        self.address = ""
+        """`host:port`, once started."""
+
+    async def start(self) -> None:
+        """Returns once it listens. Raises `Unavailable` where the address cannot be had."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._host.strip("[]"), self._port))
+        except OSError as error:
+            listener.close()
+            address = joined(self._host, self._port)
+            raise Unavailable(
+                f"{address} cannot be listened on ({error.strerror}); free it or name another"
+            ) from error
+        self.address = joined(self._host, listener.getsockname()[1])
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise Unavailable(f"the server on {self.address} ended while it started")
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Let answers end for `grace_s`, in whole seconds. Idempotent."""
+        if self._task is not None:
+            self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+            self._server.should_exit = True
+            await self._task
+            self._task = None

@@ -1,0 +1,114 @@
+"""Chunks on their way into the store: each computed once however many ask, a bounded number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+
+from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
+from kintsugi.core.exchange import SaveOutcome, SaveState
+from kintsugi.core.spaces import ChunkKey, token_ids_of
+from kintsugi.gateway.backend import EngineBackend
+
+log = logging.getLogger(__name__)
+
+WAITING_TOKENS_MAX = 4 << 20
+"""Of chunks that wait or run: hours of a small engine's work already."""
+WAITING_CHUNKS_MAX = 1 << 16
+"""However short they are: each takes a kilobyte here, and a request in an engine."""
+RUNNING_MAX = 4
+"""Calls to the engines at a time."""
+BATCH_TOKENS = 16_384
+"""Per call to the engines, or one chunk that is longer."""
+
+ToSave = tuple[ChunkKey, bytes]
+"""A chunk's key and its tokens, little-endian u32."""
+_Address = tuple[str, ChunkKey]
+
+
+class Saver:
+    """For one event loop."""
+
+    def __init__(self, backend: EngineBackend, waiting_tokens_max: int = WAITING_TOKENS_MAX) -> None:
+        self._backend = backend
+        self._waiting_tokens_max = waiting_tokens_max
+        self._waiting_tokens = 0
+        self._slots = asyncio.Semaphore(RUNNING_MAX)
+        self._futures: dict[_Address, asyncio.Future[SaveOutcome]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(
+        self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, tier: str = "auto"
+    ) -> list[asyncio.Future[SaveOutcome]]:
+        """Have chunks saved, whoever asked may leave. Raises `ResourceExhausted`, and then saves none."""
+        fresh = {key: tokens for key, tokens in chunks if (namespace, key) not in self._futures}
+        if len(self._futures) + len(fresh) > WAITING_CHUNKS_MAX:
+            raise ResourceExhausted(
+                f"{len(self._futures)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; "
+                "send fewer and longer ones, or again later"
+            )
+        size = sum(len(tokens) // 4 for tokens in fresh.values())
+        if self._waiting_tokens + size > self._waiting_tokens_max:
+            raise ResourceExhausted(
+                f"{self._waiting_tokens} tokens wait to be prefilled and at most {self._waiting_tokens_max} "
+                "may; send fewer, or again later"
+            )
+        self._waiting_tokens += size
+        loop = asyncio.get_running_loop()
+        for key in fresh:
+            self._futures[namespace, key] = loop.create_future()
+        for batch in _batches(list(fresh.items())):
+            task = asyncio.create_task(self._run(namespace, batch, priority, tier))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return [self._futures[namespace, key] for key, _ in chunks]
+
+    async def save(
+        self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, tier: str = "auto"
+    ) -> list[SaveOutcome]:
+        """Have chunks saved and wait. Raises `ResourceExhausted`."""
+        futures = self.submit(namespace, chunks, priority, tier)
+        # Shielded: others may wait for the same chunk.
+        return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
+
+    async def _run(self, namespace: str, batch: Sequence[ToSave], priority: int, tier: str) -> None:
+        outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
+        try:
+            async with self._slots:
+                ids = [token_ids_of(tokens) for _, tokens in batch]
+                outcomes = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
+                if len(outcomes) != len(batch):
+                    raise Unavailable(f"the engine answered {len(outcomes)} of {len(batch)} chunks")
+        except KintsugiError as error:
+            outcomes = [SaveOutcome(SaveState.FAILED, str(error))] * len(batch)
+        except Exception as defect:
+            log.exception("%d chunks of %s were not saved", len(batch), namespace)
+            outcomes = [SaveOutcome(SaveState.FAILED, f"defect: {type(defect).__name__}")] * len(batch)
+        finally:
+            for (key, tokens), outcome in zip(batch, outcomes, strict=True):
+                self._waiting_tokens -= len(tokens) // 4
+                future = self._futures.pop((namespace, key))
+                if not future.done():
+                    future.set_result(outcome)
+
+    async def close(self) -> None:
+        """What runs is given up. Idempotent."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _batches(chunks: Sequence[ToSave]) -> list[list[ToSave]]:
+    batches: list[list[ToSave]] = []
+    size = BATCH_TOKENS
+    for chunk in chunks:
+        tokens = len(chunk[1]) // 4
+        if size + tokens > BATCH_TOKENS:
+            batches.append([])
+            size = 0
+        batches[-1].append(chunk)
+        size += tokens
+    return batches

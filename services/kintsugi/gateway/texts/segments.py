@@ -1,0 +1,272 @@
+"""Parts of a prompt, in any of the ways that a client may name them, into token ids, spans and chunk keys.
+
+A text tokenises alone, so its ids are the ones that precompute found. Tokenising 3,000 tokens takes
+milliseconds, the same chunk comes again and again, and so its ids are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import xxhash
+
+from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
+from kintsugi.core.layout import TOKENS_MAX
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes, token_ids_of
+from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.precompute.documents import DocumentIndex, DocumentRef, KnownChunk
+
+INLINE_CHARS_MAX = 4096
+"""Of one request; what is beyond it is tokenised in a thread: the event loop serves everybody."""
+THREADS = 2
+LONG_CHARS = 1 << 18
+"""A text of more is tokenised when no other such is: it takes 250 bytes a character meanwhile (65 MB, and so
+long as half a second), and the second thread is for all others. Only such a text is refused for its length: a
+tokenizer may make one token of any number of characters that it drops, or does not know."""
+TEXT_CHARS_MAX = 1 << 21
+"""Of one text, half a gigabyte while it is tokenised. No model reads so much."""
+TOGETHER_TOKENS_MAX = 8 << 20
+"""Of one request's segments that make no prompt. A chunk is named by 64 characters and has up to
+`TOKENS_MAX` tokens."""
+CACHED_TOKENS_MAX = 8 << 20
+"""32 MiB of ids."""
+
+Tokenize = Callable[[str], Sequence[int]]
+_Address = tuple[bytes, bytes]
+"""A chunk space and the digest of a text."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a prompt: exactly one of the four ways to name it."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    key: ChunkKey | None = None
+    document: tuple[str, DocumentRef] | None = None
+    """Corpus and chunk."""
+    plain: bool = False
+    """Part of the prompt, but no chunk."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment resolved."""
+
+    tokens: bytes
+    """Little-endian u32."""
+    key: ChunkKey
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return token_ids_of(self.tokens)
+
+
+@dataclass(frozen=True)
+class ResolvedPrompt:
+    """`[prefix][segment]…[question]` as token ids."""
+
+    space: ChunkSpace
+    token_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+    """Where each segment lies; plain ones have no key."""
+    pieces: tuple[Piece, ...]
+    """The segments."""
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.key is not None)
+
+
+class SegmentResolver:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        tokenize: Tokenize,
+        known: KnownChunks,
+        documents: DocumentIndex | None,
+        token_chars_max: int | None = None,
+    ) -> None:
+        """``token_chars_max``: characters of the tokenizer's longest token, where they are known."""
+        self._tokenize = tokenize
+        self._token_chars_max = token_chars_max
+        self._threads = ThreadPoolExecutor(THREADS, "tokenize")
+        self._long = asyncio.Semaphore(1)
+        self._known = known
+        self._documents = documents
+        self._pieces: OrderedDict[_Address, Piece] = OrderedDict()
+        """Of texts; the least recently used first."""
+        self._cached_tokens = 0
+
+    async def prompt(
+        self, space: ChunkSpace, segments: Sequence[Segment], question: Segment, tokens_max: int
+    ) -> ResolvedPrompt:
+        """Raises `InvalidField`, also where segments or question alone have more than `tokens_max` tokens,
+        `ForeignChunkKey` and `NotFound`, each naming the segment."""
+        pieces = await self._resolved(space, segments, "segments", tokens_max)
+        end = len(space.prefix_token_ids)
+        spans = []
+        for segment, piece in zip(segments, pieces, strict=True):
+            start, end = end, end + piece.num_tokens
+            spans.append(Span(start, end, None if segment.plain else piece.key))
+        asked = await self._resolved(space, [question], "question", tokens_max)
+        tokens = token_ids_of(b"".join(piece.tokens for piece in (*pieces, *asked)))
+        return ResolvedPrompt(space, space.prefix_token_ids + tokens, tuple(spans), tuple(pieces))
+
+    async def pieces(
+        self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
+    ) -> list[Piece]:
+        """In order. ``where`` is the request's name for them."""
+        return await self._resolved(space, segments, where, TOGETHER_TOKENS_MAX)
+
+    def learn(self, space: ChunkSpace, segments: Sequence[Segment], pieces: Sequence[Piece]) -> None:
+        """Know the chunks of a request that was not refused: one that is pushes out nothing of others'."""
+        for segment, piece in zip(segments, pieces, strict=True):
+            if segment.plain:
+                continue
+            if segment.token_ids is not None:
+                self._known.remember(space.namespace, piece.key, segment.token_ids)
+            elif segment.text is not None:
+                address = _address(space, segment.text)
+                if address in self._pieces and self._known.used(space.namespace, piece.key):
+                    continue
+                self._keep(address, piece)
+                self._known.remember(space.namespace, piece.key, piece.token_ids, segment.text)
+
+    async def _resolved(
+        self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
+    ) -> list[Piece]:
+        documents = await self._looked_up(space, segments, where)
+        pieces: list[Piece] = []
+        tokens = inline_chars = 0
+        for index, segment in enumerate(segments):
+            name = where if where == "question" else f"{where}[{index}]"
+            is_chunk = not segment.plain and where != "question"
+            if segment.text is not None:
+                room = tokens_max - tokens
+                self._check_length(segment.text, name, min(room, TOKENS_MAX) if is_chunk else room)
+                inline_chars += len(segment.text)
+                piece = await self._of_text(space, segment.text, name, inline_chars <= INLINE_CHARS_MAX)
+            elif segment.token_ids is not None:
+                piece = self._of_tokens(space, segment.token_ids, name)
+            elif segment.key is not None:
+                piece = self._of_key(space, segment.key, name)
+            elif index in documents:
+                piece = documents[index]
+            else:
+                raise InvalidField(name, "is empty; give a text, tokens, a chunk key or a document's chunk")
+            if is_chunk and piece.num_tokens > TOKENS_MAX:
+                raise InvalidField(
+                    name,
+                    f"has {piece.num_tokens} tokens; a chunk has at most {TOKENS_MAX}: cut it",
+                )
+            tokens += piece.num_tokens
+            if tokens > tokens_max:
+                raise InvalidField(
+                    where, f"{tokens} tokens up to {name}; at most {tokens_max} are read in all: send fewer"
+                )
+            pieces.append(piece)
+        return pieces
+
+    def _check_length(self, text: str, name: str, tokens_max: int) -> None:
+        """Raises `InvalidField` for a text that has too many tokens for certain, before they are counted."""
+        chars_max = TEXT_CHARS_MAX
+        if self._token_chars_max is not None:
+            chars_max = min(chars_max, max(tokens_max * self._token_chars_max, LONG_CHARS))
+        if len(text) > chars_max:
+            raise InvalidField(
+                name, f"has {len(text)} characters; at most {chars_max} are read here as one text: cut it"
+            )
+
+    async def _of_text(self, space: ChunkSpace, text: str, name: str, inline: bool) -> Piece:
+        address = _address(space, text)
+        piece = self._pieces.get(address)
+        if piece is not None:
+            self._pieces.move_to_end(address)
+            return piece
+        if inline:
+            tokens = token_bytes(self._tokenize(text))
+        else:
+            async with self._long if len(text) > LONG_CHARS else nullcontext():
+                loop = asyncio.get_running_loop()
+                tokens = await loop.run_in_executor(self._threads, lambda: token_bytes(self._tokenize(text)))
+        if not tokens:
+            raise InvalidField(name, "has no tokens; leave it out or give it a text")
+        return Piece(tokens, ChunkKey.of_bytes(space, tokens))
+
+    def _keep(self, address: _Address, piece: Piece) -> None:
+        before = self._pieces.pop(address, None)
+        self._cached_tokens += piece.num_tokens - (before.num_tokens if before else 0)
+        self._pieces[address] = piece
+        while self._cached_tokens > CACHED_TOKENS_MAX:
+            _, oldest = self._pieces.popitem(last=False)
+            self._cached_tokens -= oldest.num_tokens
+
+    def _of_tokens(self, space: ChunkSpace, token_ids: tuple[int, ...], name: str) -> Piece:
+        if not token_ids:
+            raise InvalidField(name, "has no tokens; leave it out")
+        tokens = token_bytes(token_ids)
+        return Piece(tokens, ChunkKey.of_bytes(space, tokens))
+
+    def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> Piece:
+        ids = self._known.token_ids(space.namespace, key)
+        if ids is None:
+            raise NotFound(
+                f"{name}: chunk {key} is not known here in namespace {space.namespace!r}; send its text or "
+                "tokens once, or put it again"
+            )
+        tokens = token_bytes(ids)
+        if ChunkKey.of_bytes(space, tokens) != key:
+            raise ForeignChunkKey(
+                name,
+                f"chunk {key} belongs to another chunk space: its model or system prompt is not the one that "
+                "is served now; put it again",
+            )
+        return Piece(tokens, key)
+
+    async def _looked_up(
+        self, space: ChunkSpace, segments: Sequence[Segment], where: str
+    ) -> dict[int, Piece]:
+        """The segments that name a document's chunk, by their index."""
+        by_corpus: dict[str, dict[int, DocumentRef]] = {}
+        for index, segment in enumerate(segments):
+            if segment.document is not None:
+                corpus, ref = segment.document
+                by_corpus.setdefault(corpus, {})[index] = ref
+        pieces = {}
+        for corpus, refs in by_corpus.items():
+            if self._documents is None:
+                raise NotFound(f"{where}: this gateway knows no corpora; start it with a precompute ledger")
+            try:
+                found = await asyncio.to_thread(self._documents.resolve, corpus, list(refs.values()))
+            except NotFound:  # said as where the corpus is another namespace's
+                found = [None] * len(refs)
+            for (index, ref), chunk in zip(refs.items(), found, strict=True):
+                pieces[index] = _piece_of(space, chunk, ref, f"{where}[{index}]", corpus)
+        return pieces
+
+
+def _address(space: ChunkSpace, text: str) -> _Address:
+    return space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+
+
+def _piece_of(space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, name: str, corpus: str) -> Piece:
+    """Raises `NotFound` also for a corpus of another namespace: who may not use it learns nothing of it."""
+    tokens = b"" if chunk is None else token_bytes(chunk.token_ids)
+    if chunk is None or ChunkKey.of_bytes(space, tokens) != chunk.key:
+        version = "" if ref.version is None else f" in version {ref.version!r}"
+        raise NotFound(
+            f"{name}: document {ref.document_id!r} of corpus {corpus!r} has no chunk {ref.index}{version} "
+            f"for namespace {space.namespace!r} and the model that is served; run kintsugi precompute"
+        )
+    return Piece(tokens, chunk.key)

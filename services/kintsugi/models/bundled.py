@@ -1,0 +1,33 @@
+"""The model that ships with Kintsugi: small, trained, and right about the questions it was trained for.
+
+It reads multi-chunk chronicles in a closed vocabulary (`bundled/README.md` says how it was trained and how
+often it is right), so that blending can be shown to matter without downloading anything.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+BUNDLED_CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "bundled"
+BUNDLED_NAME = "kintsugi-testbed"
+BUNDLED_REPORT = BUNDLED_CHECKPOINT / "calibration.json"
+
+
+@dataclass(frozen=True)
+class Showcase:
+    """A question that needs several chunks, which the bundled model answers in one word."""
+
+    chunks: tuple[str, ...]
+    question: str
+    """As it ends the prompt, with nothing around it."""
+    answer: str
+
+
+@lru_cache(maxsize=1)
+def showcase() -> Showcase:
+    """The demo's question."""
+    document = json.loads((BUNDLED_CHECKPOINT / "showcase.json").read_text(encoding="utf-8"))
+    return Showcase(tuple(document["chunks"]), document["question"], document["answer"])

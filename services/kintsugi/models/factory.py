@@ -1,0 +1,76 @@
+"""Makes checkpoints with random weights that transformers and vLLM load like any other."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from kintsugi.models.cache import cache_folder
+from kintsugi.models.shapes import ModelShape, named_shape
+from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
+from kintsugi.models.weights import fill_weights
+
+RECIPE = 2
+"""Bumped when the same shape and seed would give other weights: older cached checkpoints are then left."""
+
+
+def make_checkpoint(shape: ModelShape, folder: Path, seed: int = 0) -> Path:
+    """Write config, weights (safetensors) and tokenizer of a random model into `folder`, and return it.
+
+    The same shape and seed give the same bytes. Memory: one copy of the weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = _empty_model(shape)
+    fill_weights(model, shape, seed)
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID, do_sample=False
+    )
+    model.save_pretrained(folder)
+    train_tokenizer(shape.vocab, shape.max_positions).save_pretrained(folder)
+    return folder
+
+
+def _empty_model(shape: ModelShape) -> PreTrainedModel:
+    """Allocated, not initialised: every parameter is about to be overwritten."""
+    config = shape.config(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
+    return model.to_empty(device="cpu")
+
+
+def cached_checkpoint(name: str, seed: int = 0, layers: int | None = None) -> Path:
+    """The checkpoint of the shape called `name`, made on first use.
+
+    ``layers`` overrides the shape's number of layers. Safe with several processes: a checkpoint appears
+    whole or not at all, and whoever finishes second keeps the first one's. Raises `InvalidField` for an
+    unknown name.
+    """
+    shape = named_shape(name)
+    if layers is not None:
+        shape = shape.with_layers(layers)
+    parent = cache_folder() / "checkpoints"
+    final = parent / f"{name}-{shape.layers}l-seed{seed}-r{RECIPE}"
+    if final.is_dir():
+        return final
+    parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
+    try:
+        make_checkpoint(shape, draft, seed)
+        return _published(draft, final)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _published(draft: Path, final: Path) -> Path:
+    draft.chmod(0o755)
+    try:
+        draft.rename(final)
+    except OSError:
+        # A folder with files in it cannot be replaced: another process was faster.
+        if not final.is_dir():
+            raise
+    return final

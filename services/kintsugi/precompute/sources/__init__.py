@@ -1,0 +1,1 @@
+"""Sources of documents: files and tables, read and scanned."""

@@ -1,0 +1,1 @@
+"""The client library: `kintsugi.Client`, `kintsugi.AsyncClient`, and adapters for frameworks."""

@@ -1,0 +1,515 @@
+"""The public SDK: a gateway's chunks and answers, for programs with and without an event loop.
+
+    client = kintsugi.Client("127.0.0.1:7500", namespace="docs")
+    chunks = client.put_chunks(["First passage …", "Second passage …"])
+    client.prefetch(chunks)
+    answer = client.generate(chunks, "\\nQuestion: what follows?\\nAnswer:", max_tokens=64)
+    print(answer.text, answer.outcome)
+
+Both clients are one body of coroutines over a transport; the blocking one's calls are over before they
+return, so nothing ever suspends (see `store.client.calls`). Errors are those of `kintsugi.core.errors`. A call
+is sent again only where the gateway cannot be reached or says UNAVAILABLE, and where that cannot do anything
+twice: puts, deletes and reads are idempotent, an answer is asked for again only if nothing of it had arrived.
+No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+import grpc
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_exponential,
+    wait_random,
+)
+
+from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownField
+from kintsugi.core.spaces import checked_namespace
+from kintsugi.rpc.v1 import gateway_pb2 as pb
+from kintsugi.sdk import messages
+from kintsugi.sdk.types import (
+    Answer,
+    Delta,
+    Prefetched,
+    PutChunk,
+    Sampling,
+    Segment,
+    StoredChunk,
+    TokenizedText,
+    Tokens,
+)
+from kintsugi.store.client.calls import finished, iterate
+from kintsugi.store.protocol.status import errors_of
+from kintsugi.store.protocol.tls import checked_address, is_loopback
+
+SERVICE = "kintsugi.rpc.v1.Kintsugi"
+MESSAGE_BYTES_MAX = 64 << 20
+"""Of what a gateway answers."""
+PAGE = 1000
+LAST_ATTEMPT_S = 0.001
+"""gRPC takes no deadline that is over already."""
+RETRY_WAIT_S = 0.1
+"""Before the second attempt, doubled before each further one; up to so much more by chance."""
+
+Answered = TypeVar("Answered")
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How a client talks to a gateway."""
+
+    token: str | None = None
+    """Bearer token, made with `kintsugi token`."""
+    tls: bool = False
+    """Implied by `tls_ca` and `tls_cert`; alone it trusts the system's authorities."""
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    """Send the token in the clear beyond loopback."""
+    timeout_s: float = 60.0
+    """For a whole call with all its attempts; `put_chunks` with `wait` computes meanwhile."""
+    attempts: int = 5
+    """Of a call that may be sent again, the first included: with the waits between them, 1.5 s and more."""
+    retry_wait_s_max: float = 2.0
+
+    @property
+    def encrypted(self) -> bool:
+        return self.tls or self.tls_ca is not None or self.tls_cert is not None
+
+    def checked(self, address: str) -> Self:
+        """The options themselves. Raises `InvalidField`."""
+        checked_address("address", address)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidField("tls_cert", "and tls_key belong together")
+        if self.token and not (self.encrypted or self.insecure or is_loopback(address)):
+            raise InvalidField(
+                "token", f"would travel to {address} in the clear: give tls or tls_ca, or say insecure"
+            )
+        if not (self.timeout_s > 0 and self.attempts >= 1):
+            raise InvalidField("timeout_s", "must be above 0, and attempts at least 1")
+        return self
+
+    def credentials(self) -> Any:
+        """Raises `InvalidField` for a file that cannot be read."""
+        contents = []
+        for path in (self.tls_ca, self.tls_key, self.tls_cert):
+            try:
+                contents.append(None if path is None else path.read_bytes())
+            except OSError as error:
+                raise InvalidField("tls", f"{path} cannot be read ({error.strerror})") from error
+        return grpc.ssl_channel_credentials(*contents)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of `generate` and `stream`; the engine's calibrated defaults hold for what is left out."""
+
+    max_tokens: int
+    sampling: Sampling
+    ratio: float
+    """Share of the chunks' tokens to recompute, 0 to 1."""
+    selector: str
+    adaptive_mass: float
+    explain: bool
+    """Positions and times per layer in the accounting."""
+    no_blend: bool
+    """An ordinary full prefill."""
+    priority: int
+    """vLLM's: lower goes first; below 0 only where the gateway allows it."""
+    timeout_s: float
+
+
+class _Transport(ABC):
+    """One gateway. Failures are raised as `store.protocol.status` reads them."""
+
+    def __init__(self, address: str, options: ClientOptions) -> None:
+        self.address = address
+        self.options = options.checked(address)
+        limits = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),)
+        if options.encrypted:
+            self._channel = self._grpc().secure_channel(address, options.credentials(), options=limits)
+        else:
+            self._channel = self._grpc().insecure_channel(address, options=limits)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        token = self.options.token
+        bearer = (("authorization", f"Bearer {token}"),) if token else ()
+        return ("x-request-id", uuid.uuid4().hex), *bearer
+
+    def method(self, kind: str, name: str, request: Any, response: Any) -> Any:
+        make = getattr(self._channel, kind)
+        return make(f"/{SERVICE}/{name}", type(request).SerializeToString, response.FromString)
+
+    @abstractmethod
+    def _grpc(self) -> Any:
+        """`grpc` or `grpc.aio`."""
+
+    @abstractmethod
+    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        """One call's response."""
+
+    @abstractmethod
+    def stream(self, name: str, request: Any, response: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
+        """A call's messages; closing it cancels the call."""
+
+    @abstractmethod
+    async def pause(self, seconds: float) -> None:
+        """Wait."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Idempotent."""
+
+
+class _Loop(_Transport):
+    def _grpc(self) -> Any:
+        return grpc.aio
+
+    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        with errors_of(self.address):
+            call = self.method("unary_unary", name, request, response)
+            return await call(request, timeout=timeout_s, metadata=self.metadata())
+
+    async def stream(
+        self, name: str, request: Any, response: Any, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
+        method = self.method("unary_stream", name, request, response)
+        with errors_of(self.address):
+            call = method(request, timeout=timeout_s, metadata=self.metadata())
+            try:
+                async for message in call:
+                    yield message
+            finally:
+                call.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class _Blocking(_Transport):
+    def _grpc(self) -> Any:
+        return grpc
+
+    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        with errors_of(self.address):
+            call = self.method("unary_unary", name, request, response)
+            return call(request, timeout=timeout_s, metadata=self.metadata())
+
+    async def stream(
+        self, name: str, request: Any, response: Any, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
+        method = self.method("unary_stream", name, request, response)
+        with errors_of(self.address):
+            call = method(request, timeout=timeout_s, metadata=self.metadata())
+            try:
+                for message in call:
+                    yield message
+            finally:
+                call.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def close(self) -> None:
+        self._channel.close()
+
+
+class _Core:
+    """Every method once."""
+
+    def __init__(self, transport: _Transport, namespace: str) -> None:
+        self.transport = transport
+        self.namespace = checked_namespace(namespace)
+
+    async def _again(
+        self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
+    ) -> Answered:
+        """The call's result, sent again while that is safe and time is left."""
+        options = self.transport.options
+        deadline_s = time.monotonic() + timeout_s
+
+        async def once() -> Answered:
+            return await call(*arguments, max(deadline_s - time.monotonic(), LAST_ATTEMPT_S))
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_is_safe_again),
+            stop=stop_after_attempt(options.attempts) | stop_before_delay(timeout_s),
+            wait=wait_exponential(multiplier=RETRY_WAIT_S, max=options.retry_wait_s_max)
+            + wait_random(0, RETRY_WAIT_S),
+            sleep=self.transport.pause,
+            reraise=True,
+        )
+        return await retrying(once)
+
+    async def _unary(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
+        wait_s = timeout_s or self.transport.options.timeout_s
+        return await self._again(self.transport.unary, name, request, response, timeout_s=wait_s)
+
+    async def put_chunks(
+        self, chunks: Iterable[str | Tokens], tier: str, wait: bool, timeout_s: float | None
+    ) -> list[PutChunk]:
+        if isinstance(chunks, str):
+            raise InvalidField("chunks", "is one string; give a list of chunks")
+        results: list[PutChunk] = []
+        for batch in messages.batches(chunks):
+            request = pb.PutChunksRequest(namespace=self.namespace, chunks=batch, tier=tier, wait=wait)
+            response = await self._unary("PutChunks", request, pb.PutChunksResponse, timeout_s)
+            results += map(messages.put_of_wire, response.results)
+        return results
+
+    async def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
+        wire = messages.segments_to_wire(segments)
+        request = pb.PrefetchChunksRequest(namespace=self.namespace, segments=wire)
+        response = await self._unary("Prefetch", request, pb.PrefetchChunksResponse)
+        return Prefetched(tuple(response.keys), response.accepted)
+
+    async def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
+        request = pb.TokenizeRequest(namespace=self.namespace, texts=texts)
+        response = await self._unary("Tokenize", request, pb.TokenizeResponse)
+        return [TokenizedText(tuple(text.token_ids), text.key) for text in response.texts]
+
+    async def get_chunk(self, key: str) -> StoredChunk | None:
+        request = pb.GetChunkRequest(namespace=self.namespace, key=key)
+        try:
+            response = await self._unary("GetChunk", request, pb.GetChunkResponse)
+        except NotFound:
+            return None
+        return messages.chunk_of_wire(response.chunk)
+
+    async def delete_chunk(self, key: str) -> bool:
+        request = pb.DeleteChunkRequest(namespace=self.namespace, key=key)
+        response = await self._unary("DeleteChunk", request, pb.DeleteChunkResponse)
+        return bool(response.deleted)
+
+    async def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
+        token = ""
+        while True:
+            request = pb.ListChunksRequest(namespace=self.namespace, page_size=PAGE, page_token=token)
+            response = await self._unary("ListChunks", request, pb.ListChunksResponse)
+            for chunk in response.chunks:
+                yield messages.chunk_of_wire(chunk)
+            token = response.next_page_token
+            if not token:
+                return
+
+    async def stream(
+        self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
+    ) -> AsyncGenerator[Delta | Answer, None]:
+        """Deltas, and the whole answer last."""
+        request = self._request(segments, question, options)
+        timeout_s = options.get("timeout_s") or self.transport.options.timeout_s
+        answer = messages.Assembled()
+        first, rest = await self._again(self._begun, request, timeout_s=timeout_s)
+        async with aclosing(rest):
+            answer.take(first)
+            async for message in rest:
+                delta = answer.take(message)
+                if delta is not None:
+                    yield delta
+        yield answer.answer()
+
+    async def _begun(
+        self, request: pb.GenerateRequest, timeout_s: float
+    ) -> tuple[pb.GenerateResponse, AsyncGenerator[Any, None]]:
+        """The first message of an answer and the others."""
+        stream = self.transport.stream("Generate", request, pb.GenerateResponse, timeout_s)
+        try:
+            return await anext(stream), stream
+        except StopAsyncIteration:
+            raise Unavailable(f"{self.transport.address}: answered nothing") from None
+
+    def _request(
+        self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
+    ) -> pb.GenerateRequest:
+        for name in options:
+            if name not in GenerateOptions.__annotations__:
+                raise UnknownField(name, GenerateOptions.__annotations__)
+        sampling = options.get("sampling") or Sampling()
+        if "max_tokens" in options:
+            sampling = dataclasses.replace(sampling, max_tokens=options["max_tokens"])
+        own = ("max_tokens", "sampling", "timeout_s")
+        constraints: dict[str, Any] = {name: value for name, value in options.items() if name not in own}
+        return pb.GenerateRequest(
+            namespace=self.namespace,
+            segments=messages.segments_to_wire(segments),
+            question=messages.content_to_wire(question),
+            sampling=messages.sampling_to_wire(sampling),
+            **constraints,
+        )
+
+    async def generate(
+        self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
+    ) -> Answer:
+        async with aclosing(self.stream(segments, question, options)) as events:
+            async for event in events:
+                if isinstance(event, Answer):
+                    return event
+        raise Unavailable(f"{self.transport.address}: the answer had no end")
+
+
+class AsyncClient:
+    """A gateway for programs with an event loop. Use `async with`, or `close` it."""
+
+    def __init__(
+        self, address: str, namespace: str, *, token: str | None = None, options: ClientOptions | None = None
+    ) -> None:
+        """``address`` is `host:port`; ``namespace`` the tenant whose chunks are meant. Raises
+        `InvalidField`."""
+        self._core = _Core(_Loop(address, _options(token, options)), namespace)
+
+    async def put_chunks(
+        self,
+        chunks: Iterable[str | Tokens],
+        *,
+        tier: str = "auto",
+        wait: bool = True,
+        timeout_s: float | None = None,
+    ) -> list[PutChunk]:
+        """Have chunks prefilled and stored; with `wait` it returns once they are committed. One that fails
+        says so in its `state`."""
+        return await self._core.put_chunks(chunks, tier, wait, timeout_s)
+
+    async def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
+        """Start to bring chunks into RAM: call it when retrieval returns, before the prompt exists."""
+        return await self._core.prefetch(segments)
+
+    async def generate(
+        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
+    ) -> Answer:
+        """The whole answer to a question over ordered segments."""
+        return await self._core.generate(segments, question, options)
+
+    def stream(
+        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Delta | Answer, None]:
+        """The answer as it comes, and last of all the whole of it. Closing the generator stops the engine."""
+        return self._core.stream(segments, question, options)
+
+    async def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
+        """Ids and chunk keys of texts, each alone."""
+        return await self._core.tokenize(texts)
+
+    def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
+        """Every chunk of the namespace, in key order."""
+        return self._core.list_chunks()
+
+    async def get_chunk(self, key: str) -> StoredChunk | None:
+        """What the store holds under a key; None for nothing."""
+        return await self._core.get_chunk(key)
+
+    async def delete_chunk(self, key: str) -> bool:
+        """Forget a chunk; whether it was there. Raises `Unavailable` where a shard that may hold it does not
+        answer: again once it does."""
+        return await self._core.delete_chunk(key)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._core.transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Client:
+    """A gateway for programs without an event loop. Thread-safe. Use `with`, or `close` it."""
+
+    def __init__(
+        self, address: str, namespace: str, *, token: str | None = None, options: ClientOptions | None = None
+    ) -> None:
+        """As `AsyncClient`."""
+        self._core = _Core(_Blocking(address, _options(token, options)), namespace)
+
+    def put_chunks(
+        self,
+        chunks: Iterable[str | Tokens],
+        *,
+        tier: str = "auto",
+        wait: bool = True,
+        timeout_s: float | None = None,
+    ) -> list[PutChunk]:
+        """As `AsyncClient.put_chunks`."""
+        return finished(self._core.put_chunks(chunks, tier, wait, timeout_s))
+
+    def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
+        """As `AsyncClient.prefetch`."""
+        return finished(self._core.prefetch(segments))
+
+    def generate(
+        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
+    ) -> Answer:
+        """As `AsyncClient.generate`."""
+        return finished(self._core.generate(segments, question, options))
+
+    def stream(
+        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
+    ) -> Iterator[Delta | Answer]:
+        """As `AsyncClient.stream`."""
+        return iterate(self._core.stream(segments, question, options))
+
+    def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
+        """As `AsyncClient.tokenize`."""
+        return finished(self._core.tokenize(texts))
+
+    def list_chunks(self) -> Iterator[StoredChunk]:
+        """As `AsyncClient.list_chunks`."""
+        return iterate(self._core.list_chunks())
+
+    def get_chunk(self, key: str) -> StoredChunk | None:
+        """As `AsyncClient.get_chunk`."""
+        return finished(self._core.get_chunk(key))
+
+    def delete_chunk(self, key: str) -> bool:
+        """As `AsyncClient.delete_chunk`."""
+        return finished(self._core.delete_chunk(key))
+
+    def close(self) -> None:
+        """Idempotent."""
+        finished(self._core.transport.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _options(token: str | None, options: ClientOptions | None) -> ClientOptions:
+    chosen = options or ClientOptions()
+    return chosen if token is None else dataclasses.replace(chosen, token=token)
+
+
+def _is_safe_again(error: BaseException) -> bool:
+    """Whether a call that failed so may be sent again.
+
+    `Unavailable` alone does not say: what fails inside a gateway (INTERNAL, UNKNOWN) or is cancelled there is
+    read as it, too, and may have been at work. RESOURCE_EXHAUSTED comes without a time to wait: more attempts
+    are more of what there is too much of.
+    """
+    status = error.__cause__
+    if not isinstance(error, Unavailable) or not isinstance(status, grpc.RpcError):
+        return False
+    return bool(status.code() is grpc.StatusCode.UNAVAILABLE)

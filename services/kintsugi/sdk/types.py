@@ -1,0 +1,160 @@
+"""What the SDK takes and gives. Plain values; no torch, no stubs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Text of the prompt that is no chunk: instructions, a date, what no other prompt shares."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A chunk as token ids."""
+
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A chunk that was put before, by its key."""
+
+    hex: str
+
+
+@dataclass(frozen=True)
+class DocumentChunk:
+    """A chunk of a precomputed corpus."""
+
+    corpus: str
+    document_id: str
+    index: int
+    version: str | None = None
+    """None: the current one."""
+
+
+@dataclass(frozen=True)
+class PutChunk:
+    """What became of a chunk that was put. It may stand in a prompt itself."""
+
+    key: str
+    """Hexadecimal."""
+    num_tokens: int
+    new: bool
+    """Whether the store did not have it before."""
+    state: str
+    """`present`, `stored`, `accepted` or `failed`."""
+    reason: str = ""
+    """Why it failed."""
+
+
+Segment = str | Plain | Tokens | Key | DocumentChunk | PutChunk
+"""A string is a chunk's text."""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """What the store holds under a key."""
+
+    key: str
+    num_tokens: int
+    size_bytes: int
+    codec: str
+    model: str
+    """Fingerprint, hexadecimal."""
+    tier: str
+    """Fastest tier that holds it; empty in a list."""
+    known: bool
+    """Whether the gateway can build a prompt from the key alone."""
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """What a prefetch has set off."""
+
+    keys: tuple[str, ...]
+    """Of each segment; empty for a plain one."""
+    accepted: int
+    """Chunks that are in RAM or on their way."""
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """A text's ids alone, and the key of the chunk that it is."""
+
+    token_ids: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True)
+class PlacedSegment:
+    """Where a segment lies in the prompt."""
+
+    start: int
+    end: int
+    key: str
+    """Empty for a plain one."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens, as OpenAI counts them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the engine did not compute itself."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of an answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer, and what it cost."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    outcome: str
+    """How the prompt was prefilled: `blended`, `prefix_hit`, `declined`, `failed`."""
+    reason: str
+    """Why it was declined or failed."""
+    usage: Usage
+    ttft_ms: float
+    """As the gateway saw it."""
+    request_id: str
+    segments: tuple[PlacedSegment, ...]
+    accounting: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that the engine counted, by the names of `kintsugi.core.accounting.Accounting`."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. None leaves vLLM's default."""
+
+    max_tokens: int = 16
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More of vLLM's `SamplingParams` by name."""

@@ -1,0 +1,241 @@
+"""Which shards there are: the map, and who knows it.
+
+Clients know only a directory's address; shards come and go without anything being restarted.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import xxhash
+
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.schema import STRICT, load
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.rpc.v1 import directory_pb2 as pb
+from kintsugi.store.protocol.status import error_of_call
+from kintsugi.store.protocol.tls import TlsFiles, open_channel
+
+DIRECTORY_SERVICE = "kintsugi.rpc.v1.ShardDirectory"
+SHARDS_MAX = 1024
+FILE_POLL_S = 1.0
+_FIRST_MAP_TIMEOUT_S = 10.0
+_RECONNECT_S_MAX = 10.0
+
+
+@dataclass(frozen=True)
+class ShardAddress:
+    """One shard."""
+
+    __pydantic_config__ = STRICT
+
+    shard_id: str
+    """The UUID in its data directory: what chunks are placed by, wherever it listens."""
+    address: str
+    """`host:port`."""
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """All shards at one time."""
+
+    __pydantic_config__ = STRICT
+
+    version: int
+    """Grows with every change."""
+    shards: tuple[ShardAddress, ...] = field(default=())
+    replicas: int = 1
+    """Shards that hold each chunk."""
+    shares: tuple[float, ...] = field(default=())
+    """Of each shard, in their order, the share in (0, 1] of its chunks that it is given: what it is not yet
+    given is the next one's, where it was before the shard joined. Empty: all of them."""
+
+    def __post_init__(self) -> None:
+        if len({shard.shard_id for shard in self.shards}) != len(self.shards):
+            raise InvalidField("shards", "two of them have the same shard_id")
+        if len(self.shards) > SHARDS_MAX:
+            raise InvalidField("shards", f"{len(self.shards)} shards; at most {SHARDS_MAX} make a map")
+        if self.replicas < 1:
+            raise InvalidField("replicas", f"{self.replicas} is less than 1")
+        if self.shares and len(self.shares) != len(self.shards):
+            raise InvalidField("shares", f"there are {len(self.shares)} for {len(self.shards)} shards")
+        if not all(0 < share <= 1 for share in self.shares):
+            raise InvalidField("shares", "are numbers above 0 and at most 1")
+
+    def owners(self, key: ChunkKey) -> list[ShardAddress]:
+        """The shards that hold a chunk, the preferred one first.
+
+        Rendezvous hashing: when a shard leaves, only its own chunks move. Cost: one xxh3 per shard.
+        """
+        order = ranked(self.shards, key)
+        if self.shares:
+            shares = dict(zip(self.shards, self.shares, strict=True))
+            # Stable: where too few are given the chunk, the others follow in their order.
+            order.sort(key=lambda shard: not is_given(shard, key, shares[shard]))
+        return order[: self.replicas]
+
+
+def ranked(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddress]:
+    """Shards by their weight for a key, the highest first."""
+    return sorted(
+        shards, key=lambda shard: -xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest)
+    )
+
+
+def is_given(shard: ShardAddress, key: ChunkKey, share: float) -> bool:
+    """Whether a chunk is in a shard's ``share``. Those in a smaller share are in a larger one, too.
+
+    The seed makes it another draw than the one that ranks: shards that own a chunk have drawn high there.
+    """
+    draw = xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest, seed=1)
+    return draw < share * (1 << 64)
+
+
+class ShardDirectory(ABC):
+    """Hands out the current map. Thread-safe; `current` does not block once a map is known."""
+
+    @abstractmethod
+    def current(self) -> ShardMap:
+        """The newest map known. Raises `Unavailable` where none is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop watching; idempotent."""
+
+
+class FixedDirectory(ShardDirectory):
+    """A map that someone sets: for tests, and for a process that knows its shards itself."""
+
+    def __init__(self, shards: ShardMap) -> None:
+        self.shards = shards
+
+    def current(self) -> ShardMap:
+        return self.shards
+
+    def close(self) -> None:
+        return None
+
+
+class FileDirectory(ShardDirectory):
+    """A JSON file, `{"version": 1, "replicas": 1, "shards": [{"shard_id": …, "address": …}]}`.
+
+    It is read again when it changes; a file that is broken meanwhile keeps the map before it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises `InvalidField` for a file that is no shard map."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp = self._stat()
+        self._map = self._read()
+        self._checked_s = time.monotonic()
+
+    def _stat(self) -> tuple[int, int]:
+        try:
+            stat = self._path.stat()
+        except OSError as error:
+            raise InvalidField("shards", f"{self._path} cannot be read ({error.strerror})") from error
+        return stat.st_mtime_ns, stat.st_ino
+
+    def _read(self) -> ShardMap:
+        try:
+            values = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidField("shards", f"{self._path} is no JSON ({error})") from error
+        return load(ShardMap, values, where=str(self._path))
+
+    def current(self) -> ShardMap:
+        with self._lock:
+            if time.monotonic() - self._checked_s >= FILE_POLL_S:
+                self._checked_s = time.monotonic()
+                try:
+                    stamp = self._stat()
+                    if stamp != self._stamp:
+                        self._map, self._stamp = self._read(), stamp
+                except InvalidField:
+                    return self._map
+            return self._map
+
+    def close(self) -> None:
+        return None
+
+
+class GrpcDirectory(ShardDirectory):
+    """The `ShardDirectory` service at an address, watched by one thread."""
+
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        self._address = address
+        self._channel = open_channel(address, tls)
+        self._watch: Any = self._channel.unary_stream(
+            f"/{DIRECTORY_SERVICE}/WatchShardMap",
+            pb.WatchShardMapRequest.SerializeToString,
+            pb.ShardMap.FromString,
+        )
+        self._known = threading.Condition()
+        self._map: ShardMap | None = None
+        self._failure = f"{address} has not answered yet"
+        self._closed = threading.Event()
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="kintsugi-directory", daemon=True)
+        self._thread.start()
+
+    def current(self) -> ShardMap:
+        with self._known:
+            self._known.wait_for(lambda: self._map is not None, _FIRST_MAP_TIMEOUT_S)
+            if self._map is None:
+                raise Unavailable(f"no shard map: {self._failure}")
+            return self._map
+
+    def _run(self) -> None:
+        wait_s = 0.1
+        while not self._closed.is_set():
+            try:
+                self._call = self._watch(pb.WatchShardMapRequest())
+                if self._closed.is_set():  # `close` may have cancelled the call before this one
+                    self._call.cancel()
+                for message in self._call:
+                    self._learn(map_from_wire(message))
+                    wait_s = 0.1
+            except grpc.RpcError as failure:
+                self._failure = str(error_of_call(failure, self._address))
+            except InvalidField as error:
+                self._failure = f"{self._address} sent a map that is none: {error}"
+            self._closed.wait(wait_s * random.uniform(0.5, 1.5))
+            wait_s = min(2 * wait_s, _RECONNECT_S_MAX)
+
+    def _learn(self, shards: ShardMap) -> None:
+        """A directory that was restarted may number its maps anew: the last word counts."""
+        with self._known:
+            self._map = shards
+            self._known.notify_all()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._call is not None:
+            self._call.cancel()
+        self._thread.join()
+        self._channel.close()
+
+
+def map_to_wire(shards: ShardMap) -> pb.ShardMap:
+    return pb.ShardMap(
+        version=shards.version,
+        shards=[pb.ShardAddress(shard_id=s.shard_id, address=s.address) for s in shards.shards],
+        replicas=shards.replicas,
+        shares=shards.shares,
+    )
+
+
+def map_from_wire(wire: pb.ShardMap) -> ShardMap:
+    """Raises `InvalidField`."""
+    shards = tuple(ShardAddress(shard.shard_id, shard.address) for shard in wire.shards)
+    return ShardMap(wire.version, shards, wire.replicas, tuple(wire.shares))

@@ -1,0 +1,183 @@
+"""The chunk store in this process's memory: for one engine on one machine, and for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
+from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.report import REPORT_BYTES_MAX, supersedes
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint
+from kintsugi.store.protocol.interface import (
+    ANCHOR_CANDIDATES_MAX,
+    Buffer,
+    ChunkLost,
+    ChunkStore,
+    LayerFrame,
+    StoreStats,
+)
+
+REPORTS_MAX = 1024
+
+_Address = tuple[str, ChunkKey]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    manifest: ChunkManifest
+    frames: tuple[memoryview, ...]
+
+
+class RamStore(ChunkStore):
+    """Chunks in a dict, least recently used first out. `put` copies; `stream` yields views of the copy."""
+
+    def __init__(self, capacity_bytes: int = 4 << 30) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[_Address, _Chunk] = OrderedDict()
+        self._by_anchor: dict[tuple[str, bytes, int], list[ChunkKey]] = {}
+        self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
+        self._bytes_used = 0
+
+    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        with self._lock:
+            return [self._touch((namespace, key)) for key in keys]
+
+    def _touch(self, address: _Address) -> ChunkManifest | None:
+        chunk = self._chunks.get(address)
+        if chunk is None:
+            return None
+        self._chunks.move_to_end(address)
+        return chunk.manifest
+
+    def lookup_anchors(
+        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
+    ) -> dict[int, list[ChunkManifest]]:
+        found: dict[int, list[ChunkManifest]] = {}
+        with self._lock:
+            for anchor in set(anchors):
+                keys = self._by_anchor.get((namespace, space_digest, anchor), ())
+                manifests = [self._chunks[namespace, key].manifest for key in keys]
+                if manifests:
+                    manifests.sort(key=lambda manifest: -manifest.num_tokens)
+                    found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
+        return found
+
+    def put(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+    ) -> bool:
+        if tier not in ("", "auto", "ram"):
+            raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
+        checked_frames(manifest, [memoryview(frame).nbytes for frame in frames])
+        if manifest.chunk_bytes > self.capacity_bytes:
+            raise ResourceExhausted(
+                f"a chunk of {manifest.chunk_bytes} bytes exceeds this store's {self.capacity_bytes}; "
+                "raise its capacity or make chunks shorter"
+            )
+        every_head = HeadRange(0, manifest.layout.num_kv_heads)
+        copies = tuple(memoryview(bytearray(memoryview(frame).cast("B"))) for frame in frames)
+        for layer, copy in enumerate(copies):
+            if not manifest.frame_is_intact(layer, every_head, copy):
+                raise Corrupted(f"frames[{layer}] does not match the manifest's digest; send it again")
+        address = (manifest.namespace, manifest.key)
+        with self._lock:
+            if self._touch(address) is not None:
+                return False
+            while self._bytes_used + manifest.chunk_bytes > self.capacity_bytes:
+                self._forget(next(iter(self._chunks)))
+            self._chunks[address] = _Chunk(manifest, copies)
+            self._bytes_used += manifest.chunk_bytes
+            if manifest.anchor is not None:
+                self._by_anchor.setdefault(_anchor_address(manifest), []).append(manifest.key)
+        return True
+
+    def _forget(self, address: _Address) -> bool:
+        chunk = self._chunks.pop(address, None)
+        if chunk is None:
+            return False
+        manifest = chunk.manifest
+        self._bytes_used -= manifest.chunk_bytes
+        if manifest.anchor is not None:
+            keys = self._by_anchor[_anchor_address(manifest)]
+            keys.remove(manifest.key)
+            if not keys:
+                del self._by_anchor[_anchor_address(manifest)]
+        return True
+
+    def stream(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        layers: range,
+        heads: HeadRange,
+        deadline_s: float,
+    ) -> Iterator[LayerFrame | ChunkLost]:
+        with self._lock:
+            chunks = [self._chunks.get((namespace, key)) for key in keys]
+        lost: set[int] = set()
+        for layer in layers:
+            for index, chunk in enumerate(chunks):
+                if index in lost:
+                    continue
+                item = self._frame(index, chunk, layer, heads)
+                if isinstance(item, ChunkLost):
+                    lost.add(index)
+                    self.delete(namespace, [keys[index]])
+                yield item
+
+    @staticmethod
+    def _frame(index: int, chunk: _Chunk | None, layer: int, heads: HeadRange) -> LayerFrame | ChunkLost:
+        if chunk is None:
+            return ChunkLost(index, layer, "absent")
+        start, stop = chunk.manifest.head_range_bytes(heads)
+        data = chunk.frames[layer][start:stop]
+        if not chunk.manifest.frame_is_intact(layer, heads, data):
+            return ChunkLost(index, layer, "digest mismatch")
+        return LayerFrame(index, layer, data)
+
+    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        with self._lock:
+            return sum(self._forget((namespace, key)) for key in keys)
+
+    def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
+        with self._lock:
+            mine = [chunk.manifest for (name, _), chunk in self._chunks.items() if name == namespace]
+        mine.sort(key=lambda manifest: manifest.key)
+        return [m for m in mine if after is None or m.key > after][:limit]
+
+    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        if len(document) > REPORT_BYTES_MAX:
+            raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
+        with self._lock:
+            held = self._reports.get((fingerprint, name))
+            if held is not None and supersedes(held, document):
+                return
+            if len(self._reports) >= REPORTS_MAX and held is None:
+                raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")
+            self._reports[fingerprint, name] = bytes(document)
+
+    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+        with self._lock:
+            return self._reports.get((fingerprint, name))
+
+    @property
+    def transport(self) -> str:
+        return "ram"
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(len(self._chunks), self._bytes_used, self.capacity_bytes, self.transport)
+
+    def close(self) -> None:
+        with self._lock:
+            self._chunks.clear()
+            self._by_anchor.clear()
+            self._bytes_used = 0
+
+
+def _anchor_address(manifest: ChunkManifest) -> tuple[str, bytes, int]:
+    assert manifest.anchor is not None
+    return manifest.namespace, manifest.space_digest, manifest.anchor

@@ -1,0 +1,111 @@
+"""Reading from a shard of the same host: descriptors over gRPC, bytes from its memory.
+
+Where it does not work (another host, a pod that shares no folder, a shard that does not share its arena, no
+room in its RAM) the caller reads over gRPC, and the path is tried again after a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kintsugi.core.errors import DeadlineExceeded
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.client.arena import GENERATION_BYTES, ArenaMap
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 60.0
+CROWDED_RETRY_S = 1.0
+"""After the shard had no lease or no room in RAM."""
+
+
+@dataclass(frozen=True)
+class LeasedFrame:
+    """Where a frame lies, or why there is none."""
+
+    chunk: int
+    layer: int
+    offset: int
+    size_bytes: int
+    lost_reason: str
+
+
+class Lease:
+    """One request's frames, held in place by the shard for as long as its call lasts."""
+
+    def __init__(self, arena: ArenaMap, first: pb.LeaseLayersResponse) -> None:
+        """`first`: the call's first message."""
+        self._arena = arena
+        self._first = first
+
+    def copy(
+        self,
+        frame: LeasedFrame,
+        into: memoryview,
+        manifest: ChunkManifest,
+        heads: HeadRange,
+    ) -> bool:
+        """Copy a frame; whether its digests are right. Raises `DeadlineExceeded` once the lease is over."""
+        start, stop = manifest.head_range_bytes(heads)
+        held = self._arena.holds(frame.offset, frame.size_bytes)
+        if frame.size_bytes != stop - start or not held or not self._has_generation():
+            return False
+        intact = self._arena.copy_frame(frame.offset, into, manifest, frame.layer, heads)
+        if self._arena.generation(self._first.generation_offset) != self._first.generation:
+            raise DeadlineExceeded(f"the lease of {self._first.lease_s:.0f} s ended while it was read")
+        return intact
+
+    def _has_generation(self) -> bool:
+        return self._arena.holds(self._first.generation_offset, GENERATION_BYTES)
+
+
+class SameHost:
+    """The arena of one shard, mapped when it is first needed. Thread-safe; makes no call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arena: ArenaMap | None = None
+        self._retry_at_s = 0.0
+
+    @property
+    def attached(self) -> bool:
+        return self._arena is not None
+
+    def arena(self, arena_id: int | None) -> ArenaMap | None:
+        """What is mapped, of this id if one is given: a shard that was restarted has a new arena."""
+        with self._lock:
+            arena = self._arena
+            return arena if arena is not None and arena_id in (None, arena.arena_id) else None
+
+    def may_try(self) -> bool:
+        """False while an attempt that failed is fresh."""
+        with self._lock:
+            return time.monotonic() >= self._retry_at_s
+
+    def attach(self, opened: pb.OpenArenaResponse) -> None:
+        """Map an arena. Raises `OSError` where it cannot be had here."""
+        arena = ArenaMap(opened)
+        with self._lock:
+            self._arena = arena  # views of a stream that still reads keep an old map alive
+
+    def failed(self, reason: object, wait_s: float = RETRY_S) -> None:
+        """Leave the path alone for a while."""
+        log.info("reading over gRPC: %s", reason)
+        with self._lock:
+            self._retry_at_s = max(self._retry_at_s, time.monotonic() + wait_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._arena = None
+            self._retry_at_s = float("inf")
+
+
+def frames_of(message: pb.LeaseLayersResponse) -> Iterator[LeasedFrame]:
+    """The descriptors in a message, each made when its turn comes."""
+    for frame in message.frames:
+        yield LeasedFrame(frame.chunk, frame.layer, frame.offset, frame.size_bytes, frame.lost_reason)

@@ -1,0 +1,1 @@
+"""What clients and shards of the store agree on: the interface, the wire, errors, TLS."""

@@ -1,0 +1,198 @@
+"""Channels and servers with mutual TLS from files. These are read again when they change."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.store.protocol.wire import CLIENT_OPTIONS
+
+FILES_CHECK_S = 5.0
+PORT_MAX = 65535
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one side. Both sides show a certificate, and both must be signed by `ca`."""
+
+    ca: Path
+    cert: Path
+    key: Path
+    name: str = ""
+    """What the other side's certificate is for, if not its address: pods' addresses come and go."""
+
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """Of a client's channel."""
+        return (
+            (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", self.name)) if self.name else CLIENT_OPTIONS
+        )
+
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """The contents of ca, cert and key. Raises `InvalidField` naming the file that cannot be read."""
+        return _read("tls-ca", self.ca), _read("tls-cert", self.cert), _read("tls-key", self.key)
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever a file does; empty where one cannot be read."""
+        return _stamp((self.ca, self.cert, self.key))
+
+    def channel_credentials(self) -> Any:
+        """For a client. Raises `InvalidField`."""
+        ca, cert, key = self.read()
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@dataclass(frozen=True)
+class ServedFiles:
+    """PEM files of a server whose clients show a token, and a certificate only where `client_ca` is given."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def read(self) -> tuple[bytes | None, bytes, bytes]:
+        """The contents of client_ca, cert and key. Raises `InvalidField` for a file that cannot be read."""
+        ca, cert, key = (_read(f"tls-{n}", p) if p else None for n, p in self._paths())
+        assert cert is not None
+        assert key is not None
+        return ca, cert, key
+
+    def _paths(self) -> tuple[tuple[str, Path | None], ...]:
+        return ("client-ca", self.client_ca), ("cert", self.cert), ("key", self.key)
+
+    def stamp(self) -> tuple[int, ...]:
+        """As `TlsFiles.stamp`."""
+        return _stamp([path for _, path in self._paths() if path])
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidField(field, f"{path} cannot be read ({error.strerror})") from error
+
+
+def _stamp(paths: Sequence[Path]) -> tuple[int, ...]:
+    try:
+        return tuple(path.stat().st_mtime_ns for path in paths)
+    except OSError:
+        return ()
+
+
+def open_channel(address: str, tls: TlsFiles | None) -> Any:
+    """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=tls.options())
+
+
+def open_async_channel(address: str, tls: TlsFiles | None) -> Any:
+    """The same for the running event loop."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=tls.options())
+
+
+class Line:
+    """A channel to one address that is made anew once its TLS files have changed. Thread-safe."""
+
+    def __init__(
+        self, address: str, tls: TlsFiles | None, opened: Callable[[str, TlsFiles | None], Any]
+    ) -> None:
+        """Raises `InvalidField` where a file cannot be read."""
+        self._address = address
+        self._tls = tls
+        self._opened = opened
+        self._lock = threading.Lock()
+        self._checked_s = time.monotonic()
+        self._stamp = () if tls is None else tls.stamp()
+        self._channel = opened(address, tls)
+
+    def channel(self) -> Any:
+        """The channel for the next call. Calls that are under way keep theirs."""
+        if self._tls is None:
+            return self._channel
+        with self._lock:
+            if time.monotonic() - self._checked_s >= FILES_CHECK_S:
+                self._checked_s = time.monotonic()
+                stamp = self._tls.stamp()
+                if stamp and stamp != self._stamp:
+                    with suppress(InvalidField):  # replaced just now: next time
+                        self._channel = self._opened(self._address, self._tls)
+                        self._stamp = stamp
+            return self._channel
+
+    def close(self) -> Any:
+        """To be awaited where the channel is asynchronous."""
+        return self._channel.close()
+
+
+class ServerTls:
+    """Credentials of a server: every handshake sees the files as they are then."""
+
+    def __init__(self, files: TlsFiles | ServedFiles) -> None:
+        """Raises `InvalidField` where a file cannot be read now."""
+        self._files = files
+        self._stamp = files.stamp()
+        self._lock = threading.Lock()
+        self.credentials: Any = grpc.dynamic_ssl_server_credentials(
+            self._configuration(),
+            self._changed,
+            require_client_authentication=isinstance(files, TlsFiles) or files.client_ca is not None,
+        )
+
+    def _configuration(self) -> Any:
+        ca, cert, key = self._files.read()
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    def _changed(self) -> Any:
+        """What gRPC asks at each handshake: the new files, or None to go on with the old."""
+        with self._lock:
+            stamp = self._files.stamp()
+            if not stamp or stamp == self._stamp:
+                return None
+            try:
+                configuration = self._configuration()
+            except InvalidField:
+                return None  # replaced just now; the next handshake sees them whole
+            self._stamp = stamp
+            return configuration
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether `host:port` can be reached from this machine alone. No other name is trusted."""
+    host = listen.rsplit(":", 1)[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def checked_address(field: str, address: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises `InvalidField`: gRPC makes up a port for what names none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > PORT_MAX:
+        raise InvalidField(field, f"{address!r} is not host:port with a port of at most {PORT_MAX}")
+    return host.strip("[]"), int(port)
+
+
+def checked_listen(listen: str, tls: TlsFiles | None, insecure: bool) -> None:
+    """Raise `InvalidField` for what is no address, and for one beyond loopback without TLS, unless
+    `insecure` says so."""
+    checked_address("listen", listen)
+    if tls is None and not insecure and not is_loopback(listen):
+        raise InvalidField(
+            "listen",
+            f"{listen} can be reached from other machines: give --tls-ca, --tls-cert and --tls-key, "
+            "or say --insecure",
+        )

@@ -1,0 +1,1 @@
+"""A store shard: tiers, the life of an entry, its gRPC service."""

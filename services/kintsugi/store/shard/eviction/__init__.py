@@ -1,0 +1,1 @@
+"""What leaves a tier first, and where a new chunk goes."""

@@ -1,0 +1,77 @@
+"""The shard's housekeeper: ends leases, forgets expired chunks, keeps uses, reads old bytes early.
+
+One thread. Scrubbing is bounded by a rate, because it shares the disk with loads; a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.store.shard.entry import Address
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.uses import SAVE_PERIOD_S
+
+TURN_S = 1.0
+
+
+class Keeper:
+    """Its death makes the shard fail."""
+
+    def __init__(self, shard: Shard, scrub_bytes_per_s: float = 0.0, turn_s: float = TURN_S) -> None:
+        """`scrub_bytes_per_s` 0 does not scrub."""
+        if scrub_bytes_per_s < 0:
+            raise InvalidField("scrub", f"{scrub_bytes_per_s} bytes per second is negative")
+        self.shard = shard
+        self.scrubbed_chunks = 0
+        self._scrub_bytes_per_turn = scrub_bytes_per_s * turn_s
+        self._turn_s = turn_s
+        self._budget_bytes = 0.0
+        self._unsaved_s = 0.0
+        self._round: deque[Address] = deque()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kintsugi-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._turn_s):
+                self.turn()
+        except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
+            self.shard.fail(error)
+
+    def turn(self) -> None:
+        """What is done every `turn_s`."""
+        self.shard.expire()
+        self._unsaved_s += self._turn_s
+        if self._unsaved_s >= SAVE_PERIOD_S:
+            self.shard.save_uses()
+            self._unsaved_s = 0.0
+        self._budget_bytes = min(
+            self._budget_bytes + self._scrub_bytes_per_turn, 2 * self._scrub_bytes_per_turn
+        )
+        while self._budget_bytes > 0 and not self._stop.is_set():
+            size = self._scrub_one()
+            if not size:
+                return
+            self._budget_bytes -= size
+
+    def _scrub_one(self) -> int:
+        """Verify the next chunk of the round; its bytes, 0 where there is none."""
+        if not self._round:
+            self._round.extend(self.shard.addresses())
+        while self._round:
+            namespace, key = self._round.popleft()
+            size = self.shard.chunk_bytes(namespace, key)
+            if size:
+                self.shard.verify(namespace, [key])
+                self.scrubbed_chunks += 1
+                return size
+        return 0

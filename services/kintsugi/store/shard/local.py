@@ -1,0 +1,97 @@
+"""Hands the arena's descriptor to peers of the same host: once per token, and tokens only come over gRPC.
+
+Who holds the descriptor can read every namespace, so a shard gives tokens only to peers that may
+(`--share-arena`), and the descriptor is read-only and sealed. In a pod, the socket's folder is shared by
+its containers and by nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+from kintsugi.store.shard.tiers.arena import Arena
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+TOKENS_MAX = 64
+TOKEN_LIFE_S = 10.0
+_PEER_TIMEOUT_S = 2.0
+_CROWDED_S = 0.1
+
+
+class ArenaDoor:
+    """A unix socket in a folder of its own that only this user may enter. One peer at a time."""
+
+    def __init__(self, arena: Arena, folder: Path | None = None) -> None:
+        self._arena = arena
+        self._folder = Path(tempfile.mkdtemp(prefix="kintsugi-", dir=folder))
+        self.path = self._folder / "arena"
+        self._tokens: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.path))
+        os.chmod(self.path, 0o600)
+        self._listener.listen(16)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="kintsugi-door", daemon=True)
+        self._thread.start()
+
+    def issue(self) -> bytes:
+        """A token that opens the door once, soon."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with self._lock:
+            self._tokens[token] = time.monotonic() + TOKEN_LIFE_S
+            while len(self._tokens) > TOKENS_MAX:
+                self._tokens.popitem(last=False)
+        return token
+
+    def _redeem(self, token: bytes) -> bool:
+        with self._lock:
+            return self._tokens.pop(token, 0.0) > time.monotonic()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:  # of descriptors, say: the peer waits in the backlog
+                log.warning("no peer can have the arena now: %s", error)
+                time.sleep(_CROWDED_S)
+                continue
+            with peer:
+                if self._closed:
+                    return
+                try:
+                    self._admit(peer)
+                except OSError as error:
+                    log.warning("a peer left before it had the arena: %s", error)
+
+    def _admit(self, peer: socket.socket) -> None:
+        peer.settimeout(_PEER_TIMEOUT_S)
+        token = peer.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+        if not self._redeem(token):
+            log.warning("a peer came with a token that is unknown, used or too old")
+            return
+        fd = self._arena.read_only_fd()
+        try:
+            socket.send_fds(peer, [b"\0"], [fd])
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Nobody enters any more; peers that have the arena keep it."""
+        self._closed = True
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as last:
+            last.connect(str(self.path))
+        self._thread.join()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,95 @@
+"""Prometheus metrics of a shard. Counters are read when they are scraped: nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kintsugi.store.protocol.tls import checked_address
+from kintsugi.store.shard.shard import Shard
+
+_LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_GAP_BUCKETS_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
+
+
+class ShardMetrics:
+    """One shard's metrics in a registry of their own."""
+
+    def __init__(self, shard: Shard, bytes_read: Mapping[str, int]) -> None:
+        """`bytes_read`: by path, kept by the service."""
+        self.registry = CollectorRegistry()
+        self._latency = Histogram(
+            "kintsugi_store_rpc_seconds",
+            "Time from a call's first byte to its last",
+            ["rpc"],
+            buckets=_LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        gap = Histogram(
+            "kintsugi_store_evict_reuse_gap_seconds",
+            "Time from a chunk's eviction to the next lookup of it",
+            buckets=_GAP_BUCKETS_S,
+            registry=self.registry,
+        )
+        shard.reuse.observe = gap.observe
+        self.registry.register(_ShardCollector(shard, bytes_read))
+
+    @contextmanager
+    def timed(self, rpc: str) -> Iterator[None]:
+        """Observe the latency of what happens inside."""
+        with self._latency.labels(rpc).time():
+            yield
+
+    def serve(self, address: str) -> Any:
+        """Answer scrapes at `host:port`; the HTTP server, to shut down. Raises `InvalidField`, `OSError`."""
+        host, port = checked_address("metrics", address)
+        server, _ = start_http_server(port, host, self.registry)
+        return server
+
+
+class _ShardCollector(Collector):
+    def __init__(self, shard: Shard, bytes_read: Mapping[str, int]) -> None:
+        self._shard = shard
+        self._bytes_read = bytes_read
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        shard, counters = self._shard, self._shard.counters
+        for name, text, value in (
+            ("hits", "Keys that lookups found", counters.hits),
+            ("misses", "Keys that lookups did not find", counters.misses),
+            ("quarantined", "Chunks dropped because their bytes or records were wrong", counters.quarantined),
+            ("expired", "Chunks whose time was over", counters.expired),
+        ):
+            yield CounterMetricFamily(f"kintsugi_store_{name}", text, value=value)
+        yield GaugeMetricFamily("kintsugi_store_chunks", "Chunks held", value=len(shard))
+        yield GaugeMetricFamily(
+            "kintsugi_store_failed",
+            "1 once a thread of the shard died",
+            value=float(shard.failure is not None),
+        )
+        read = CounterMetricFamily("kintsugi_store_read_bytes", "Chunk KV read, by path", labels=["path"])
+        for path, count in self._bytes_read.items():
+            read.add_metric([path], count)
+        yield read
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        shard = self._shard
+        used = GaugeMetricFamily("kintsugi_store_tier_used_bytes", "Bytes taken", labels=["tier"])
+        capacity = GaugeMetricFamily("kintsugi_store_tier_capacity_bytes", "Bytes in all", labels=["tier"])
+        chunks = GaugeMetricFamily("kintsugi_store_tier_chunks", "Chunks in the tier", labels=["tier"])
+        evictions = CounterMetricFamily("kintsugi_store_evictions", "Chunks evicted", labels=["tier"])
+        for tier in shard.tiers:
+            used.add_metric([tier.name], tier.allocator.used_bytes)
+            capacity.add_metric([tier.name], tier.capacity_bytes)
+            chunks.add_metric([tier.name], tier.chunks)
+            evictions.add_metric([tier.name], tier.evictions)
+        queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Waiting to be written", labels=["tier"])
+        for writer in shard.writers:
+            queue.add_metric([writer.tier.name], writer.queue_bytes)
+        yield from (used, capacity, chunks, evictions, queue)

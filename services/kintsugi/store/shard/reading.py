@@ -1,0 +1,79 @@
+"""Chunks held in place while they are read."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.errors import Corrupted
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.store.shard.entry import Residence
+from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.ram_tier import RamTier
+
+
+@dataclass(frozen=True)
+class HeldChunk:
+    """A chunk whose bytes stay where they are until its `Reading` is closed."""
+
+    manifest: ChunkManifest
+    residence: Residence
+    heads: HeadRange
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether frames can be taken in place; otherwise `read` fetches one at a time."""
+        return isinstance(self.residence.tier, RamTier)
+
+    def ready(self, layer: int) -> bool:
+        """Whether a layer is in RAM; `lost` says whether it ever will be."""
+        return layer not in self.residence.unloaded
+
+    @property
+    def lost(self) -> str:
+        return self.residence.lost
+
+    def when_progressed(self, callback: Callable[[], None]) -> None:
+        """Call back, under the shard's lock, once more layers are in RAM. Under the lock."""
+        self.residence.waiters.append(callback)
+
+    def frame(self, layer: int) -> memoryview:
+        """The bytes of the heads of one layer, in place."""
+        tier = self.residence.tier
+        assert isinstance(tier, RamTier)
+        return tier.frame(self.residence, layer, *self.manifest.head_range_bytes(self.heads))
+
+    def read(self, layer: int) -> memoryview:
+        """The same bytes from the SSD tier, for a chunk that RAM had no room for. Blocks.
+
+        Raises `Corrupted` where they cannot be read.
+        """
+        tier = self.residence.tier
+        assert isinstance(tier, DiskTier)
+        frame = memoryview(mmap.mmap(-1, self.residence.stride))
+        try:
+            tier.read(self.residence, layer, [frame])
+        except OSError as error:
+            raise Corrupted(f"{tier.name}: {error}") from error
+        start, stop = self.manifest.head_range_bytes(self.heads)
+        return frame[start:stop]
+
+    def is_intact(self) -> bool:
+        """Whether every layer can be read and matches its digests. Blocks; one xxh3 pass."""
+        try:
+            return all(
+                self.manifest.frame_is_intact(
+                    layer, self.heads, self.frame(layer) if self.in_ram else self.read(layer)
+                )
+                for layer in range(self.manifest.layout.num_layers)
+            )
+        except Corrupted:
+            return False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one stream reads; None for a chunk that is not there."""
+
+    chunks: Sequence[HeldChunk | None]

@@ -1,0 +1,156 @@
+"""A shard's gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
+from grpc_reflection.v1alpha.reflection import enable_server_reflection
+
+from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.malloc import keep_large_buffers
+from kintsugi.store.protocol.tls import ServerTls, TlsFiles, checked_listen
+from kintsugi.store.shard.keeper import Keeper
+from kintsugi.store.shard.local import ArenaDoor
+from kintsugi.store.shard.service import ChunkStoreService
+from kintsugi.store.shard.shard import Shard
+
+HEALTH_PERIOD_S = 0.5
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a shard is served."""
+
+    durable_by_default: bool = False
+    """What a put that does not say waits for: the disk, or RAM alone."""
+    share_arena: bool = True
+    """Whether peers of the same host may map the arena. Whoever may, reads every namespace."""
+    socket_folder: Path | None = None
+    """Where the socket that hands out the arena lies: a folder that the pod's containers share."""
+    scrub_bytes_per_s: float = 0.0
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    """Listen beyond loopback without TLS."""
+    metrics_listen: str = ""
+    """`host:port` that answers Prometheus; empty: none."""
+    extra_handlers: tuple[Any, ...] = ()
+    """More gRPC services on the same port, such as a shard directory."""
+
+
+class ShardServer:
+    """Serves one shard on an event loop of its own thread. A context manager."""
+
+    def __init__(self, shard: Shard, listen: str, options: ServerOptions | None = None) -> None:
+        self.shard = shard
+        self._listen = listen
+        self._options = options or ServerOptions()
+        self._keeper = Keeper(shard, self._options.scrub_bytes_per_s)
+        self._door: ArenaDoor | None = None
+        self._server: Any = None
+        self._health: asyncio.Task[None] | None = None
+        self._metrics_server: Any = None
+        self.address = ""
+        """`host:port` that it listens on, once started."""
+        self.metrics_address = ""
+        """`host:port` that answers Prometheus, once started."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Listen. Raises `Unavailable` where the address cannot be had, `InvalidField` for one beyond
+        loopback without TLS."""
+        checked_listen(self._listen, self._options.tls, self._options.insecure)
+        keep_large_buffers()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kintsugi-store", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._started())
+        except (RuntimeError, OSError, KintsugiError) as error:
+            self._call(self._stopped(0.0))
+            self._close_door()
+            self._end_loop()
+            if isinstance(error, KintsugiError):
+                raise
+            hint = "" if self._options.tls is None else " (or the TLS files are no matching PEM files)"
+            raise Unavailable(f"cannot listen on {self._listen}: {error}{hint}") from error
+
+    async def _started(self) -> None:
+        self._server = grpc.aio.server(options=wire.CHANNEL_OPTIONS)
+        if self._options.share_arena:
+            self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
+        service = ChunkStoreService(self.shard, self._options.durable_by_default, self._door)
+        health = health_aio.HealthServicer()
+        add_HealthServicer_to_server(health, self._server)
+        enable_server_reflection((wire.SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE), self._server)
+        self._health = asyncio.create_task(self._report_health(health))
+        self._server.add_generic_rpc_handlers((service.generic_handler(), *self._options.extra_handlers))
+        if self._options.tls is None:
+            port = self._server.add_insecure_port(self._listen)
+        else:
+            port = self._server.add_secure_port(self._listen, ServerTls(self._options.tls).credentials)
+        self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
+        await self._server.start()
+        if self._options.metrics_listen:
+            self._metrics_server = service.metrics.serve(self._options.metrics_listen)
+            host, port = self._metrics_server.server_address[:2]
+            self.metrics_address = f"{host}:{port}"
+        self._keeper.start()
+
+    async def _report_health(self, health: Any) -> None:
+        """Not serving while it drains and once it has failed."""
+        while True:
+            well = self.shard.failure is None and not self.shard.draining
+            status = HealthCheckResponse.SERVING if well else HealthCheckResponse.NOT_SERVING
+            for service in ("", wire.SERVICE):
+                await health.set(service, status)
+            await asyncio.sleep(HEALTH_PERIOD_S)
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Let calls finish for `grace_s`, then end."""
+        self._call(self._stopped(grace_s))
+        self._keeper.stop()
+        self._close_door()
+        if self._metrics_server is not None:
+            self._metrics_server.shutdown()
+            self._metrics_server.server_close()
+        self._end_loop()
+
+    async def _stopped(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def _call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,449 @@
+"""The gRPC face of a shard: service `ChunkStore`.
+
+One event loop serves every connection: a thousand idle clients or slow readers cost no thread. What could
+block it (disk, waiting for room, verification of whole chunks) runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import grpc
+
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    KintsugiError,
+    NotFound,
+    ResourceExhausted,
+    VersionMismatch,
+)
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
+from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
+from kintsugi.store.shard.admission import NoRoomYet
+from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.local import ArenaDoor
+from kintsugi.store.shard.metrics import ShardMetrics
+from kintsugi.store.shard.put import ChunkPut, PutOptions
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.streaming import LayerStream
+
+PUT_IDLE_S_MAX = 30.0
+"""A client that sends nothing for so long has died in the middle of its put."""
+LEASE_S_MAX = 60.0
+"""A same-host reader that has not finished by then loses its lease."""
+PUT_WAIT_S_MAX = 10.0
+"""How long a put waits for room."""
+WAITING_PUTS_MAX = 16
+VERIFIERS = 2
+"""Verifications at a time: each may take minutes, and readers of what only a disk has need threads, too."""
+DRAIN_S_MAX = 3600.0
+STREAM_BYTES_MAX = 2 << 30
+"""Of messages that streams may hold for slow readers, two each: 512 streams of 2 MiB frames."""
+
+
+def _checked_protocol(context: Any) -> None:
+    metadata = dict(context.invocation_metadata() or ())
+    version = metadata.get(wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION))
+    if version not in {str(spoken) for spoken in wire.PROTOCOLS_SPOKEN}:
+        raise VersionMismatch(
+            f"protocol {version!r} is not spoken here; this shard speaks "
+            f"{', '.join(map(str, sorted(wire.PROTOCOLS_SPOKEN)))}"
+        )
+
+
+async def _refuse(context: Any, error: KintsugiError) -> None:
+    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
+    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
+
+
+def _answers(
+    handler: Callable[[Any, Any, Any], Awaitable[Any]],
+) -> Callable[[Any, Any, Any], Awaitable[Any]]:
+    """Our errors become statuses. A stream's handler writes its responses itself."""
+
+    @wraps(handler)
+    async def guarded(self: Any, request: Any, context: Any) -> Any:
+        try:
+            _checked_protocol(context)
+            with self.metrics.timed(handler.__name__):
+                return await handler(self, request, context)
+        except KintsugiError as error:
+            await _refuse(context, error)
+
+    return guarded
+
+
+class ChunkStoreService:
+    """Handlers by RPC name; `generic_handler` registers them."""
+
+    def __init__(self, shard: Shard, durable_by_default: bool = False, door: ArenaDoor | None = None) -> None:
+        """`door`: where peers of the same host get the arena; None does not share it."""
+        self.shard = shard
+        self.bytes_read = {"grpc": 0, "shared-memory": 0}
+        self.metrics = ShardMetrics(shard, self.bytes_read)
+        self._door = door
+        self._stream_bytes = 0
+        self.durable_by_default = durable_by_default
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, "kintsugi-verify")
+        self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
+
+    @_answers
+    async def lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        if len(request.keys) > wire.LOOKUP_KEYS_BATCH:  # others' lookups need not wait for so many
+            return await asyncio.to_thread(self._looked_up, request)
+        return self._looked_up(request)
+
+    def _looked_up(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
+        size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
+        if size > wire.RESPONSE_BYTES_MAX:
+            raise ResourceExhausted(
+                f"manifests of {size} bytes; at most {wire.RESPONSE_BYTES_MAX} are answered per call, so "
+                "ask for fewer keys"
+            )
+        return pb.LookupResponse(found=map(_found, entries))
+
+    @_answers
+    async def lookup_anchors(
+        self, request: pb.LookupAnchorsRequest, context: Any
+    ) -> pb.LookupAnchorsResponse:
+        if len(request.anchors) > wire.KEYS_MAX:
+            raise InvalidField(
+                "anchors", f"{len(request.anchors)} anchors; at most {wire.KEYS_MAX} are answered per call"
+            )
+        if len(request.anchors) * ANCHOR_CANDIDATES_MAX > wire.LOOKUP_KEYS_BATCH:
+            return await asyncio.to_thread(self._anchors_looked_up, request)
+        return self._anchors_looked_up(request)
+
+    def _anchors_looked_up(self, request: pb.LookupAnchorsRequest) -> pb.LookupAnchorsResponse:
+        found = self.shard.lookup_anchors(request.namespace, request.space_digest, request.anchors)
+        response = pb.LookupAnchorsResponse()
+        size = 0
+        for anchor, manifests in found.items():
+            size += sum(len(manifest.digests) for manifest in manifests)
+            if size > wire.RESPONSE_BYTES_MAX:
+                break
+            response.candidates.append(
+                pb.AnchorCandidates(anchor=anchor, manifests=map(wire.manifest_to_wire, manifests))
+            )
+        return response
+
+    @_answers
+    async def put_chunk_kv(self, messages: AsyncIterator[bytes], context: Any) -> pb.PutChunkKVResponse:
+        manifest, options = self._put_header(await _next_message(messages))
+        durable = options.durable
+        put = await self._begun_put(manifest, options)
+        if put is None:
+            return await self._present(manifest, durable)
+        try:
+            while not self._take(put, await _next_message(messages)):
+                pass
+        except BaseException:
+            self.shard.abort(put)
+            raise
+        committed = self.shard.commit(put)
+        if not committed.inserted:
+            return await self._present(manifest, durable)
+        if durable and committed.durable is not None:
+            await asyncio.wrap_future(committed.durable)
+        return pb.PutChunkKVResponse(inserted=True)
+
+    async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
+        """The answer for a key that is there already: durable only once it is."""
+        writing = self.shard.made_durable(manifest.namespace, manifest.key) if durable else None
+        if writing is not None:
+            await asyncio.wrap_future(writing)
+        return pb.PutChunkKVResponse(inserted=False)
+
+    async def _begun_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
+        """Room for a chunk. Waits in a thread, because it may take a disk's time to come."""
+        try:
+            return self.shard.begin_put(manifest, options)
+        except NoRoomYet:
+            begun = self._waiting_puts.submit(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
+            try:
+                return await asyncio.wrap_future(begun)
+            except asyncio.CancelledError:  # the client is gone; its room may still come
+                begun.add_done_callback(self._give_up)
+                raise
+
+    def _give_up(self, begun: Future[ChunkPut | None]) -> None:
+        if begun.cancelled() or begun.exception() is not None:
+            return
+        put = begun.result()
+        if put is not None:
+            self.shard.abort(put)
+
+    def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
+        first, payload = wire.parse_put(message)
+        if not first.HasField("header") or payload:
+            raise InvalidField("header", "the first message of a put carries the header and no frames")
+        header = first.header
+        durable = (
+            self.durable_by_default if header.ack == pb.ACK_UNSPECIFIED else header.ack == pb.ACK_DURABLE
+        )
+        return wire.manifest_from_wire(header.manifest), PutOptions(
+            tier=header.tier,
+            durable=durable,
+            ttl_s=header.ttl_s or math.inf,
+            recompute_ms=header.recompute_ms,
+        )
+
+    @staticmethod
+    def _take(put: ChunkPut, message: bytes) -> bool:
+        """Write one message's frames; True once it commits."""
+        request, payload = wire.parse_put(message)
+        if payload:
+            put.write(request.first_layer, payload)
+        return request.commit
+
+    @_answers
+    async def stream_layers(self, request: pb.StreamLayersRequest, context: Any) -> None:
+        keys = wire.keys_from_wire(request.keys)
+        layers = range(request.layer_start, request.layer_stop)
+        heads = HeadRange(request.head_start, request.head_stop)
+        reading = self.shard.open(request.namespace, keys, layers, heads)
+        try:
+            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
+            with self._room_for_messages(stream.message_bytes_max):
+                await stream.write_frames(context)
+        finally:
+            self.shard.close_reading(reading)
+        self.bytes_read["grpc"] += stream.bytes_sent
+
+    @contextmanager
+    def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:
+        """Bound what slow readers cost. Raises `ResourceExhausted`."""
+        size = 2 * message_bytes_max  # gRPC has one while the next is joined
+        if self._stream_bytes + size > STREAM_BYTES_MAX:
+            raise ResourceExhausted(
+                f"streams under way may hold {self._stream_bytes} bytes of messages, at most "
+                f"{STREAM_BYTES_MAX}; try again when some have ended"
+            )
+        self._stream_bytes += size
+        try:
+            yield
+        finally:
+            self._stream_bytes -= size
+
+    @_answers
+    async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:
+        if self._door is None:
+            raise NotFound("this shard does not share its arena; read over gRPC")
+        arena = self.shard.ram.arena
+        return pb.OpenArenaResponse(
+            socket_path=str(self._door.path),
+            token=self._door.issue(),
+            arena_bytes=arena.file_bytes,
+            arena_id=arena.arena_id,
+        )
+
+    @_answers
+    async def lease_layers(self, message: pb.LeaseLayersRequest, context: Any) -> None:
+        if self._door is None:
+            raise NotFound("this shard does not share its arena; read over gRPC")
+        request = message.request
+        keys = wire.keys_from_wire(request.keys)
+        layers = range(request.layer_start, request.layer_stop)
+        heads = HeadRange(request.head_start, request.head_stop)
+        arena = self.shard.ram.arena
+        reading = self.shard.open(request.namespace, keys, layers, heads)
+        lease = None
+        try:
+            lease = arena.begin_lease()
+            header = pb.LeaseLayersResponse(
+                lease_s=LEASE_S_MAX,
+                generation_offset=lease.offset,
+                generation=lease.generation,
+                arena_id=arena.arena_id,
+            )
+            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
+            async with asyncio.timeout(LEASE_S_MAX):
+                await stream.write_descriptors(context, header)
+                self.bytes_read["shared-memory"] += stream.bytes_sent
+                await asyncio.Event().wait()  # the reader ends the call once it has its copies
+        except TimeoutError:
+            raise DeadlineExceeded(f"the lease of {LEASE_S_MAX:.0f} s is over") from None
+        finally:
+            if lease is not None:
+                arena.end_lease(lease)
+            self.shard.close_reading(reading)
+
+    @_answers
+    async def prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+        keys = wire.keys_from_wire(request.keys)
+        return pb.PrefetchResponse(accepted=self.shard.prefetch(request.namespace, keys))
+
+    @_answers
+    async def pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+        keys = wire.keys_from_wire(request.keys)
+        lease_id, pinned = self.shard.pin(request.namespace, keys, request.lease_s)
+        return pb.PinResponse(lease_id=lease_id, pinned=pinned)
+
+    @_answers
+    async def unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
+        return pb.UnpinResponse(unpinned=self.shard.unpin(request.lease_id))
+
+    @_answers
+    async def drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        timeout_s = min(request.timeout_s, DRAIN_S_MAX)
+        return pb.DrainResponse(bytes_left=await asyncio.to_thread(self.shard.drain, timeout_s))
+
+    @_answers
+    async def delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
+        keys = wire.keys_from_wire(request.keys)
+        deleted = self.shard.delete(request.namespace, keys)
+        await self._flushed()
+        return pb.DeleteResponse(deleted=deleted)
+
+    async def _flushed(self) -> None:
+        """Deletions survive a crash before they are answered."""
+        await asyncio.gather(*map(asyncio.wrap_future, self.shard.flushed()))
+
+    @_answers
+    async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        return await asyncio.to_thread(self._listed, request)
+
+    def _listed(self, request: pb.ListRequest) -> pb.ListResponse:
+        """A page: thousands of manifests take a tenth of a second, which lookups must not wait for."""
+        limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
+        after = ChunkKey(request.after) if request.HasField("after") else None
+        response = pb.ListResponse()
+        size = 0
+        for entry in self.shard.page(request.namespace, limit, after):
+            size += len(entry.manifest.digests)
+            if response.found and size > wire.RESPONSE_BYTES_MAX:
+                break
+            response.found.append(_found(entry))
+        return response
+
+    @_answers
+    async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
+        deleted = await asyncio.to_thread(self.shard.clear, request.namespace)
+        await self._flushed()
+        return pb.ClearResponse(deleted=deleted)
+
+    @_answers
+    async def put_report(self, request: pb.PutReportRequest, context: Any) -> pb.PutReportResponse:
+        await asyncio.to_thread(self.shard.reports.put, *_report_address(request), request.document)
+        return pb.PutReportResponse()
+
+    @_answers
+    async def get_report(self, request: pb.GetReportRequest, context: Any) -> pb.GetReportResponse:
+        return pb.GetReportResponse(document=self.shard.reports.get(*_report_address(request)))
+
+    @_answers
+    async def stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
+        return stats_to_wire(self.shard, self.bytes_read)
+
+    @_answers
+    async def verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        keys = wire.keys_from_wire(request.keys)
+        verifying = partial(self.shard.verify, request.namespace, keys)
+        intact = await asyncio.get_running_loop().run_in_executor(self._verifiers, verifying)
+        return pb.VerifyResponse(
+            intact=sum(intact.values()),
+            absent=len(set(keys)) - len(intact),
+            quarantined=[key.digest for key, whole in intact.items() if not whole],
+        )
+
+    def generic_handler(self) -> Any:
+        """Every RPC of the service; bulk ones exchange bytes, which nobody serialises again."""
+        unary = grpc.unary_unary_rpc_method_handler
+        handlers = {
+            name: unary(handler, request.FromString, _serialized)
+            for name, handler, request in (
+                ("Lookup", self.lookup, pb.LookupRequest),
+                ("LookupAnchors", self.lookup_anchors, pb.LookupAnchorsRequest),
+                ("Prefetch", self.prefetch, pb.PrefetchRequest),
+                ("Pin", self.pin, pb.PinRequest),
+                ("Unpin", self.unpin, pb.UnpinRequest),
+                ("Drain", self.drain, pb.DrainRequest),
+                ("Delete", self.delete, pb.DeleteRequest),
+                ("List", self.list, pb.ListRequest),
+                ("Clear", self.clear, pb.ClearRequest),
+                ("PutReport", self.put_report, pb.PutReportRequest),
+                ("GetReport", self.get_report, pb.GetReportRequest),
+                ("OpenArena", self.open_arena, pb.OpenArenaRequest),
+                ("Stats", self.stats, pb.StatsRequest),
+                ("Verify", self.verify, pb.VerifyRequest),
+            )
+        }
+        handlers["PutChunkKV"] = grpc.stream_unary_rpc_method_handler(
+            self.put_chunk_kv, response_serializer=_serialized
+        )
+        handlers["LeaseLayers"] = grpc.unary_stream_rpc_method_handler(
+            self.lease_layers, pb.LeaseLayersRequest.FromString
+        )
+        handlers["StreamLayers"] = grpc.unary_stream_rpc_method_handler(
+            self.stream_layers, pb.StreamLayersRequest.FromString
+        )
+        return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
+
+
+def _serialized(message: Any) -> Any:
+    return message.SerializeToString()
+
+
+def _found(entry: Entry | None) -> pb.Found:
+    if entry is None:
+        return pb.Found()
+    return pb.Found(manifest=wire.manifest_to_wire(entry.manifest), tier=entry.tier_name)
+
+
+def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple[ModelFingerprint, str]:
+    if len(request.fingerprint) != wire.DIGEST_BYTES:
+        raise InvalidField(
+            "fingerprint", f"has {len(request.fingerprint)} bytes; a digest has {wire.DIGEST_BYTES}"
+        )
+    return ModelFingerprint(request.fingerprint), request.name
+
+
+def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
+    counters = shard.counters
+    queues = {writer.tier.name: writer.queue_bytes for writer in shard.writers}
+    return pb.StatsResponse(
+        shard_id=shard.shard_id,
+        protocol_version=wire.PROTOCOL_VERSION,
+        format_version=FORMAT_VERSION,
+        chunks=len(shard),
+        tiers=[
+            pb.TierStats(
+                name=tier.name,
+                chunks=tier.chunks,
+                bytes_used=tier.allocator.used_bytes,
+                bytes_capacity=tier.capacity_bytes,
+                evictions=tier.evictions,
+                queue_bytes=queues.get(tier.name, 0),
+            )
+            for tier in shard.tiers
+        ],
+        hits=counters.hits,
+        misses=counters.misses,
+        quarantined=counters.quarantined,
+        draining=shard.draining,
+        bytes_read=bytes_read,
+    )
+
+
+async def _next_message(messages: AsyncIterator[bytes]) -> bytes:
+    """The next message of a put. Raises `InvalidField` where it ends early or the client falls silent."""
+    try:
+        return await asyncio.wait_for(anext(messages), PUT_IDLE_S_MAX)
+    except StopAsyncIteration:
+        raise InvalidField("commit", "the put ended without it; nothing was stored") from None
+    except TimeoutError:
+        raise InvalidField(
+            "commit", f"nothing arrived for {PUT_IDLE_S_MAX:.0f} s; nothing was stored"
+        ) from None

@@ -1,0 +1,198 @@
+"""The frames of one request on their way out, as bytes or as descriptors.
+
+What is in RAM goes at once; what is on disk as the promotion brings it, layer by layer. Cost per byte over
+gRPC: the one join into a message; as a descriptor: nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kintsugi.core.errors import Corrupted, DeadlineExceeded, ResourceExhausted
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol import wire
+from kintsugi.store.shard.reading import HeldChunk, Reading
+from kintsugi.store.shard.shard import Shard
+
+WRITE_STALL_S_MAX = 60.0
+"""A reader that takes nothing for so long loses its stream, and what that held in place."""
+DESCRIPTORS_MAX = 4096
+"""Per message."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A frame that can be sent, or why there is none."""
+
+    chunk: int
+    layer: int
+    frame: memoryview | None
+    lost: str = ""
+
+
+class _Wait:
+    """The next frame is not in RAM yet: send what is ready."""
+
+
+class LayerStream:
+    """One request. Single use."""
+
+    def __init__(self, shard: Shard, reading: Reading, layers: range, deadline_s: float) -> None:
+        """`deadline_s` bounds the wait for each layer."""
+        self.bytes_sent = 0
+        self._shard = shard
+        self._reading = reading
+        self._layers = layers
+        self._deadline_s = deadline_s
+
+    @property
+    def message_bytes_max(self) -> int:
+        """What the largest message of `write_frames` holds: frames are joined until they reach the target."""
+        held = [chunk for chunk in self._reading.chunks if chunk is not None]
+        largest = max((stop - start for start, stop in map(_head_range, held)), default=0)
+        if largest >= wire.MESSAGE_BYTES_TARGET:
+            return largest
+        return min(wire.MESSAGE_BYTES_TARGET + largest, len(held) * len(self._layers) * largest)
+
+    async def write_frames(self, context: Any) -> None:
+        """As `StreamLayersResponse` messages. Raises `DeadlineExceeded`."""
+        batch = _Batch()
+        async for item in self._items():
+            if isinstance(item, _Wait):
+                if batch:
+                    await _written(context, batch.taken())
+            elif batch.add(item):
+                await _written(context, batch.taken())
+        if batch:
+            await _written(context, batch.taken())
+
+    async def write_descriptors(self, context: Any, message: pb.LeaseLayersResponse) -> None:
+        """As `LeaseLayersResponse` messages like `message`, which carries the lease.
+
+        Raises `DeadlineExceeded`, and `ResourceExhausted` for a chunk that RAM has no room for.
+        """
+        if any(chunk is not None and not chunk.in_ram for chunk in self._reading.chunks):
+            raise ResourceExhausted("RAM has no room for these chunks now; read them over gRPC")
+        frames_max = len(self._reading.chunks)  # the first layer goes ahead: describing all takes a while
+        async for item in self._items():
+            if isinstance(item, _Ready):
+                message.frames.append(self._descriptor(item))
+            if message.frames and (isinstance(item, _Wait) or len(message.frames) >= frames_max):
+                await _written(context, message.SerializeToString())
+                del message.frames[:]
+                frames_max = DESCRIPTORS_MAX
+        message.last = True
+        await _written(context, message.SerializeToString())
+
+    def _descriptor(self, item: _Ready) -> pb.FrameDescriptor:
+        if item.frame is None:
+            return pb.FrameDescriptor(chunk=item.chunk, layer=item.layer, lost_reason=item.lost)
+        held = self._reading.chunks[item.chunk]
+        assert held is not None
+        start, _ = held.manifest.head_range_bytes(held.heads)
+        return pb.FrameDescriptor(
+            chunk=item.chunk,
+            layer=item.layer,
+            offset=self._shard.ram.arena.file_offset(held.residence.offsets[item.layer] + start),
+            size_bytes=len(item.frame),
+        )
+
+    async def _items(self) -> AsyncIterator[_Ready | _Wait]:
+        """Layer-major; a `_Wait` before each pause. Nothing of a chunk follows its loss."""
+        lost: set[int] = set()
+        for layer in self._layers:
+            expires_s = time.monotonic() + self._deadline_s
+            for index, chunk in enumerate(self._reading.chunks):
+                if index in lost:
+                    continue
+                frame: memoryview | str | None = "absent" if chunk is None else _frame_in_place(chunk, layer)
+                if chunk is not None and frame is None:
+                    yield _Wait()
+                    frame = await self._awaited(chunk, layer, expires_s)
+                if isinstance(frame, memoryview):
+                    self.bytes_sent += len(frame)
+                    yield _Ready(index, layer, frame)
+                else:
+                    lost.add(index)
+                    yield _Ready(index, layer, None, frame or "absent")
+
+    async def _awaited(self, chunk: HeldChunk, layer: int, expires_s: float) -> memoryview | str:
+        """A frame that is not in RAM yet, or why it is lost. Raises `DeadlineExceeded`."""
+        try:
+            async with asyncio.timeout(expires_s - time.monotonic()):
+                if chunk.in_ram:
+                    await self._progressed(chunk, layer)
+                    return chunk.lost or chunk.frame(layer)
+                return await asyncio.to_thread(chunk.read, layer)
+        except TimeoutError:
+            raise DeadlineExceeded(f"layer {layer} of chunk {chunk.manifest.key} is still on disk") from None
+        except Corrupted as error:
+            return str(error)
+
+    async def _progressed(self, chunk: HeldChunk, layer: int) -> None:
+        """Return once a layer is in RAM or lost."""
+        loop, progress = asyncio.get_running_loop(), asyncio.Event()
+        while True:
+            with self._shard.lock:
+                if chunk.lost or chunk.ready(layer):
+                    return
+                progress.clear()
+                chunk.when_progressed(partial(_set, loop, progress))
+            await progress.wait()
+
+
+def _head_range(chunk: HeldChunk) -> tuple[int, int]:
+    return chunk.manifest.head_range_bytes(chunk.heads)
+
+
+def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:
+    """A frame that is in RAM; None for one that is not, or not yet."""
+    if not chunk.in_ram or chunk.lost or not chunk.ready(layer):
+        return None
+    return chunk.frame(layer)
+
+
+def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the server, and with it the stream, has ended
+        loop.call_soon_threadsafe(event.set)
+
+
+async def _written(context: Any, message: bytes) -> None:
+    async with asyncio.timeout(WRITE_STALL_S_MAX):  # wait_for would make a task of each write
+        await context.write(message)
+
+
+class _Batch:
+    """Frames that travel in one message."""
+
+    def __init__(self) -> None:
+        self._headers: list[pb.FrameHeader] = []
+        self._views: list[memoryview] = []
+        self._size = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._headers)
+
+    def add(self, item: _Ready) -> bool:
+        """True once the batch is as large as a message should be."""
+        size = 0 if item.frame is None else len(item.frame)
+        self._headers.append(
+            pb.FrameHeader(chunk=item.chunk, layer=item.layer, size_bytes=size, lost_reason=item.lost)
+        )
+        if item.frame is not None:
+            self._views.append(item.frame)
+        self._size += size
+        return self._size >= wire.MESSAGE_BYTES_TARGET
+
+    def taken(self) -> bytes:
+        """The message; the batch is empty afterwards."""
+        header = pb.StreamLayersResponse(frames=self._headers).SerializeToString()
+        message = wire.with_payload(header, self._views)
+        self._headers, self._views, self._size = [], [], 0
+        return message

@@ -1,0 +1,147 @@
+"""What an SSD tier holds: LMDB, and the commit point of every put.
+
+A value is its own xxh3-128, over key and body, before a `CatalogRecord`: a flipped bit is found when the
+catalog is read and costs one chunk. Values are a few kilobytes; frames lie in the slab. Cost: one
+transaction (a sync of some pages) per batch of puts or deletes; reading 100,000 records takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import lmdb
+import xxhash
+from google.protobuf.message import DecodeError
+
+from kintsugi.core.errors import VersionMismatch
+from kintsugi.core.spaces import FORMAT_VERSION, KEY_BYTES, ChunkKey
+from kintsugi.rpc.v1 import catalog_pb2 as pb
+from kintsugi.store.shard.entry import Address
+
+log = logging.getLogger(__name__)
+
+_FILE = "data.mdb"
+_CHECKSUM_BYTES = 16
+_MAP_BYTES_MIN = 64 << 20
+_FILL_MAX = 0.9
+"""LMDB slows down and fails near a full map; it is doubled before that."""
+
+
+def catalog_key(address: Address) -> bytes:
+    """Namespaces hold no zero byte, so the key's last bytes are always the chunk key."""
+    namespace, key = address
+    return namespace.encode() + b"\0" + key.digest
+
+
+def check_format(path: Path) -> None:
+    """Refuse the catalog at `path` if another version of kintsugi wrote any intact record of it.
+
+    Opening a tier would drop such records as damage. So this comes first and changes no file, not even LMDB's
+    lock: the caller must own the folder. A folder has no mark of the chunk format, so every record is read,
+    a tenth of what opening the tier costs. Raises `VersionMismatch`, and `lmdb.Error` for a damaged file.
+    """
+    file = path / _FILE
+    if not file.exists() or not file.stat().st_size:
+        return
+    with lmdb.open(str(path), readonly=True, lock=False) as env:
+        _fill_up(env, file)
+        with env.begin() as transaction:
+            records = (_decoded(key, value) for key, value in transaction.cursor())
+            formats = Counter(r.manifest.format_version for r in records if r is not None)
+    if formats.keys() - {FORMAT_VERSION}:
+        raise VersionMismatch(_refusal(path.parent, formats))
+
+
+def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
+    """Why a folder with so many chunks of each format is refused, and what to do."""
+    held = " and ".join(f"{count} chunks of format {version}" for version, count in sorted(formats.items()))
+    remedy = "use the version that wrote them, or name another folder"
+    if len(formats) > 1:
+        remedy = "no version reads both, so name another folder"
+    return (
+        f"{folder} holds {held}; this version of kintsugi reads format {FORMAT_VERSION}. "
+        f"Nothing was changed: {remedy}"
+    )
+
+
+def _fill_up(env: lmdb.Environment, file: Path) -> None:
+    """Append zeros to a file that was cut. Reading them raises `lmdb.Error`; reading past the end of the file
+    would kill the process."""
+    size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if file.stat().st_size < size:
+        os.truncate(file, size)
+
+
+class Catalog:
+    """Thread-safe: one writer at a time, because the map may only grow between transactions.
+
+    A file that LMDB cannot make sense of raises `lmdb.Error`."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        self._write_lock = threading.Lock()
+        self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8)
+        _fill_up(self._env, path / _FILE)
+        self._grow_if_full()
+
+    def records(self) -> Iterator[tuple[bytes, pb.CatalogRecord | None]]:
+        """Every catalog key with its record, None where the value is damaged. In key order."""
+        with self._env.begin() as transaction:
+            for key, value in transaction.cursor():
+                yield key, _decoded(key, value)
+
+    def apply(self, puts: Sequence[tuple[Address, pb.CatalogRecord]], deletes: Sequence[bytes] = ()) -> None:
+        """Both durably and atomically. Raises `lmdb.Error` where the disk fails; then nothing changed."""
+        with self._write_lock:
+            self._grow_if_full()
+            try:
+                self._apply(puts, deletes)
+            except lmdb.MapFullError:
+                self._grow()
+                self._apply(puts, deletes)
+
+    def _apply(self, puts: Sequence[tuple[Address, pb.CatalogRecord]], deletes: Sequence[bytes]) -> None:
+        with self._env.begin(write=True) as transaction:
+            for key in deletes:
+                transaction.delete(key)
+            for address, record in puts:
+                key = catalog_key(address)
+                transaction.put(key, _encoded(key, record))
+
+    def _grow_if_full(self) -> None:
+        info, stat = self._env.info(), self._env.stat()
+        if (info["last_pgno"] + 1) * stat["psize"] > _FILL_MAX * info["map_size"]:
+            self._grow()
+
+    def _grow(self) -> None:
+        size = 2 * self._env.info()["map_size"]
+        log.info("growing the catalog's map to %d bytes", size)
+        self._env.set_mapsize(size)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _encoded(key: bytes, record: pb.CatalogRecord) -> bytes:
+    body = record.SerializeToString()
+    return xxhash.xxh3_128_digest(key + body) + body
+
+
+def _decoded(key: bytes, value: bytes) -> pb.CatalogRecord | None:
+    checksum, body = value[:_CHECKSUM_BYTES], value[_CHECKSUM_BYTES:]
+    if xxhash.xxh3_128_digest(key + body) != checksum:
+        return None
+    try:
+        record = pb.CatalogRecord.FromString(body)
+    except DecodeError:
+        return None
+    manifest = record.manifest
+    if len(manifest.key) != KEY_BYTES:
+        return None
+    named = catalog_key((manifest.namespace, ChunkKey(manifest.key)))
+    return record if named == key else None

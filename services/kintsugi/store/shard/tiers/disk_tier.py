@@ -1,0 +1,286 @@
+"""One SSD tier: a catalog, a slab, what is free in it, and who leaves it first.
+
+A slab's bytes are reused only after the catalog forgot them: whatever leaves waits until `bury` has
+committed its deletion. So a crash at any point leaves records that name intact frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.rpc.v1 import catalog_pb2 as pb
+from kintsugi.store.protocol import wire
+from kintsugi.store.shard.entry import Address, Entry, Residence
+from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
+from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
+from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, ExtentAllocator, stride_of
+from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.slab import Slab
+from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
+
+log = logging.getLogger(__name__)
+
+READ_BYTES_PER_S_ASSUMED = 1e9
+"""Of a disk that cannot be read when it is opened."""
+READ_RATE_WEIGHT = 0.1
+TOUCHES_REPLAYED_MAX = 3
+"""Of a chunk that was used before a restart: S3-FIFO tells no more apart."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a catalog held at start-up."""
+
+    entries: Sequence[Entry]
+    damaged: int
+    """Records that were dropped: a wrong checksum, or frames that are not where they should be."""
+
+
+class DiskTier:
+    """The shard's lock guards allocator, policy and graveyard; the slab is read and written without it."""
+
+    def __init__(
+        self,
+        name: str,
+        home: Home,
+        capacity_bytes: int,
+        policy: Callable[[int], EvictionPolicy[Entry]] = Lru[Entry],
+    ) -> None:
+        """Raises `VersionMismatch` for chunks of another format, and then changes nothing in the folder;
+        `ResourceExhausted`, `OSError` and `lmdb.Error`."""
+        check_format(home.path / "catalog")
+        self._name = name
+        self.home = home
+        self.slab = Slab(home.path / "slab", capacity_bytes)
+        self.catalog = Catalog(home.path / "catalog")
+        self.allocator = ExtentAllocator(self.slab.capacity_bytes)
+        self.policy = policy(self.slab.capacity_bytes)
+        self.evictions = 0
+        self.chunks = 0
+        self.read_bytes_per_s = self._measured()
+        """Moving average over recent reads, from a measurement on."""
+        self.failure = ""
+        """Why nothing is written here any more; empty: all is well."""
+        self._recorded: dict[Address, Residence] = {}
+        """What the catalog names. A chunk may be deleted and stored again before `bury`: its new record
+        must not go with the old."""
+        self._unlinked: list[Residence] = []
+        """The catalog still names them."""
+        self._graveyard: list[Residence] = []
+        """Nobody reads them any more."""
+        self._catalog_lock = threading.Lock()
+
+    def _measured(self) -> float:
+        try:
+            return self.slab.measured_read_bytes_per_s()
+        except (OSError, Corrupted) as error:
+            log.error("%s: %s; its speed is not known", self._name, error)
+            return READ_BYTES_PER_S_ASSUMED
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.slab.capacity_bytes
+
+    # Under the shard's lock
+
+    def allocate(self, entry: Entry) -> Residence | None:
+        """Room for a chunk, or None where something must leave first."""
+        manifest = entry.manifest
+        stride = stride_of(manifest.frame_bytes)
+        extents = self.allocator.allocate(stride, manifest.layout.num_layers)
+        return None if extents is None else Residence(self, entry.address, extents, stride)
+
+    def adopt(self, entry: Entry, residence: Residence) -> None:
+        """The catalog now names `residence` for `entry`."""
+        assert entry.disk is None
+        entry.disk = residence
+        self.chunks += 1
+        self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+
+    def drop(self, entry: Entry) -> None:
+        """Forget this tier's copy."""
+        self.policy.remove(entry)
+        self.unlink(entry)
+
+    def unlink(self, entry: Entry) -> None:
+        """Let go of the copy of an entry that the policy no longer orders."""
+        assert entry.disk is not None
+        residence, entry.disk = entry.disk, None
+        self.chunks -= 1
+        self.discard(residence)
+
+    def discard(self, residence: Residence) -> None:
+        """Have the catalog forget a residence that no entry holds."""
+        self._unlinked.append(residence)
+        residence.condemn()
+
+    def free(self, residence: Residence) -> None:
+        """The catalog must forget it first."""
+        self._graveyard.append(residence)
+
+    def return_unwritten(self, residence: Residence) -> None:
+        """Give back room that no record names."""
+        self.allocator.free(residence.extents, residence.stride)
+
+    # Without it
+
+    def bury(self, lock: threading.RLock) -> int:
+        """Have the catalog forget what left, then free what nobody reads; the bytes that came back.
+
+        Raises `lmdb.Error`; then nothing changed.
+        """
+        with lock:
+            if not self._unlinked and not self._graveyard:
+                return 0  # and wait for no commit
+        with self._catalog_lock:
+            with lock:
+                unlinked, self._unlinked = self._unlinked, []
+                dead, self._graveyard = self._graveyard, []
+                named = [r.address for r in unlinked if self._recorded.get(r.address) is r]
+            try:
+                if named:
+                    self.catalog.apply((), [catalog_key(address) for address in named])
+            except BaseException:
+                with lock:
+                    self._unlinked += unlinked
+                    self._graveyard += dead
+                raise
+            with lock:
+                for address in named:
+                    del self._recorded[address]
+                for residence in dead:
+                    self.allocator.free(residence.extents, residence.stride)
+        return sum(residence.size_bytes for residence in dead)
+
+    def commit(self, lock: threading.RLock, written: Sequence[tuple[Entry, Residence]]) -> None:
+        """Have the catalog name chunks whose frames are on disk. Raises `lmdb.Error`."""
+        with self._catalog_lock:
+            self.catalog.apply([self._record(entry, residence) for entry, residence in written])
+            with lock:
+                self._recorded.update((entry.address, residence) for entry, residence in written)
+
+    def _record(self, entry: Entry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
+        return entry.address, pb.CatalogRecord(
+            manifest=wire.manifest_to_wire(entry.manifest),
+            stride=residence.stride,
+            extents=[pb.CatalogExtent(offset=e.offset, frames=e.frames) for e in residence.extents],
+            expires_at_s=entry.expires_at_s,
+            recompute_ms=entry.recompute_ms,
+        )
+
+    def write(self, residence: Residence, frames: Sequence[memoryview]) -> None:
+        """Write every padded frame of a chunk; not synced. Raises `OSError`."""
+        done = 0
+        for extent in residence.extents:
+            self.slab.write(extent.offset, frames[done : done + extent.frames])
+            done += extent.frames
+
+    def read(self, residence: Residence, first_layer: int, frames: Sequence[memoryview]) -> None:
+        """Fill padded frames from `first_layer` on. Raises `OSError` and `Corrupted`."""
+        began_s = time.perf_counter()
+        for start, stop in runs_of(residence.offsets, residence.stride, first_layer, len(frames)):
+            self.slab.read(residence.offsets[start], frames[start - first_layer : stop - first_layer])
+        rate = residence.stride * len(frames) / max(time.perf_counter() - began_s, 1e-6)
+        self.read_bytes_per_s += READ_RATE_WEIGHT * (rate - self.read_bytes_per_s)
+
+    def recover(self, known: Callable[[Address], bool], uses: Mapping[bytes, Use]) -> Recovered:
+        """Entries of the catalog, before anything else uses the tier. Chunks that `known` says a faster
+        tier has, damaged records and frames beyond the end of the slab are forgotten. `uses`: by catalog
+        key; what was used long ago leaves first again. Raises `VersionMismatch`; then nothing changed."""
+        kept: list[tuple[Entry, Residence]] = []
+        doomed: list[bytes] = []
+        damaged = 0
+        for key, record in self.catalog.records():
+            found = None if record is None else self._recovered(record)
+            if found is None:
+                damaged += 1
+                doomed.append(key)
+            elif known(found[0].address):
+                doomed.append(key)
+            else:
+                kept.append(found)
+        kept, overlapping = self._disjoint(kept)
+        doomed += overlapping
+        if doomed:
+            self.catalog.apply((), doomed)
+        damaged += len(overlapping)
+        if damaged:
+            log.error("%s: dropped %d damaged records of %d", self.name, damaged, damaged + len(kept))
+        self._adopt_by_use(kept, uses)
+        return Recovered([entry for entry, _ in kept], damaged)
+
+    def _adopt_by_use(self, found: list[tuple[Entry, Residence]], uses: Mapping[bytes, Use]) -> None:
+        """Let the policy see the past once more: oldest use first, a few touches for what was used often."""
+        for entry, _ in found:
+            entry.uses, entry.used_at_s = uses.get(catalog_key(entry.address), UNKNOWN)
+        for entry, residence in sorted(found, key=lambda pair: pair[0].used_at_s):
+            self._recorded[entry.address] = residence
+            self.adopt(entry, residence)
+            for _ in range(min(entry.uses, TOUCHES_REPLAYED_MAX)):
+                self.policy.touch(entry)
+
+    def _recovered(self, record: pb.CatalogRecord) -> tuple[Entry, Residence] | None:
+        """None for a record whose frames cannot be where it says. Raises `VersionMismatch` for one that this
+        version does not understand: its checksum is right, so it is as another version wrote it."""
+        try:
+            manifest = wire.manifest_from_wire(record.manifest)
+        except InvalidField as error:
+            raise VersionMismatch(
+                f"{self.home.path} holds a chunk that this version of kintsugi does not know ({error}). "
+                "No chunk was deleted: use the version that wrote it, or name another folder"
+            ) from error
+        stride, extents = record.stride, tuple(Extent(e.offset, e.frames) for e in record.extents)
+        if stride != stride_of(manifest.frame_bytes):
+            return None
+        if sum(extent.frames for extent in extents) != manifest.layout.num_layers:
+            return None
+        end = min(self.slab.intact_bytes, self.capacity_bytes)
+        if any(e.offset % BLOCK_BYTES or e.offset + e.frames * stride > end for e in extents):
+            return None
+        entry = Entry(manifest, record.expires_at_s, record.recompute_ms)
+        return entry, Residence(self, entry.address, extents, stride)
+
+    def _disjoint(
+        self, found: list[tuple[Entry, Residence]]
+    ) -> tuple[list[tuple[Entry, Residence]], list[bytes]]:
+        """Entries whose frames overlap no other's, with the free space around them; and the rest's keys."""
+        runs = sorted(
+            (extent.offset, extent.frames * residence.stride, index)
+            for index, (_, residence) in enumerate(found)
+            for extent in residence.extents
+        )
+        overlapping: set[int] = set()
+        end, owner = 0, -1
+        for start, size, index in runs:
+            if start < end:
+                overlapping |= {index, owner}
+            if start + size > end:
+                end, owner = start + size, index
+        self.allocator.rebuild((start, size) for start, size, index in runs if index not in overlapping)
+        kept = [pair for index, pair in enumerate(found) if index not in overlapping]
+        return kept, [catalog_key(found[index][0].address) for index in overlapping]
+
+    def close(self) -> None:
+        self.catalog.close()
+        self.slab.close()
+        self.home.close()
+
+
+def runs_of(offsets: Sequence[int], stride: int, first: int, count: int) -> list[tuple[int, int]]:
+    """`[start, stop)` runs of frames that lie in a row, within `count` frames from `first`."""
+    runs: list[tuple[int, int]] = []
+    start = first
+    for index in range(first + 1, first + count + 1):
+        if index == first + count or offsets[index] != offsets[index - 1] + stride:
+            runs.append((start, index))
+            start = index
+    return runs

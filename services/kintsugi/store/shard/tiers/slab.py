@@ -1,0 +1,112 @@
+"""A preallocated file of frames, written past the page cache.
+
+Chunk KV is read once into an arena; caching it again in the kernel costs memory and CPU (0.07 against
+0.34 CPU s/GB for values inside LMDB). Offsets, sizes and memory are whole blocks throughout.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kintsugi.core.errors import Corrupted, ResourceExhausted
+from kintsugi.store.shard.tiers.extents import BLOCK_BYTES
+
+log = logging.getLogger(__name__)
+
+PROBE_BYTES = 4 << 20
+"""As much as one turn of a promotion reads."""
+_IOV_MAX = 1024
+
+
+class Slab:
+    """`capacity_bytes` at `path`. Thread-safe: positions are explicit. Methods raise `OSError`."""
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        """Raises `ResourceExhausted` where the filesystem has no room for it."""
+        self.path = path
+        self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self._fd = self._opened()
+        self.intact_bytes = os.fstat(self._fd).st_size
+        """What the file held when it was opened: less than the capacity if it is new or was cut."""
+        try:
+            if self.intact_bytes < self.capacity_bytes:
+                os.posix_fallocate(self._fd, 0, self.capacity_bytes)
+        except OSError as error:
+            os.close(self._fd)
+            raise ResourceExhausted(
+                f"{path}: no room for {self.capacity_bytes} bytes ({error.strerror}); make the tier smaller"
+            ) from error
+
+    def _opened(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(self.path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        log.warning("%s: the filesystem refuses O_DIRECT; frames go through the page cache", self.path)
+        return os.open(self.path, flags, 0o600)
+
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Write the views in a row from `offset`."""
+        for position, part in _parts(offset, views):
+            left = part
+            while left:
+                left = _after(left, os.pwritev(self._fd, left, position + _size(part) - _size(left)))
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill the views in a row from `offset`. Raises `Corrupted` at the end of the file."""
+        for position, part in _parts(offset, views):
+            left = part
+            while left:
+                count = os.preadv(self._fd, left, position + _size(part) - _size(left))
+                if not count:
+                    raise Corrupted(f"{self.path} ends before byte {position + _size(part)}")
+                left = _after(left, count)
+
+    def measured_read_bytes_per_s(self) -> float:
+        """How fast its first blocks are read, written first where the slab is new: blocks that never were
+        cost no read. Before anything else uses it. Takes some 10 ms on an SSD."""
+        block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, self.capacity_bytes)))
+        if not self.intact_bytes:
+            self.write(0, [block])
+            self.sync()
+        began_s = time.perf_counter()
+        self.read(0, [block])
+        return len(block) / max(time.perf_counter() - began_s, 1e-6)
+
+    def sync(self) -> None:
+        """Everything written so far survives a crash."""
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _size(views: Sequence[memoryview]) -> int:
+    return sum(len(view) for view in views)
+
+
+def _parts(offset: int, views: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
+    """Views cut into groups that one system call takes."""
+    parts = []
+    for start in range(0, len(views), _IOV_MAX):
+        part = list(views[start : start + _IOV_MAX])
+        parts.append((offset, part))
+        offset += _size(part)
+    return parts
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views behind `count` bytes."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []

@@ -1,0 +1,298 @@
+"""An open-loop load: when it sends what, what it makes of the answers, and itself over a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kintsugi.bench.plot import draw
+from kintsugi.bench.profile import (
+    Workload,
+    corpus,
+    poisson_arrivals,
+    prompt_of,
+    requests,
+    trace_arrivals,
+)
+from kintsugi.bench.report import Sample, hit_rate, percentile, summarised
+from kintsugi.bench.run import Endpoint, client_of, run, served_model
+from kintsugi.cli.commands.bench import app
+from kintsugi.cli.exits import ExitCode
+from kintsugi.core.errors import InvalidField, NotFound, Unavailable
+from kintsugi.core.exchange import OpenAICall
+from kintsugi.gateway.access import OpenAccess
+from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.fronts.openai_server import HttpServer
+from tests.fakes.openai_backend import STREAM, Item, ScriptedBackend
+
+SMALL = Workload(documents=20, chunks=3, chunk_tokens=40, answer_tokens=2)
+
+
+def test_poisson_arrivals_have_their_rate_and_their_spread() -> None:
+    arrivals = poisson_arrivals(4.0, 4000, seed=1)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(0.25, rel=0.05)
+    assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(0.25, rel=0.1)
+    assert arrivals == poisson_arrivals(4.0, 4000, seed=1) != poisson_arrivals(4.0, 4000, seed=2)
+    for rate in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(InvalidField):
+            poisson_arrivals(rate, 1)
+
+
+def test_traces_start_at_their_first_request(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 5000}\n\n{"timestamp": 3000, "hash_ids": [1]}\n{"timestamp": 9000}\n')
+    assert trace_arrivals(trace) == [0.0, 2.0, 6.0]
+    assert trace_arrivals(trace, speed=2.0, count=2) == [0.0, 1.0]
+    trace.write_text('{"at_s": 1.5}\n{"at_s": 2.0}\n')
+    assert trace_arrivals(trace) == [0.0, 0.5]
+    for text in ("", "nonsense\n", '{"when": 3}\n', "[]\n"):
+        trace.write_text(text)
+        with pytest.raises(InvalidField, match="trace"):
+            trace_arrivals(trace)
+    with pytest.raises(NotFound):
+        trace_arrivals(tmp_path / "none")
+    with pytest.raises(InvalidField):
+        trace_arrivals(trace, speed=0)
+
+
+def test_popular_documents_are_asked_for_as_zipf_says() -> None:
+    workload = Workload(documents=50, zipf=0.9, chunks=1)
+    drawn = Counter(one.documents[0] for one in requests(workload, [0.0] * 20_000))
+    shares = [count / 20_000 for _, count in drawn.most_common(10)]
+    total = sum(k**-0.9 for k in range(1, 51))
+    assert shares == pytest.approx([k**-0.9 / total for k in range(1, 11)], rel=0.12)
+    even = Counter(one.documents[0] for one in requests(Workload(4, 0.0, 1), [0.0] * 8000))
+    assert min(even.values()) > 1800
+
+
+def test_requests_hold_different_documents_and_questions() -> None:
+    found = requests(SMALL, [0.5, 1.0, 2.0])
+    assert [one.at_s for one in found] == [0.5, 1.0, 2.0]
+    assert all(len(set(one.documents)) == SMALL.chunks for one in found)
+    assert len({one.question for one in found}) == 3
+    assert found == requests(SMALL, [0.5, 1.0, 2.0])
+    texts = corpus(SMALL)
+    assert prompt_of(found[0], texts).split("\n\n")[:-1] == [texts[i] for i in found[0].documents]
+
+
+def test_documents_are_as_long_as_a_chunk() -> None:
+    texts = corpus(SMALL, lambda text: len(text) // 3)
+    assert len(set(texts)) == SMALL.documents
+    assert all(30 < len(text) // 3 <= 40 for text in texts)
+    guessed = corpus(SMALL)
+    assert all(25 <= len(text.split()) <= 40 for text in guessed)
+    assert corpus(Workload(1, chunks=1, chunk_tokens=1), lambda text: len(text))[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"documents": 0}, "documents"), ({"chunks": 9, "documents": 8}, "chunks"), ({"zipf": -1}, "zipf")],
+)
+def test_workloads_that_cannot_be(change: dict[str, int], field: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        Workload(**change)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(0, 100))
+def test_percentiles_lie_within_and_grow(values: list[float], percent: float) -> None:
+    assert min(values) <= percentile(values, percent) <= max(values)
+    assert percentile(values, percent) <= percentile(values, 100)
+    assert percentile(values, 50) == pytest.approx(sorted(values)[len(values) // 2], abs=100)
+
+
+def test_percentiles_of_known_values() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([0.0, 10.0], 95) == 9.5
+    assert math.isnan(percentile([], 50))
+
+
+def test_a_summary_counts_what_came_in_time() -> None:
+    samples = [
+        Sample(0.0, 1.0, 2.0, (0.5, 0.5), 100, 3, accounting={"tokens_hit": 90, "tokens_missed": 10}),
+        Sample(5.0, 3.0, 5.0, (1.0,), 100, 2),
+        Sample(10.0, None, 1.0, error="HTTP 503"),
+    ]
+    summary = summarised(samples, slo_s=2.0)
+    assert (summary.requests, summary.errors, summary.error_kinds) == (3, 1, {"HTTP 503": 1})
+    assert summary.duration_s == 11.0
+    assert summary.rate_per_s == pytest.approx(0.2)
+    assert summary.ttft_s["p50"] == 2.0
+    assert summary.itl_s["mean"] == pytest.approx(2 / 3)
+    assert summary.goodput_per_s == pytest.approx(1 / 11)
+    assert summary.in_time_share == pytest.approx(1 / 3)
+    assert summary.output_tokens_per_s == pytest.approx(5 / 11)
+    assert summary.hit_rate == pytest.approx(0.9)
+    empty = summarised([])
+    assert (empty.requests, empty.ttft_s, empty.goodput_per_s) == (0, {}, None)
+
+
+def test_hit_rates_count_what_was_not_cached_at_all() -> None:
+    hit = {"tokens_hit": 80, "tokens_prefix_cached": 10, "tokens_missed": 10}
+    nothing = {"outcome": "declined", "tokens_hit": 0, "tokens_missed": 0}
+    assert hit_rate([hit]) == pytest.approx(0.9)
+    assert hit_rate([hit, nothing]) == pytest.approx(0.45)
+    assert hit_rate([nothing]) == 0.0
+    assert hit_rate([]) is None
+
+
+def _script(call: OpenAICall) -> Sequence[Item]:
+    if "Question 0-1:" in str(call.body["prompt"]):
+        return [STREAM, b'data: {"error": {"message": "broken"}}\n\n', b"data: [DONE]\n\n"]
+    events = [{"choices": [{"text": word}]} for word in ("one", " two")]
+    last = {
+        "choices": [],
+        "usage": {"prompt_tokens": 9, "completion_tokens": 2},
+        "kintsugi": {"tokens_hit": 7},
+    }
+    body = [f"data: {json.dumps(event)}\n\n".encode() for event in (*events, last)]
+    return [STREAM, 0.02, body[0], 0.02, *body[1:], b"data: [DONE]\n\n"]
+
+
+def test_a_load_against_a_server() -> None:
+    async def measured() -> None:
+        server = HttpServer(HttpFront(ScriptedBackend(_script), OpenAccess()).app, "127.0.0.1", 0)
+        await server.start()
+        endpoint = Endpoint(f"http://{server.address}/v1", "scripted", namespace="acme")
+        coming, texts = requests(SMALL, [0.0, 0.0, 0.05]), corpus(SMALL)
+        ended: list[int] = []
+        prompts = [prompt_of(one, texts) for one in coming]
+        samples = await run(endpoint, coming, prompts, 2, ended.append)
+        async with client_of(endpoint) as client:
+            assert await served_model(client) == "scripted"
+        await server.stop()
+        assert ended == [1, 2, 3]
+        assert [sample.error for sample in samples] == ["", "broken", ""]
+        first = samples[0]
+        assert (first.text, first.prompt_tokens, first.completion_tokens) == ("one two", 9, 2)
+        assert first.accounting == {"tokens_hit": 7}
+        assert first.ttft_s is not None
+        assert 0.02 <= first.ttft_s <= first.done_s
+        assert len(first.itl_s) == 1
+        assert first.itl_s[0] >= 0.01
+        (gone,) = await run(endpoint, coming[:1], prompts[:1], 2)
+        assert gone.error == "ConnectError"
+        assert not gone.is_ok
+        async with client_of(endpoint) as client:
+            with pytest.raises(Unavailable, match="OpenAI endpoint"):
+                await served_model(client)
+
+    asyncio.run(measured())
+
+
+def _strange(call: OpenAICall) -> Sequence[Item]:
+    number = int(str(call.body["prompt"]))
+    error = [b'{"error": "no room"}', b'{"error": null}', b'{"error": {"message": null}}', b'{"error": [1]}']
+    usage = [
+        b'{"usage": {"prompt_tokens": null, "completion_tokens": "7"}}',
+        b'{"usage": [9]}',
+        b"[]",
+        b"null",
+    ]
+    choices = [
+        *(b'{"choices": [null, {"delta": "x"}]}', b'{"choices": {"text": "y"}}'),
+        b'{"choices": [{"delta": {"content": [{"text": "z"}]}}], "kintsugi": "hit"}',
+    ]
+    token = b'{"choices": [{"text": "well"}]}'
+    events = [[*error][number : number + 1], [*usage, *choices, token], [b"{"], [b"7", token]][
+        max(0, number - 3)
+    ]
+    return [STREAM, *(b"data: %s\n\n" % event for event in events), b"data: [DONE]\n\n"]
+
+
+def test_no_answer_of_an_endpoint_costs_the_others(tmp_path: Path) -> None:
+    async def measured() -> list[Sample]:
+        server = HttpServer(HttpFront(ScriptedBackend(_strange), OpenAccess()).app, "127.0.0.1", 0)
+        await server.start()
+        endpoint = Endpoint(f"http://{server.address}/v1", "scripted", namespace="acme")
+        samples = await run(endpoint, requests(SMALL, [0.0] * 7), [str(n) for n in range(7)], 2)
+        await server.stop()
+        return samples
+
+    samples = asyncio.run(measured())
+    errors = ["no room", "error", "error", "error", "", "JSONDecodeError", ""]
+    assert [sample.error for sample in samples] == errors
+    assert [sample.text for sample in samples[4::2]] == ["well", "well"]
+    assert (samples[4].prompt_tokens, samples[4].completion_tokens, samples[4].accounting) == (0, 0, None)
+    assert summarised(samples).errors == 5
+
+
+@pytest.mark.parametrize("answer", ['{"data": null}', "[]", '{"data": ["gpt"]}', '{"data": []}', "null", "?"])
+def test_an_endpoint_that_lists_no_model(answer: str) -> None:
+    async def asked() -> str:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=answer))
+        async with httpx.AsyncClient(transport=transport, base_url="http://endpoint/v1") as client:
+            return await served_model(client)
+
+    with pytest.raises(Unavailable, match="OpenAI endpoint"):
+        asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host:99999/v1", "http://[::1/v1", "localhost:8000/v1", "", "http:///v1"]
+)
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(InvalidField, match="url"):
+        Endpoint(url)
+    slip = CliRunner().invoke(app, ["serve", "--url", url])
+    assert slip.exit_code == ExitCode.BAD_INPUT
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    samples = [Sample(float(index), 0.1 * index + 0.1, 1.0) for index in range(5)]
+    series = {"plain": [summarised(samples)], "ours": [summarised(samples[:3]), summarised([])]}
+    paths = draw(tmp_path / "folder" / "rate", series, slo_s=0.3)
+    assert [path.name for path in paths] == ["rate.svg", "rate.png"]
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_the_command_measures_and_says_where_nothing_answers(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    server = HttpServer(HttpFront(ScriptedBackend(_script), OpenAccess()).app, "127.0.0.1", 0)
+
+    async def measured() -> tuple[int, str]:
+        await server.start()
+        arguments = ["serve", "--url", f"http://{server.address}/v1", "--rates", "50,100", "--count", "4"]
+        arguments += ["--documents", "8", "--chunk-tokens", "20", "--slo-ms", "5000", "--json"]
+        arguments += ["--plot", str(tmp_path / "plot")]
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        await server.stop()
+        return result.exit_code, result.stdout
+
+    code, text = loop.run_until_complete(measured())
+    loop.close()
+    assert code == 0
+    document = json.loads(text)
+    assert [load["requests"] for load in document["loads"]] == [4, 4]
+    assert document["loads"][0]["errors"] == 1
+    assert all(Path(path).is_file() for path in document["plots"])
+    gone = CliRunner().invoke(app, ["serve", "--url", f"http://{server.address}/v1", "--documents", "8"])
+    assert gone.exit_code == ExitCode.UNAVAILABLE
+    bad = CliRunner().invoke(app, ["serve", "--chunks", "300"])
+    assert bad.exit_code == ExitCode.BAD_INPUT
+    (tmp_path / "trace.jsonl").write_bytes(b'{"timestamp": 1}\n\xff\n')
+    garbled = ("--trace", str(tmp_path / "trace.jsonl"))
+    for more in (
+        ("--rates", "1,0"),
+        ("--rates", ","),
+        garbled,
+        ("--trace", str(tmp_path)),
+        ("--plot", f"{__file__}/plot"),
+    ):
+        slip = CliRunner().invoke(app, ["serve", "--url", "http://127.0.0.1:1/v1", *more])
+        assert slip.exit_code == ExitCode.BAD_INPUT, "nothing is asked of the endpoint before"
+    unnamed = CliRunner().invoke(app, ["serve", "--warm", "127.0.0.1:1"])
+    assert unnamed.exit_code == ExitCode.BAD_INPUT

@@ -1,0 +1,79 @@
+"""Finding chunks by content: at any offset, the longest first, never by the anchor alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kintsugi.core.layout import Codec
+from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, Span, anchor_of
+from kintsugi.engine.scheduler.matching import in_codecs, match_content, match_spans
+from kintsugi.store.client.ram import RamStore
+from tests.contracts.store_contract import SPACE, make_chunk
+
+
+def store_of(*chunks: list[int]) -> RamStore:
+    store = RamStore()
+    for tokens in chunks:
+        store.put(*make_chunk(tokens))
+    return store
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from("abc")), max_size=6))
+def test_every_known_chunk_is_found(layout: list[tuple[int, str]]) -> None:
+    chunks = {"a": list(range(100, 140)), "b": list(range(300, 333)), "c": list(range(500, 600))}
+    store = store_of(*chunks.values())
+    prompt, expected = [], []
+    for gap, name in layout:
+        prompt += [7] * gap
+        expected.append((len(prompt), len(prompt) + len(chunks[name])))
+        prompt += chunks[name]
+    assert [(span.start, span.end) for span in match_content(store, SPACE, prompt).spans] == expected
+
+
+def test_the_longest_chunk_that_fits_wins() -> None:
+    store = store_of(list(range(40)), list(range(90)), list(range(200)))
+    match = match_content(store, SPACE, [9, *range(100), 9])
+    assert [(span.start, span.end) for span in match.spans] == [(1, 91)]
+
+
+def test_equal_anchors_with_other_tokens_behind_are_no_match() -> None:
+    store = store_of(list(range(60)))
+    prompt = [*range(ANCHOR_TOKENS), *range(1000, 1100)]
+    assert match_content(store, SPACE, prompt).spans == ()
+
+
+def test_a_manifest_that_lies_about_its_anchor_is_no_match() -> None:
+    store = RamStore()
+    manifest, frames = make_chunk(list(range(60)))
+    store.put(dataclasses.replace(manifest, anchor=anchor_of(range(500, 560))), frames)
+    assert match_content(store, SPACE, list(range(500, 600))).spans == ()
+
+
+def test_short_prompts_and_short_chunks_match_by_span_only() -> None:
+    tokens = list(range(ANCHOR_TOKENS - 1))
+    store = store_of(tokens)
+    assert match_content(store, SPACE, tokens).spans == ()
+    span = Span(0, len(tokens), ChunkKey.of(SPACE, tokens))
+    assert list(match_spans(store, SPACE, [span]).manifests) == [span.key]
+
+
+def test_chunks_in_codecs_that_nobody_calibrated_are_missed() -> None:
+    tokens = list(range(40))
+    span = Span(0, 40, ChunkKey.of(SPACE, tokens))
+    match = match_spans(store_of(tokens), SPACE, [span])
+    assert in_codecs(match, None) is match
+    assert in_codecs(match, frozenset((Codec.RAW, Codec.INT8))) == match
+    foreign = in_codecs(match, frozenset((Codec.INT8,)))
+    assert (foreign.spans, foreign.manifests) == (match.spans, {})
+
+
+def test_spans_keep_their_misses() -> None:
+    known, unknown = list(range(40)), list(range(50, 90))
+    spans = [Span(0, 40, ChunkKey.of(SPACE, known)), Span(40, 80, ChunkKey.of(SPACE, unknown))]
+    match = match_spans(store_of(known), SPACE, spans)
+    assert match.spans == tuple(spans)
+    assert list(match.manifests) == [spans[0].key]

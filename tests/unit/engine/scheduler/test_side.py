@@ -1,0 +1,167 @@
+"""What the scheduler's side does where something under it breaks: nobody else's request may notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.plan import BlendPlan, Selection
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.protocol import LoadSample, WorkerReport
+from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.gate import Gate
+from kintsugi.engine.scheduler.side import SchedulerSide
+from kintsugi.fusor.control.controller import LoadingController
+from kintsugi.fusor.control.forecast import Engine
+from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
+from kintsugi.store.client.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import Found
+from tests.unit.core.test_report import BINDING
+
+BLOCK = 16
+PROMPT = list(range(100))
+
+
+class StubStore(RamStore):
+    """Answers lookups as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_down = False
+        self.lookups = 0
+
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        self.lookups += 1
+        if self.is_down:
+            raise Unavailable("down")
+        return super().find(namespace, keys)
+
+
+@dataclass(frozen=True)
+class BrokenPlanner(FixedRatioPlanner):
+    """A defect that nobody has thought of."""
+
+    def plan(self, request: PlanRequest) -> BlendPlan:
+        raise ZeroDivisionError("by the test")
+
+
+@pytest.fixture
+def store() -> StubStore:
+    return StubStore()
+
+
+@pytest.fixture
+def side(store: StubStore) -> Iterator[SchedulerSide]:
+    init_none_hash(sha256)
+    side = SchedulerSide(
+        config=EngineConfig(),
+        store=store,
+        planner=LoadingController(Selection(0.15), 0.5),
+        gate=Gate.open_regardless(BINDING),
+        fingerprint=ModelFingerprint.of({"model": "toy"}),
+        prefix_token_ids=(),
+        hash_block_size=BLOCK,
+        declined_because=None,
+        engine=Engine(num_layers=4, projection_share=0.25, step_tokens_max=512, prefetch_layers=2),
+    )
+    yield side
+    side.close()
+
+
+def request_of(name: str) -> Any:
+    params = KintsugiParams("acme", spans=(Span(0, 32), Span(32, 64)))
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
+    return Request(name, PROMPT, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+
+
+def asked(side: SchedulerSide, name: str) -> Any:
+    """A request that was considered until it was decided."""
+    request = request_of(name)
+    side.on_new_request(request)
+    for _ in range(10_000):
+        tokens, is_claimed = side.get_num_new_matched_tokens(request, 0)
+        if tokens is not None:
+            assert (tokens, is_claimed) == (0, False)
+            return request
+        side._lookups.step_began()
+    raise AssertionError("parked for ever")
+
+
+def said(side: SchedulerSide, request: Any) -> dict[str, Any]:
+    answer = side.request_finished(request)
+    assert answer is not None
+    accounting: dict[str, Any] = answer[PARAMS_KEY]
+    return accounting
+
+
+def test_what_the_store_lacks_is_a_full_prefill(side: SchedulerSide) -> None:
+    assert said(side, asked(side, "one"))["reason"].startswith("no_chunk_cached")
+
+
+def test_a_defect_of_the_planner_costs_a_full_prefill(side: SchedulerSide) -> None:
+    side.planner = BrokenPlanner(Selection(0.15))
+    accounting = said(side, asked(side, "one"))
+    assert accounting["outcome"] == "declined"
+    assert accounting["reason"] == "defect: ZeroDivisionError: by the test"
+
+
+def test_a_pass_is_over_even_if_nothing_can_be_learnt_from_it(side: SchedulerSide) -> None:
+    request = request_of("one")
+    side.on_new_request(request)
+    broken: Any = LoadSample(transfers=(None,), decode_s=0.0, decode_bytes=0)  # type: ignore[arg-type]
+    side.update(WorkerReport({"one": Accounting(Outcome.BLENDED)}, loads=[broken]))
+    assert said(side, request)["outcome"] == "blended"
+
+
+@pytest.mark.parametrize(("codec", "shared"), [("raw", 2), ("int8", 0), ("fp8_sinks", 0)])
+def test_only_what_is_stored_exactly_has_a_plain_prompts_names(
+    side: SchedulerSide, codec: str, shared: int
+) -> None:
+    """The first chunk stands where it was prefilled."""
+    side.config = EngineConfig(codec=codec)
+    plain, blended = request_of("plain"), request_of("blended")
+    hashing.set_salt(plain, "acme")
+    side.on_new_request(blended)
+    assert len(plain.block_hashes) == len(blended.block_hashes)
+    assert plain.block_hashes[:shared] == blended.block_hashes[:shared]
+    assert not set(plain.block_hashes[shared:]) & set(blended.block_hashes[shared:])
+
+
+def heard_back(side: SchedulerSide, store: StubStore) -> None:
+    for _ in range(10_000):
+        side._lookups._threads.submit(int).result(10)
+        if store.lookups and side._lookups._breaker._probe_s is None:
+            return
+    raise AssertionError("the store was not asked, or its answer forgotten")
+
+
+def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide, store: StubStore) -> None:
+    now_s = 0.0
+    side._lookups._breaker = CircuitBreaker(clock=lambda: now_s)
+    store.is_down = True
+    for index in range(FAILURES_MAX):
+        assert said(side, asked(side, str(index)))["reason"].startswith("store_unavailable: Unavailable")
+    for was_down in (True, False):
+        store.is_down, store.lookups = was_down, 0
+        now_s += OPEN_S
+        request = request_of("probing")
+        side.on_new_request(request)
+        assert said(side, request)["reason"].startswith("store_unavailable: it failed lately")
+        heard_back(side, store)
+        assert side._lookups._breaker.is_closed is not was_down
+    assert said(side, asked(side, "later"))["reason"].startswith("no_chunk_cached")

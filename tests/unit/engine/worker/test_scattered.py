@@ -1,0 +1,67 @@
+"""The kernel in the place of a layer's attention: reads the backend's cache layout, leaves no trace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kintsugi.engine.worker.scattered import ScatteredRows, kernel_serves, served_by_kernel
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 16, 8, 6
+
+
+def attention(window: int | None = None) -> Any:
+    impl = SimpleNamespace(scale=HEAD_DIM**-0.5, logits_soft_cap=0.0, other="kept")
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    return SimpleNamespace(
+        impl=impl,
+        attn_backend=backend,
+        head_size=HEAD_DIM,
+        sliding_window=window,
+        kv_cache_dtype="auto",
+        kv_cache_torch_dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_it_attends_like_dense_attention(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM, generator=generator)
+    table = torch.tensor([4, 1, 5, 2], dtype=torch.int32)
+    positions = torch.tensor([0, 3, 11, 12, 25], dtype=torch.int32)
+    query = torch.randn(len(positions), HEADS, HEAD_DIM, generator=generator)
+    layer = attention(window)
+    output = torch.empty(len(positions), HEADS, HEAD_DIM)
+    with served_by_kernel(layer, ScatteredRows(positions, table)):
+        assert layer.impl.other == "kept"
+        layer.impl.forward(layer, query, None, None, cache, None, output)
+    assert isinstance(layer.impl, SimpleNamespace)
+
+    context = cache[table.long()].permute(0, 2, 1, 3).reshape(-1, KV_HEADS, 2 * HEAD_DIM)
+    keys, values = (
+        half.repeat_interleave(HEADS // KV_HEADS, dim=1) for half in context.split(HEAD_DIM, dim=-1)
+    )
+    kv_positions = torch.arange(len(context))
+    seen = kv_positions[None] <= positions[:, None]
+    if window is not None:
+        seen &= kv_positions[None] > positions[:, None] - window
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), attn_mask=seen
+    ).transpose(0, 1)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_implementation_comes_back_after_an_error() -> None:
+    layer = attention()
+    impl = layer.impl
+    rows = ScatteredRows(torch.tensor([0]), torch.tensor([0]))
+    with pytest.raises(RuntimeError, match="within"), served_by_kernel(layer, rows):
+        raise RuntimeError("within")
+    assert layer.impl is impl
+
+
+def test_a_cpu_keeps_its_own_attention() -> None:
+    assert not kernel_serves(attention(), torch.device("cpu"))

@@ -1,0 +1,73 @@
+"""What rules blending out is known from vLLM's configuration alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import Supports
+
+pytest.importorskip("vllm")
+
+from kintsugi.engine.worker.support import has_windows, unsupported
+
+
+def config(**changes: Any) -> Any:
+    """A stand-in for `VllmConfig` of a plain model on one worker; `changes` name one attribute each."""
+    values = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1
+        ),
+        model_config=SimpleNamespace(use_mla=False, is_multimodal_model=False, hf_overrides={}),
+        speculative_config=None,
+        lora_config=None,
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        owner: Any = values
+        for parent in parents:
+            owner = getattr(owner, parent)
+        assert hasattr(owner, name)
+        setattr(owner, name, value)
+    return values
+
+
+def test_a_plain_model_on_one_worker_is_supported() -> None:
+    assert unsupported(config()) is None
+
+
+RULED_OUT = {
+    "pipeline_parallel": ({"parallel_config__pipeline_parallel_size": 2}, None),
+    "data_parallel": ({"parallel_config__data_parallel_size": 2}, None),
+    "context_parallel": ({"parallel_config__decode_context_parallel_size": 2}, None),
+    "mla": ({"model_config__use_mla": True}, None),
+    "hf_overrides": ({"model_config__hf_overrides": lambda config: config}, None),
+    "multimodal": ({"model_config__is_multimodal_model": True}, "multimodal"),
+    "speculative_decoding": ({"speculative_config": object()}, "speculative decoding"),
+    "lora": ({"lora_config": object()}, "LoRA"),
+}
+
+
+@pytest.mark.parametrize("reason", RULED_OUT)
+def test_what_is_ruled_out_is_declined_by_name(reason: str, supports: Supports) -> None:
+    changes, feature = RULED_OUT[reason]
+    declined = unsupported(config(**changes))
+    assert declined is not None
+    assert declined.startswith(f"{reason}: ")
+    if feature is not None:
+        supports("every", feature, "declined")
+
+
+def test_windows_are_seen_in_the_cache_groups() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    common = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    full = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**common))
+    windowed = SimpleNamespace(kv_cache_spec=SlidingWindowSpec(**common, sliding_window=200))
+    groups: Any = SimpleNamespace(kv_cache_groups=[full])
+    assert not has_windows(groups)
+    groups.kv_cache_groups.append(windowed)
+    assert has_windows(groups)

@@ -1,0 +1,572 @@
+"""The HTTP front end over a scripted engine; what depends on a connection goes over a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import shutil
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kintsugi.core import errors
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
+from kintsugi.gateway import recent_info
+from kintsugi.gateway.access import Access, Caller, OpenAccess
+from kintsugi.gateway.fronts import http
+from kintsugi.gateway.fronts.http import BODY_BYTES_MAX, HttpFront, Problem
+from kintsugi.gateway.fronts.openai_server import HttpServer
+from kintsugi.store.protocol.tls import ServedFiles, TlsFiles
+from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered
+from tests.integration.store.test_tls import issue
+from tests.recorded_spans import recorded
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+DEADLINE_S = 20.0
+
+
+class Tokens(Access):
+    """Two callers, by the names of their tokens."""
+
+    def caller(self, token: str | None) -> Caller:
+        match token:
+            case "one":
+                return Caller("one", ("acme",))
+            case "many":
+                return Caller("many", ("acme", "docs/*"))
+            case _:
+                raise errors.Unauthenticated("no such token")
+
+
+def client(backend: ScriptedBackend, access: Access | None = None, **front: Any) -> httpx.AsyncClient:
+    app = HttpFront(backend, access or OpenAccess(), **front).app
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@asynccontextmanager
+async def listening(backend: ScriptedBackend) -> AsyncIterator[str]:
+    server = HttpServer(HttpFront(backend, OpenAccess()).app, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop()
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await body()
+
+    asyncio.run(bounded())
+
+
+def scripted(*items: Item) -> ScriptedBackend:
+    return ScriptedBackend(lambda call: items)
+
+
+async def post(backend: ScriptedBackend, body: Any, path: str = CHAT_PATH, **more: Any) -> httpx.Response:
+    async with client(backend) as http_client:
+        return await http_client.post(path, json=body, **more)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == response.status_code
+    return error
+
+
+def test_answers_pass_through() -> None:
+    async def body() -> None:
+        backend = ScriptedBackend(lambda call: answered(call.path))
+        for path in (CHAT_PATH, COMPLETIONS_PATH):
+            response = await post(backend, {"messages": [], "prompt": "x"}, path)
+            assert response.json()["choices"][0]["text"] == path
+            assert response.headers["x-request-id"] == backend.calls[-1].request_id
+        given = await post(backend, CHAT, headers={"x-request-id": "mine-1", **TRACE})
+        assert given.headers["x-request-id"] == "mine-1"
+        assert backend.calls[-1].trace == TRACE
+        await post(backend, CHAT, headers={"x-request-id": "not one\tof ours"})
+        assert len(backend.calls[-1].request_id) == 32
+
+    run(body)
+
+
+def test_times_are_told_to_those_who_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the engine was asked for them because the caller has its request traced."""
+    times = {"timeline": [], "began_unix_s": 1.5}
+
+    async def body() -> None:
+        backend = ScriptedBackend(lambda call: answered("fine", {"outcome": "blended", **times}))
+        told = (await post(backend, CHAT, headers=TRACE)).json()["kv_transfer_params"]["kintsugi"]
+        assert told == {"outcome": "blended"}
+        assert backend.calls[-1].params.timeline
+        for own in ("timeline", "explain"):
+            asked = await post(backend, {**CHAT, "kintsugi": {own: True}}, headers=TRACE)
+            assert asked.json()["kv_transfer_params"]["kintsugi"] == {"outcome": "blended", **times}
+
+    with recorded(monkeypatch):
+        run(body)
+
+
+def test_streams_pass_through_piece_by_piece() -> None:
+    async def body() -> None:
+        backend = scripted(STREAM, b"data: 1\n\n", 0.02, b"data: [DONE]\n\n")
+        async with listening(backend) as address, httpx.AsyncClient() as caller:
+            url = f"http://{address}{CHAT_PATH}"
+            async with caller.stream("POST", url, json={**CHAT, "stream": True}) as response:
+                assert response.headers["content-type"] == "text/event-stream"
+                pieces = [piece async for piece in response.aiter_raw()]
+        assert pieces == [b"data: 1\n\n", b"data: [DONE]\n\n"]
+        assert backend.finished
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.InvalidField("ratio", "no"), 400),
+        (errors.NotFound("x"), 404),
+        (errors.ResourceExhausted("x"), 429),
+        (errors.DeadlineExceeded("x"), 504),
+        (errors.Unavailable("x"), 503),
+        (errors.Corrupted("x"), 500),
+    ],
+)
+def test_errors_have_their_status(error: errors.KintsugiError, status: int) -> None:
+    async def body() -> None:
+        response = await post(scripted(error), CHAT)
+        assert response.status_code == status
+        assert error_of(response)["message"] == str(error)
+        assert ("retry-after" in response.headers) == (status in (429, 503))
+
+    run(body)
+
+
+def test_a_defect_is_logged_and_not_explained(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        response = await post(scripted(KeyError("a secret")), CHAT, headers={"x-request-id": "r-7"})
+        assert response.status_code == 500
+        assert "r-7" in error_of(response)["message"]
+        assert "secret" not in response.text
+        assert "KeyError" in caplog.text
+
+    run(body)
+
+
+@pytest.mark.parametrize("said", [[], [STREAM], [JSON]])
+def test_an_engine_that_did_not_answer_is_asked_again_once(said: list[Item]) -> None:
+    """vLLM has a stream's head ready when the request begins to wait: it is no answer yet."""
+
+    async def body() -> None:
+        tried: list[str] = []
+
+        def script(call: OpenAICall) -> Sequence[Item]:
+            tried.append(call.request_id)
+            return [*said, errors.Unavailable("gone")] if len(tried) == 1 else answered("second")
+
+        response = await post(ScriptedBackend(script), CHAT)
+        assert response.json()["choices"][0]["text"] == "second"
+        assert len(tried) == 2
+
+    run(body)
+
+
+def test_a_stream_that_no_engine_begins_has_an_errors_status() -> None:
+    async def body() -> None:
+        backend = scripted(STREAM, errors.Unavailable("gone"))
+        response = await post(backend, CHAT)
+        assert (response.status_code, error_of(response)["message"]) == (503, "gone")
+        assert len(backend.calls) == 2
+        empty = await post(scripted(STREAM), CHAT)
+        assert (empty.status_code, empty.headers["content-type"]) == (200, "text/event-stream")
+
+    run(body)
+
+
+def test_a_stream_that_breaks_says_so_in_its_last_event() -> None:
+    async def body() -> None:
+        backend = scripted(STREAM, b"data: 1\n\n", errors.Unavailable("the engine died"))
+        response = await post(backend, CHAT)
+        events = response.text.strip().split("\n\n")
+        assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == 503
+        assert events[2] == "data: [DONE]"
+        assert len(backend.calls) == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"", "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b"\xff\xfe\xfa", "not JSON"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+    ],
+)
+def test_bodies_that_are_no_json_object(raw: bytes, message: str) -> None:
+    async def body() -> None:
+        async with client(ScriptedBackend()) as caller:
+            response = await caller.post(CHAT_PATH, content=raw)
+            assert response.status_code == 400
+            assert message in error_of(response)["message"]
+            assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == 200
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"x": "\\ud800"}', b'{"kintsugi": {"\\uDC00": 1}}', b'{"x": "\xed\xa0\x80"}']
+)
+def test_half_a_surrogate_pair_is_no_text(raw: bytes) -> None:
+    async def body() -> None:
+        backend = scripted(*answered("fine"))
+        async with client(backend) as caller:
+            refused = await caller.post(CHAT_PATH, content=raw)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "body")
+            whole = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+            assert (await caller.post(CHAT_PATH, content=whole)).status_code == 200
+
+    run(body)
+
+
+def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        urgent = {**CHAT, "priority": -1}
+        refused = await post(backend, urgent)
+        assert (refused.status_code, error_of(refused)["param"], backend.calls) == (400, "priority", [])
+        async with client(backend, overtaking=True) as caller:
+            assert (await caller.post(CHAT_PATH, json=urgent)).status_code == 200
+
+    run(body)
+
+
+def test_a_time_limit_of_the_engines_is_not_the_bodys() -> None:
+    async def body() -> None:
+        assert (await post(scripted(TimeoutError("ray")), CHAT)).status_code == 500
+
+    run(body)
+
+
+def test_ten_thousand_chunks_are_refused() -> None:
+    async def body() -> None:
+        response = await post(ScriptedBackend(), {**CHAT, "documents": [f"d{i}" for i in range(10_000)]})
+        assert response.status_code == 400
+        assert "4096 chunks" in error_of(response)["message"]
+
+    run(body)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_large_body_is_refused_and_not_kept(declared: bool) -> None:
+    """100 MB: the caller reads 413, memory stays, and the next request is served."""
+
+    async def body() -> None:
+        size, piece = 100 << 20, b" " * (1 << 20)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(size // len(piece)):
+                yield piece
+
+        backend = ScriptedBackend()
+        headers = {"content-length": str(size)} if declared else {}
+        async with listening(backend) as address, httpx.AsyncClient(timeout=DEADLINE_S) as caller:
+            url = f"http://{address}{CHAT_PATH}"
+            before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            response = await caller.post(url, content=pieces(), headers=headers)
+            grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) >> 10
+            assert response.status_code == 413
+            assert f"{BODY_BYTES_MAX >> 20} MiB" in error_of(response)["message"]
+            assert grown_mib < 4 * (BODY_BYTES_MAX >> 20)
+            assert (await caller.post(url, json=CHAT)).status_code == 200
+
+    run(body)
+
+
+def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(http, "BODIES_BYTES_MAX", 3000)
+        backend = scripted(0.05, *answered("slow"))
+        async with client(backend) as caller:
+            large = {"messages": [{"role": "user", "content": "x" * 1000}]}
+            responses = await asyncio.gather(*(caller.post(CHAT_PATH, json=large) for _ in range(4)))
+            assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]
+            assert (await caller.post(CHAT_PATH, json=large)).status_code == 200
+
+    run(body)
+
+
+def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(http, "REQUESTS_MAX", 2)
+        async with client(scripted(0.05, *answered("slow"))) as caller:
+            responses = await asyncio.gather(*(caller.post(CHAT_PATH, json=CHAT) for _ in range(3)))
+            assert sorted(response.status_code for response in responses) == [200, 200, 429]
+
+    run(body)
+
+
+def test_a_body_that_does_not_come_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(http, "BODY_READ_S", 0.05)
+        async with listening(ScriptedBackend()) as address:
+            host, port = address.split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            assert b"408" in await reader.readline()
+            writer.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_caller_that_leaves_ends_the_work(stream: bool) -> None:
+    async def body() -> None:
+        begun = asyncio.Event()
+
+        def script(call: OpenAICall) -> Sequence[Item]:
+            begun.set()
+            return [STREAM, b"data: 1\n\n", DEADLINE_S] if stream else [DEADLINE_S, *answered("late")]
+
+        backend = ScriptedBackend(script)
+        async with listening(backend) as address:
+            async with httpx.AsyncClient() as caller:
+                request = asyncio.create_task(caller.post(f"http://{address}{CHAT_PATH}", json=CHAT))
+                await begun.wait()
+                request.cancel()
+            while not backend.closed:
+                await asyncio.sleep(0.01)
+            assert not backend.finished
+            async with httpx.AsyncClient() as caller:
+                assert (await caller.get(f"http://{address}/healthz")).status_code == 200
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("token", "header", "named", "status", "namespace"),
+    [
+        ("one", None, None, 200, "acme"),
+        ("one", "acme", None, 200, "acme"),
+        ("one", "other", None, 403, None),
+        ("one", None, "other", 403, None),
+        ("many", None, None, 400, None),
+        ("many", "docs/a", None, 200, "docs/a"),
+        ("many", None, "docs/b", 200, "docs/b"),
+        ("many", "docs/a", "docs/b", 400, None),
+        ("none", "acme", None, 401, None),
+        (None, None, None, 401, None),
+    ],
+)
+def test_who_may_use_which_namespace(
+    token: str | None, header: str | None, named: str | None, status: int, namespace: str | None
+) -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers |= {"x-kintsugi-namespace": header} if header else {}
+        request = {**CHAT, "kintsugi": {"namespace": named}} if named else CHAT
+        async with client(backend, Tokens()) as caller:
+            response = await caller.post(CHAT_PATH, json=request, headers=headers)
+            assert response.status_code == status
+            assert [call.params.namespace for call in backend.calls] == ([namespace] if namespace else [])
+            models = await caller.get("/v1/models", headers=headers)
+            assert models.status_code == (401 if token in (None, "none") else 200)
+
+    run(body)
+
+
+def test_a_strangers_body_is_not_read() -> None:
+    async def body() -> None:
+        async with client(ScriptedBackend(), Tokens()) as caller:
+            assert (await caller.post(CHAT_PATH, content=b"{")).status_code == 401
+
+    run(body)
+
+
+def test_without_tokens_clients_that_name_nothing_share_a_namespace() -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        await post(backend, CHAT)
+        assert backend.calls[0].params.namespace == "default"
+
+    run(body)
+
+
+def test_chunks_that_were_computed_are_handed_on() -> None:
+    class Known:
+        def find(self, namespace: str, text: str) -> list[tuple[int, int]]:
+            return [(0, 5)] if text.startswith("hello") and namespace == "acme" else []
+
+    async def body() -> None:
+        missed: list[tuple[str, tuple[str, ...]]] = []
+        accounting: dict[str, object] = {"chunks_hit": 1, "tokens_hit": 5, "tokens_missed": 0}
+        backend = ScriptedBackend(lambda call: answered("fine", accounting))
+
+        async def on_miss(namespace: str, texts: Sequence[str]) -> None:
+            missed.append((namespace, tuple(texts)))
+            raise errors.Unavailable("whatever becomes of it, the answer is out")
+
+        front = {"known": Known(), "on_miss": on_miss}
+
+        async def asked(caller: httpx.AsyncClient, headers: dict[str, str]) -> None:
+            assert (await caller.post(CHAT_PATH, json=CHAT, headers=headers)).status_code == 200
+            await asyncio.sleep(0)  # the follow-up's turn
+
+        async with client(backend, Tokens(), **front) as caller:
+            headers = {"authorization": "Bearer one"}
+            await asked(caller, headers)
+            assert missed == []
+            accounting["tokens_missed"] = 3
+            await asked(caller, headers)
+            assert missed == [("acme", ("hello",))]
+            accounting |= {"outcome": "declined", "chunks_hit": 0, "tokens_missed": 0}
+            await asked(caller, headers)
+            assert len(missed) == 2
+            text = (await caller.get("/metrics")).text
+        assert 'kintsugi_http_chunk_tokens_total{result="missed"} 3.0' in text
+        assert f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="200"}} 3.0' in text
+        assert "kintsugi_http_requests_in_flight 0.0" in text
+
+    run(body)
+
+
+def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
+        backend = ScriptedBackend()
+        async with client(backend) as caller:
+            (model,) = (await caller.get("/v1/models")).json()["data"]
+            assert (model["id"], model["kintsugi"]["blending"]) == ("scripted", "on")
+            assert (await caller.get("/readyz")).status_code == 200
+            backend.info_error = errors.Unavailable("no engine is up")
+            ready = await caller.get("/readyz")
+            assert (ready.status_code, ready.json()["reason"]) == (503, "no engine is up")
+            assert (await caller.get("/healthz")).status_code == 200
+            assert (await caller.get("/v1/models")).status_code == 503
+            for response, status in (
+                (await caller.get("/v1/nothing"), 404),
+                (await caller.get(CHAT_PATH), 405),
+            ):
+                assert response.status_code == status
+                error_of(response)
+
+    run(body)
+
+
+def test_an_address_in_use_is_said() -> None:
+    async def body() -> None:
+        async with listening(ScriptedBackend()) as address:
+            other = HttpServer(HttpFront(ScriptedBackend(), OpenAccess()).app, "127.0.0.1", int(address[10:]))
+            with pytest.raises(errors.Unavailable, match="free it"):
+                await other.start()
+            await other.stop()
+
+    run(body)
+
+
+def test_a_response_that_broke_after_its_head_is_cut_off() -> None:
+    """There is no valid end to it; the connection's is the only true one."""
+
+    async def body() -> None:
+        backend = scripted(JSON, b'{"half":', errors.Unavailable("the engine died"))
+        async with listening(backend) as address, httpx.AsyncClient() as caller:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await caller.post(f"http://{address}{CHAT_PATH}", json=CHAT)
+
+    run(body)
+
+
+def test_every_error_of_the_tree_has_a_problem() -> None:
+    assert Problem.of(errors.SelfTestFailed("x")).status == 500
+    assert Problem.of(errors.UnknownField("rato", ["ratio"])).field == "rato"
+
+
+@pytest.mark.parametrize("mutual", [True, False])
+def test_tls(tmp_path: Path, mutual: bool) -> None:
+    files = issue(tmp_path / "tls")
+    trusting = ssl.create_default_context(cafile=str(files.ca))
+    known = ssl.create_default_context(cafile=str(files.ca))
+    known.load_cert_chain(files.cert, files.key)
+
+    async def body() -> None:
+        app = HttpFront(ScriptedBackend(), OpenAccess()).app
+        served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
+        server = HttpServer(app, "127.0.0.1", 0, served)
+        await server.start()
+        url = f"https://{server.address}{CHAT_PATH}"
+        try:
+            async with httpx.AsyncClient(verify=known) as caller:
+                assert (await caller.post(url, json=CHAT)).status_code == 200
+            async with httpx.AsyncClient(verify=trusting) as caller:
+                if mutual:
+                    with pytest.raises(httpx.TransportError):
+                        await caller.post(url, json=CHAT)
+                else:
+                    assert (await caller.post(url, json=CHAT)).status_code == 200
+        finally:
+            await server.stop()
+
+    run(body)
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls_files_are_read_again_when_they_change(tmp_path: Path, mutual: bool) -> None:
+    async def body() -> None:
+        files = issue(tmp_path / "tls")
+        before = client_context(files)
+        served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
+        server = HttpServer(HttpFront(ScriptedBackend(), OpenAccess()).app, "127.0.0.1", 0, served)
+        await server.start()
+        try:
+            assert await is_served(server.address, before)
+            shutil.copytree(tmp_path / "tls", tmp_path / "old")
+            issue(tmp_path / "tls")
+            assert await is_served(server.address, client_context(files))
+            assert not await is_served(server.address, before)
+            trusting = ssl.create_default_context(cafile=str(files.ca))
+            trusting.load_cert_chain(tmp_path / "old" / files.cert.name, tmp_path / "old" / files.key.name)
+            assert await is_served(server.address, trusting) is not mutual, "of the authority that is gone"
+            after = client_context(files)
+            files.key.write_bytes(b"half of it")
+            assert await is_served(server.address, after), "with what it had"
+        finally:
+            await server.stop()
+
+    run(body)
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """Trusts the folder's authority, and shows its certificate."""
+    context = ssl.create_default_context(cafile=str(files.ca))
+    context.load_cert_chain(files.cert, files.key)
+    return context
+
+
+async def is_served(address: str, context: ssl.SSLContext) -> bool:
+    async with httpx.AsyncClient(verify=context) as caller:
+        try:
+            return (await caller.get(f"https://{address}/healthz")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
+    files = issue(tmp_path / "tls")
+    files.key.write_bytes(b"no key")
+    app = HttpFront(ScriptedBackend(), OpenAccess()).app
+    for key, message in ((files.key, "what belongs to it"), (tmp_path / "missing", "cannot be read")):
+        with pytest.raises(errors.InvalidField, match=message):
+            HttpServer(app, "127.0.0.1", 0, ServedFiles(files.cert, key))

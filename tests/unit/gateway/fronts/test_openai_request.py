@@ -1,0 +1,191 @@
+"""What of an OpenAI request is ours, and what is passed on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
+from kintsugi.core.request import SPANS_MAX, Op, SelectorName
+from kintsugi.gateway.fronts.openai_request import parsed_call, wanted_namespace
+
+KNOWN = ("Salt is mined in the north.", "Tea came by sea.")
+
+
+def find(text: str) -> list[tuple[int, int]]:
+    spans = [(text.find(known), text.find(known) + len(known)) for known in KNOWN if known in text]
+    return sorted(spans)
+
+
+def parsed(body: dict[str, Any], path: str = CHAT_PATH) -> OpenAICall:
+    before = copy.deepcopy(body)
+    call = parsed_call("r1", path, body, "acme", find)
+    assert body == before
+    return call
+
+
+def chat(*contents: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": one} for one in contents], **more}
+
+
+def test_a_request_without_anything_of_ours_is_passed_on_as_it_is() -> None:
+    body = chat("hello", temperature=0.5, tools=[{"type": "function"}], frobnicate=True)
+    call = parsed(body)
+    assert (call.body, call.chunk_texts) == (body, ())
+    assert (call.params.namespace, call.params.op, call.params.spans) == ("acme", Op.BLEND, None)
+
+
+def test_known_texts_are_found_in_every_message() -> None:
+    body = chat(f"Context:\n{KNOWN[1]}\n\nWhat?")
+    body["messages"].append({"role": "tool", "tool_call_id": "1", "content": f"found: {KNOWN[0]}"})
+    body["messages"].append({"role": "user", "content": [{"type": "text", "text": KNOWN[1]}]})
+    assert parsed(body).chunk_texts == (KNOWN[1], KNOWN[0])
+    prompt = {"prompt": ["a", f"b {KNOWN[0]}"]}
+    assert parsed(prompt, COMPLETIONS_PATH).chunk_texts == (KNOWN[0],)
+    assert parsed({"prompt": [1, 2, 3]}, COMPLETIONS_PATH).chunk_texts == ()
+
+
+def test_marked_parts_are_chunks_and_lose_their_mark() -> None:
+    parts = [
+        {"type": "text", "text": "new one", "kintsugi": {"chunk": True}},
+        {"type": "text", "text": "no chunk", "kintsugi": {"chunk": False}},
+        {"type": "image_url", "image_url": {"url": "x"}},
+        "not even a part",
+    ]
+    call = parsed(chat(parts))
+    assert call.chunk_texts == ("new one",)
+    assert call.body["messages"][0]["content"] == [
+        {"type": "text", "text": "new one"},
+        {"type": "text", "text": "no chunk"},
+        {"type": "image_url", "image_url": {"url": "x"}},
+        "not even a part",
+    ]
+
+
+def test_documents_are_chunks_in_the_form_that_templates_read() -> None:
+    call = parsed(chat("q", documents=["one", {"title": "T", "text": "two"}, {"contents": "three"}]))
+    assert call.chunk_texts == ("one", "two", "three")
+    assert call.body["documents"] == [
+        {"text": "one"},
+        {"title": "T", "text": "two"},
+        {"contents": "three", "text": "three"},
+    ]
+
+
+def test_constraints_of_the_blend() -> None:
+    call = parsed(chat("q", kintsugi={"ratio": 0.3, "selector": "hkvd", "op": "off", "explain": True}))
+    params = call.params
+    assert (params.ratio, params.selector, params.op, params.explain) == (
+        0.3,
+        SelectorName.HKVD,
+        Op.OFF,
+        True,
+    )
+    assert "kintsugi" not in call.body
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (chat("q", kintsugi=3), "kintsugi"),
+        (chat("q", kintsugi={"ratio": 2}), "ratio"),
+        (chat("q", kintsugi={"ratio": True}), "kintsugi.ratio"),
+        (chat("q", kintsugi={"selector": "best"}), "selector"),
+        (chat("q", kintsugi={"spans": [[0, 1]]}), "kintsugi.spans"),
+        (chat("q", kintsugi={"op": "delete"}), "kintsugi.op"),
+        (chat("q", kv_transfer_params={"a": 1}), "kv_transfer_params"),
+        (chat("q", cache_salt="theirs"), "cache_salt"),
+        (chat([{"type": "text", "text": "a", "kintsugi": True}]), "messages[0].content[0].kintsugi"),
+        (chat([{"type": "text", "text": 3, "kintsugi": {"chunk": True}}]), "messages[0].content[0].text"),
+        (chat([{"type": "text", "text": "", "kintsugi": {"chunk": True}}]), "messages[0].content[0].text"),
+        (chat("q", documents="one"), "documents"),
+        (chat("q", documents=[{"title": "no text"}]), "documents[0]"),
+        (chat("q", documents=[{"text": 3}]), "documents[0]"),
+        (chat("q", documents=[f"d{i}" for i in range(SPANS_MAX + 1)]), f"documents[{SPANS_MAX}]"),
+    ],
+)
+def test_what_is_ours_and_wrong_names_its_field(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parsed(body)
+    assert caught.value.field == field
+
+
+def test_saving_belongs_to_the_other_interface() -> None:
+    with pytest.raises(InvalidField, match="exactly one span"):
+        parsed(chat("q", kintsugi={"op": "save"}))
+
+
+def test_a_misspelt_constraint_names_the_nearest() -> None:
+    with pytest.raises(UnknownField, match="did you mean 'ratio'"):
+        parsed(chat("q", kintsugi={"rato": 0.1}))
+
+
+@pytest.mark.parametrize("priority", [-1, -(1 << 62), "-3", -3.0, 1.0, [1]])
+def test_nobody_goes_before_others_unless_that_is_allowed(priority: Any) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parsed(chat("q", priority=priority))
+    assert caught.value.field == "priority"
+    for fine in (0, 5, None):
+        body = chat("q", priority=fine)
+        assert parsed(body).body == body
+    allowed = parsed_call("r1", CHAT_PATH, chat("q", priority=-1), "acme", find, overtaking=True)
+    assert allowed.body["priority"] == -1
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+@pytest.mark.parametrize("asked", [True, 1, "true", "yes", [False]])
+def test_beam_search_is_refused(path: str, asked: Any) -> None:
+    with pytest.raises(InvalidField, match="sample `n` answers") as caught:
+        parsed({"prompt": "q", "messages": [], "use_beam_search": asked, "n": 2}, path)
+    assert caught.value.field == "use_beam_search"
+    for fine in (False, None):
+        assert parsed({"prompt": "q", "use_beam_search": fine}, path).body["use_beam_search"] is fine
+
+
+def test_documents_need_a_template() -> None:
+    with pytest.raises(InvalidField, match="chat/completions"):
+        parsed({"prompt": "q", "documents": ["one"]}, COMPLETIONS_PATH)
+
+
+@pytest.mark.parametrize("messages", [None, 3, [3, None, {"content": 4}], [{"role": "user"}]])
+def test_malformed_messages_are_left_to_the_engine(messages: Any) -> None:
+    assert parsed({"messages": messages}).body["messages"] == messages
+
+
+def test_the_namespace_is_named_once() -> None:
+    assert wanted_namespace({}, None) is None
+    assert wanted_namespace({"kintsugi": {"namespace": "a"}}, None) == "a"
+    assert wanted_namespace({"kintsugi": {"namespace": "a"}}, "a") == "a"
+    assert wanted_namespace({"kintsugi": "nonsense"}, "b") == "b"
+    for body, header in (({"kintsugi": {"namespace": "a"}}, "b"), ({"kintsugi": {"namespace": 3}}, None)):
+        with pytest.raises(InvalidField):
+            wanted_namespace(body, header)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": "x", "n": 257}, "n"),
+        ({"prompt": ["x"] * 257}, "prompt"),
+        ({"prompt": [[5]] * 257}, "prompt"),
+        ({"prompt": ["x"] * 65, "n": 4}, "prompt"),
+    ],
+)
+def test_answers_of_one_request_are_bounded(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField, match="at most 256 are given at once") as caught:
+        parsed_call("r", COMPLETIONS_PATH, body, "acme", lambda text: ())
+    assert caught.value.field == field
+    for fine in ({"prompt": [5] * 1000}, {"prompt": ["x"] * 64, "n": 4}, {"n": None}):
+        parsed_call("r", COMPLETIONS_PATH, fine, "acme", lambda text: ())
+
+
+@pytest.mark.parametrize("n", ["10000", 10000.0, 1.0, "many", [1]])
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+def test_answers_are_counted_before_anybody_reads_another_number_there(path: str, n: Any) -> None:
+    """vLLM's models read a number from text, and a whole one from a fraction of zero."""
+    with pytest.raises(InvalidField, match="whole number") as caught:
+        parsed({"messages": [], "prompt": "q", "n": n}, path)
+    assert caught.value.field == "n"

@@ -1,0 +1,47 @@
+"""Hosts and ports."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import pytest
+
+from kintsugi.core.errors import Unavailable
+from kintsugi.gateway.addresses import free_port, is_wildcard, joined
+
+
+def test_ipv6_is_bracketed() -> None:
+    assert joined("127.0.0.1", 7) == "127.0.0.1:7"
+    assert joined("::1", 7) == joined("[::1]", 7) == "[::1]:7"
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]"])
+def test_all_interfaces_are_no_address(host: str) -> None:
+    assert is_wildcard(host)
+    assert not is_wildcard("127.0.0.1")
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match=f"{port} to {port} of 127.0.0.1 are all taken"):
+            free_port("127.0.0.1", port, 1)
+        assert free_port("127.0.0.1", port, 16) > port
+
+
+def test_an_address_that_is_not_ours_is_not_called_taken() -> None:
+    reason = r"192\.0\.2\.1:7500 cannot be listened on \(Cannot assign requested address\)"
+    with pytest.raises(Unavailable, match=reason):
+        free_port("192.0.2.1", 7500, 16)
+
+
+def test_a_port_that_needs_rights_is_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: socket.socket, address: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:80 cannot be listened on \(Permission denied\)"):
+        free_port("127.0.0.1", 80, 16)

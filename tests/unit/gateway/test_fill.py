@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.schema import load
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.fill import Address, FillConfig, FillQueue, Verdict
+
+
+def address(number: int, namespace: str = "tenant") -> Address:
+    return namespace, ChunkKey(number.to_bytes(32, "little"))
+
+
+def queued(queue: FillQueue, number: int, namespace: str = "tenant", now_s: float = 0.0) -> Verdict:
+    queue.missed(address(number, namespace), b"", now_s)
+    return queue.missed(address(number, namespace), b"", now_s)
+
+
+def test_the_second_miss_is_worth_a_fill() -> None:
+    queue = FillQueue()
+    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.COUNTED
+    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.QUEUED
+    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.DUPLICATE
+    assert queue.take() == [(address(1), b"tokens")]
+    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.DUPLICATE, "it is being filled"
+    queue.done(address(1), saved=True)
+    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.COUNTED, "evicted since, it starts anew"
+
+
+def test_the_first_is_where_that_is_wanted() -> None:
+    assert FillQueue(FillConfig(sights=1)).missed(address(1), b"", 0.0) is Verdict.QUEUED
+
+
+def test_a_full_queue_drops_and_takes_up_again() -> None:
+    queue = FillQueue(FillConfig(queue_max=2, batch=1))
+    assert [queued(queue, number) for number in range(3)] == [Verdict.QUEUED, Verdict.QUEUED, Verdict.FULL]
+    queue.take()
+    assert queue.missed(address(2), b"", 0.0) is Verdict.QUEUED
+
+
+def test_a_queue_is_full_by_tokens_too() -> None:
+    queue = FillQueue(FillConfig(sights=1, queue_tokens_max=3))
+    assert queue.missed(address(1), bytes(8), 0.0) is Verdict.QUEUED
+    assert queue.missed(address(2), bytes(8), 0.0) is Verdict.FULL
+    assert queue.missed(address(3), bytes(4), 0.0) is Verdict.QUEUED
+    queue.forget(address(1))
+    assert queue.missed(address(2), bytes(8), 0.0) is Verdict.QUEUED
+    assert len(queue.take()) == 2
+    assert queue.missed(address(4), bytes(12), 0.0) is Verdict.QUEUED
+
+
+def test_it_waits_for_an_idle_moment_but_not_for_ever() -> None:
+    queue = FillQueue(FillConfig(patience_s=30.0))
+    assert queue.due_in_s(idle=True, now_s=0.0) is None
+    queued(queue, 1, now_s=100.0)
+    queued(queue, 2, now_s=120.0)
+    assert queue.due_in_s(idle=True, now_s=100.0) == 0.0
+    assert queue.due_in_s(idle=False, now_s=110.0) == 20.0
+    assert queue.due_in_s(idle=False, now_s=131.0) == 0.0
+
+
+def test_a_batch_is_of_one_namespace_and_bounded() -> None:
+    queue = FillQueue(FillConfig(batch=2))
+    for number, namespace in enumerate(["a", "b", "a", "a"]):
+        queued(queue, number, namespace)
+    assert [one for one, _ in queue.take()] == [address(0, "a"), address(2, "a")]
+    assert [one for one, _ in queue.take()] == [address(1, "b")]
+    assert [one for one, _ in queue.take()] == [address(3, "a")]
+    assert queue.take() == []
+
+
+def test_what_keeps_failing_is_given_up() -> None:
+    queue = FillQueue(FillConfig(failures_max=2))
+    for _ in range(2):
+        assert queued(queue, 1) is Verdict.QUEUED
+        queue.done(queue.take()[0][0], saved=False)
+    assert queued(queue, 1) is Verdict.GIVEN_UP
+    queue.forget(address(1))
+    assert queued(queue, 1) is Verdict.QUEUED
+
+
+def test_what_found_no_room_has_not_failed() -> None:
+    queue = FillQueue(FillConfig(failures_max=1))
+    for _ in range(3):
+        queued(queue, 1)
+        assert len(queue.take()) == 1
+        queue.dropped(address(1))
+    assert queue.missed(address(1), b"", 0.0) is Verdict.QUEUED, "its next miss is enough"
+
+
+def test_the_oldest_counts_are_forgotten_first() -> None:
+    queue = FillQueue(FillConfig(sighted_max=2))
+    for number in range(3):
+        queue.missed(address(number), b"", 0.0)
+    assert queue.missed(address(0), b"", 0.0) is Verdict.COUNTED
+
+
+@pytest.mark.parametrize(
+    "name", ["sights", "queue_max", "queue_tokens_max", "sighted_max", "batch", "failures_max"]
+)
+def test_impossible_settings_are_refused(name: str) -> None:
+    with pytest.raises(InvalidField, match=name):
+        load(FillConfig, {name: 0})
+    with pytest.raises(InvalidField, match="patience_s"):
+        load(FillConfig, {"patience_s": float("nan")})
+
+
+class Filling(RuleBasedStateMachine):
+    """Whatever happens, nothing is filled twice at a time and every bound holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FillQueue(FillConfig(sights=2, queue_max=3, sighted_max=5, batch=2, failures_max=2))
+        self.running: list[Address] = []
+        self.misses: dict[Address, int] = {}
+
+    @rule(number=st.integers(0, 8))
+    def miss(self, number: int) -> None:
+        one = address(number, "ab"[number % 2])
+        verdict = self.queue.missed(one, b"", 0.0)
+        self.misses[one] = self.misses.get(one, 0) + 1
+        if verdict is Verdict.QUEUED:
+            assert self.misses[one] >= 2
+            assert one not in self.running
+        if one in self.running:
+            assert verdict is Verdict.DUPLICATE
+
+    @rule()
+    def take(self) -> None:
+        taken = [one for one, _ in self.queue.take()]
+        assert len({namespace for namespace, _ in taken}) <= 1
+        assert not set(taken) & set(self.running)
+        self.running += taken
+
+    @rule(saved=st.booleans())
+    def finish(self, saved: bool) -> None:
+        if self.running:
+            one = self.running.pop()
+            self.misses[one] = 0
+            self.queue.done(one, saved)
+
+    @rule(number=st.integers(0, 8))
+    def forget(self, number: int) -> None:
+        self.queue.forget(address(number, "ab"[number % 2]))
+
+    @invariant()
+    def bounded(self) -> None:
+        assert len(self.queue) <= 3
+        assert len(self.queue._sighted) <= 5 + len(self.running)
+        assert (self.queue.due_in_s(True, 0.0) is None) == (len(self.queue) == 0)
+
+
+TestFilling = Filling.TestCase
+TestFilling.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,33 @@
+"""Chunks on their way into the store are bounded however short they are."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kintsugi.core.errors import ResourceExhausted
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway import saves
+from kintsugi.gateway.saves import Saver
+from kintsugi.serving.stub import StubBackend, StubDelays
+
+
+def chunks(start: int, count: int) -> list[tuple[ChunkKey, bytes]]:
+    return [(ChunkKey(number.to_bytes(32, "little")), b"\0\0\0\0") for number in range(start, start + count)]
+
+
+def test_chunks_of_one_token_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "WAITING_CHUNKS_MAX", 10)
+
+    async def ask() -> None:
+        saver = Saver(StubBackend(StubDelays(save_s=0.001)))
+        futures = saver.submit("tenant", chunks(0, 8))
+        with pytest.raises(ResourceExhausted, match="8 chunks wait to be prefilled and at most 10"):
+            saver.submit("tenant", chunks(8, 3))
+        assert saver.submit("tenant", chunks(0, 8)) == futures, "those that wait already are no more"
+        await asyncio.gather(*futures)
+        await saver.save("tenant", chunks(8, 3))
+        await saver.close()
+
+    asyncio.run(ask())

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import random
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+import xxhash
+
+from kintsugi.core.errors import Corrupted, Unavailable
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.gateway.texts import known_chunks
+from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.gateway.texts.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX, ChunkText
+
+SPACE = ChunkSpace(ModelFingerprint.of({"weights": "test"}), "tenant")
+
+
+def key_of(*token_ids: int) -> ChunkKey:
+    return ChunkKey.of(SPACE, token_ids)
+
+
+def words(seed: int, chars: int) -> str:
+    generator = random.Random(seed)
+    return "".join(generator.choice("abcdefghij klmnop öü漢🙂") for _ in range(chars))
+
+
+@pytest.fixture(params=["memory", "disk"])
+def known(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KnownChunks]:
+    chunks = KnownChunks(tmp_path / "known" if request.param == "disk" else None)
+    yield chunks
+    chunks.close()
+
+
+def test_a_key_gives_its_tokens_in_its_namespace_alone(known: KnownChunks) -> None:
+    known.remember("tenant", key_of(1, 2), (1, 2))
+    assert known.token_ids("tenant", key_of(1, 2)) == (1, 2)
+    known.flush()
+    assert known.token_ids("tenant", key_of(1, 2)) == (1, 2)
+    assert known.token_ids("other", key_of(1, 2)) is None
+    assert known.token_ids("tenant", key_of(2, 1)) is None
+
+
+def test_known_texts_are_found_inside_a_longer_one_of_their_namespace(known: KnownChunks) -> None:
+    first, second = words(1, 700), words(2, 300)
+    known.remember("tenant", key_of(1), (1,), first)
+    known.remember("tenant", key_of(2), (2,), second)
+    known.remember("tenant", key_of(3), (3,), "short")
+    message = f"Use this:\n\n{second}\n\n{first}\n\n{second}short\nQuestion: why?"
+    spans = known.find("tenant", message)
+    assert [message[start:end] for start, end in spans] == [second, first, second]
+    assert known.find("other", message) == []
+    assert known.find("tenant", "") == known.find("tenant", first[:-1]) == []
+
+
+def test_of_overlapping_texts_those_that_cover_most_are_taken(known: KnownChunks) -> None:
+    text = words(3, 1000)
+    for number, (start, end) in enumerate([(0, 400), (300, 900), (0, 100), (900, 1000), (0, 300)]):
+        known.remember("tenant", key_of(number), (number,), text[start:end])
+    assert known.find("tenant", text) == [(0, 300), (300, 900), (900, 1000)]
+
+
+def test_what_is_forgotten_is_not_found(known: KnownChunks) -> None:
+    text = words(4, 100)
+    known.remember("tenant", key_of(1), (1,), text)
+    known.remember("tenant", key_of(2), (2,), text)
+    known.forget("tenant", [key_of(1)])
+    known.flush()
+    assert known.token_ids("tenant", key_of(1)) is None
+    assert known.find("tenant", text) == [(0, 100)], "another chunk has the same text"
+    known.forget("tenant", [key_of(2)])
+    assert known.find("tenant", text) == []
+
+
+def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
+    texts = [words(seed, 64) for seed in range(4)]
+    known = KnownChunks(tmp_path, chunks_max=6)
+    for number in range(3):
+        known.remember("tenant", key_of(number), (number,), texts[number])
+    assert known.token_ids("tenant", key_of(0)) == (0,)
+    known.remember("tenant", key_of(3), (3,), texts[3])
+    known.flush()
+    assert [known.token_ids("tenant", key_of(n)) for n in range(4)] == [(0,), None, (2,), (3,)]
+    assert known.find("tenant", texts[1]) == []
+    assert len(known) == 3
+    known.close()
+
+
+def test_one_tenant_pushes_out_nothing_of_another(tmp_path: Path) -> None:
+    known = KnownChunks(tmp_path, chunks_max=100, tokens_max=100_000)
+    texts = [words(seed, 64) for seed in range(10)]
+    for number, text in enumerate(texts):
+        known.remember("small", key_of(number), (number,), text)
+    for number in range(1000):
+        known.remember("greedy", key_of(number), (number,), words(number, 40))
+    assert len(known) == 10 + 50, "half of the room is one tenant's at most"
+    for number in range(1000):
+        known.remember("also greedy", key_of(number), (number,))
+        known.remember("long", key_of(number), range(900))
+    assert all(known.find("small", text) == [(0, 64)] for text in texts)
+    assert len(known) <= 100
+    known.close()
+    known = KnownChunks(tmp_path, chunks_max=100, tokens_max=100_000)
+    assert all(known.find("small", text) == [(0, 64)] for text in texts)
+    known.close()
+
+
+def test_where_tenants_fill_all_the_largest_gives_way() -> None:
+    known = KnownChunks(chunks_max=90)
+    for number in range(45):
+        known.remember("first", key_of(number), (number,))
+        known.remember("second", key_of(number), (number,))
+    for number in range(45):
+        known.remember("third", key_of(number), (number,))
+    held = [
+        sum(known.knows(name, key_of(number)) for number in range(45))
+        for name in ("first", "second", "third")
+    ]
+    assert held == [30, 30, 30]
+    assert not known.knows("first", key_of(0))
+    assert known.knows("first", key_of(44)), "the oldest left"
+
+
+def test_long_chunks_count_by_their_tokens(tmp_path: Path) -> None:
+    bounded = KnownChunks(tmp_path / "bounded", tokens_max=2000)
+    for number in range(5):
+        bounded.remember("tenant", key_of(number), range(number, number + 400))
+    assert len(bounded) == 2
+    assert not bounded.has_room("tenant")
+    assert bounded.has_room("other")
+    bounded.forget("tenant", [key_of(4)])
+    assert bounded.has_room("tenant")
+    bounded.close()
+    reopened = KnownChunks(tmp_path / "bounded", tokens_max=2000)
+    assert len(reopened) == 1
+    reopened.remember("tenant", key_of(9), range(700))
+    assert [reopened.knows("tenant", key_of(number)) for number in (3, 9)] == [False, True]
+    reopened.close()
+
+
+def test_a_restart_keeps_what_was_known(tmp_path: Path) -> None:
+    text = words(5, 2000)
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), range(512), text)
+    known.remember("tenant", key_of(2), (2,))
+    known.close()
+    known = KnownChunks(tmp_path, chunks_max=2)
+    assert known.find("tenant", "x" + text) == []
+    assert len(known) == 1, "the newest stays"
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert known.token_ids("tenant", key_of(2)) == (2,)
+    assert known.token_ids("tenant", key_of(1)) is None
+    known.close()
+
+
+def test_a_restart_finds_texts_again(tmp_path: Path) -> None:
+    text = words(6, 2000)
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), range(512), text)
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert known.find("tenant", "x" + text) == [(1, 2001)]
+    assert known.token_ids("tenant", key_of(1)) == tuple(range(512))
+    known.close()
+
+
+def test_what_an_older_version_kept_is_read(tmp_path: Path) -> None:
+    """Its records have no hash of a text's end."""
+    texts = [words(seed, 300) for seed in range(3)]
+    environment = lmdb.open(str(tmp_path))
+    with environment.begin(write=True) as transaction:
+        for number, text in enumerate([*texts, None], 1):
+            known_text = ChunkText(0, 0, bytes(16)) if text is None else ChunkText.of(text)
+            assert known_text is not None
+            kept = (known_text.window, known_text.chars, known_text.digest)
+            header = struct.pack("<QBQI16s", number, text is not None, *kept)
+            value = header + zlib.compress(number.to_bytes(4, "little"), 1)
+            name = b"tenant\0" + key_of(number).digest
+            transaction.put(name, xxhash.xxh3_64_digest(name + value) + value)
+    environment.close()
+    known = KnownChunks(tmp_path)
+    message = "".join(texts)
+    everything = [(0, 300), (300, 600), (600, 900)]
+    assert [known.token_ids("tenant", key_of(number)) for number in (1, 2, 3, 4)] == [(1,), (2,), (3,), (4,)]
+    assert known.find("tenant", message) == everything
+    assert known.find("tenant", message.replace(texts[1][200:], "x" * 100)) == [(0, 300), (600, 900)]
+    known.remember("tenant", key_of(2), (2,), texts[1])
+    known.remember("tenant", key_of(4), (4,))
+    assert known.find("tenant", message) == everything
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert len(known) == 4
+    assert known.find("tenant", message) == everything
+    known.forget("tenant", [key_of(2)])
+    assert known.find("tenant", message) == [(0, 300), (600, 900)]
+    known.close()
+
+
+def test_chunks_that_begin_alike_are_all_found(known: KnownChunks) -> None:
+    header, footer = "file_path: /data/corpus/handbook/", "\n-- this page ends here --------------\n"
+    texts = [f"{header}{n:02}.md\n{words(n, 100 + n % 3)}{footer if n % 2 else ''}" for n in range(60)]
+    for number, text in enumerate(texts):
+        known.remember("tenant", key_of(number), (number,), text)
+    for shown in ([text] for text in texts):
+        assert known.find("tenant", f"Use this: {shown[0]} Why?") == [(10, 10 + len(shown[0]))]
+    message = "\n".join(texts)
+    assert [message[start:end] for start, end in known.find("tenant", message)] == texts
+    left = ALIKE_TRIED_MAX + 2
+    for gone in range(59, left - 4, -1):
+        known.forget("tenant", [key_of(gone)])
+        assert [message[start:end] for start, end in known.find("tenant", message)] == texts[:gone]
+
+
+def test_a_damaged_record_is_a_miss(tmp_path: Path) -> None:
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), range(512), words(7, 100))
+    known.close()
+    environment = lmdb.open(str(tmp_path))
+    with environment.begin(write=True) as transaction:
+        ((name, value),) = list(transaction.cursor())
+        transaction.put(name, value[:-1] + bytes([value[-1] ^ 1]))
+        transaction.put(b"not ours", b"")
+    environment.close()
+    known = KnownChunks(tmp_path)
+    assert len(known) == 0
+    assert known.token_ids("tenant", key_of(1)) is None
+    known.close()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match="name another folder"):
+        KnownChunks(tmp_path / "file" / "below")
+    (tmp_path / "data.mdb").write_bytes(b"no database" * 1000)
+    with pytest.raises(Corrupted, match="remove the folder"):
+        KnownChunks(tmp_path)
+
+
+def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_chunks, "_MAP_BYTES_MIN", 1 << 17)
+    known = KnownChunks(tmp_path)
+    generator = random.Random(0)
+    chunks = [tuple(generator.randrange(1 << 32) for _ in range(512)) for _ in range(400)]
+    for start in range(0, 400, 40):
+        for chunk in chunks[start : start + 40]:
+            known.remember("tenant", key_of(*chunk), chunk)
+        known.flush()
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert all(known.token_ids("tenant", key_of(*chunk)) == chunk for chunk in chunks)
+    known.close()
+
+
+def test_the_map_does_not_move_below_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_chunks, "_MAP_BYTES_MIN", 1 << 17)
+    known = KnownChunks(tmp_path)
+    disk = known._disk
+    assert disk is not None
+    before = disk._env.info()["map_size"]
+    grower = threading.Thread(target=disk._grow)
+    with disk._mapped:  # as a reader holds it
+        grower.start()
+        grower.join(0.05)
+        assert disk._env.info()["map_size"] == before
+    grower.join()
+    assert disk._env.info()["map_size"] == 2 * before
+    known.close()
+
+
+def test_a_text_made_to_match_everywhere_costs_a_bounded_number_of_comparisons() -> None:
+    known = KnownChunks()
+    for number in range(40):
+        known.remember("tenant", key_of(number), (number,), "a" * (1000 + number))
+    hostile = "a" * 200_000
+    began_s = time.process_time()
+    spans = known.find("tenant", hostile)
+    elapsed_s = time.process_time() - began_s
+    assert 0 < len(spans) <= COMPARISONS_MAX
+    assert elapsed_s < 1.0, "milliseconds, on a machine with nothing else to do"
+
+
+def test_a_long_text_is_searched_in_milliseconds() -> None:
+    known = KnownChunks()
+    texts = [words(seed, 2000) for seed in range(200)]
+    for number, text in enumerate(texts):
+        known.remember("tenant", key_of(number), (number,), text)
+    message = "\n\n".join(texts[:10])
+    known.find("tenant", message)
+    began_s = time.process_time()
+    for _ in range(20):
+        assert len(known.find("tenant", message)) == 10
+    assert (time.process_time() - began_s) / 20 < 0.003

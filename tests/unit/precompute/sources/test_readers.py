@@ -1,0 +1,263 @@
+"""Sources into documents, and what is wrong with them into reasons."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
+pytest.importorskip("inscriptis", reason="install the extra `precompute`")
+
+from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
+from kintsugi.precompute.sources import files, readers
+from kintsugi.precompute.sources.files import Format, Piece, listed
+from kintsugi.precompute.sources.readers import Columns, Document, Failure, read
+
+
+def read_all(source: Path | str, columns: Columns | None = None) -> list[Document | Failure]:
+    return [item for piece in listed(str(source)).pieces for item in read(piece, columns or Columns())]
+
+
+def documents(source: Path | str) -> dict[str, str]:
+    found = read_all(source)
+    assert all(isinstance(item, Document) for item in found), found
+    return {item.document_id: item.text for item in found if isinstance(item, Document)}
+
+
+def failures(source: Path | str) -> list[str]:
+    return [item.reason for item in read_all(source) if isinstance(item, Failure)]
+
+
+ROWS = [{"id": f"d{n}", "text": f"text {n} é", "version": str(n), "topic": "tea"} for n in range(5)]
+
+
+def test_json_lines_csv_and_parquet_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    lines = ["id,text,version,topic", *(",".join(row.values()) for row in ROWS)]
+    (tmp_path / "a.csv").write_text("\ufeff" + "\n".join(lines))
+    read_by = {suffix: read_all(tmp_path / f"a.{suffix}") for suffix in ("jsonl", "csv", "parquet")}
+    for found in read_by.values():
+        assert [
+            (item.document_id, item.text, item.version, json.loads(item.metadata))
+            for item in found
+            if isinstance(item, Document)
+        ] == [(row["id"], row["text"], row["version"], {"topic": "tea"}) for row in ROWS]
+
+
+def test_folders_of_text_markdown_and_html(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "deep/b.md").write_text("# Title\n\nmarked")
+    (tmp_path / "c.html").write_bytes(
+        '<meta charset="latin-1"><script>no()</script><h1>Tea</h1><p>h\u00e9 there'.encode("latin-1")
+    )
+    (tmp_path / "ignored.bin").write_bytes(b"\0")
+    found = documents(tmp_path)
+    assert found == {"a.txt": "plain", "deep/b.md": "# Title\n\nmarked", "c.html": "Tea\n\nh\u00e9 there"}
+    marked = [item for item in read_all(tmp_path) if isinstance(item, Document) and item.markdown]
+    assert [item.document_id for item in marked] == ["deep/b.md"]
+
+
+def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/corpus/a.jsonl", json.dumps(ROWS[0]).encode())
+    try:
+        assert documents("memory://corpus") == {"d0": "text 0 é"}
+    finally:
+        memory.rm("/corpus", recursive=True)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 40, 64, 1000])
+def test_a_cut_file_gives_every_line_once(
+    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", piece_bytes)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    found = read_all(tmp_path)
+    assert [item.document_id for item in found] == [row["id"] for row in ROWS]
+
+
+def test_one_bad_line_costs_itself(tmp_path: Path) -> None:
+    good = json.dumps(ROWS[0]).encode()
+    bad = [
+        b"{",
+        b"[1]",
+        b'{"id": "x"}',
+        b'{"text": 3}',
+        b'{"text": " "}',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud800"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([good, *bad, json.dumps(ROWS[1]).encode()]))
+    found = read_all(tmp_path)
+    assert [item.document_id for item in found if isinstance(item, Document)] == ["d0", "d1"]
+    reasons = [item.reason for item in found if isinstance(item, Failure)]
+    for reason, words in zip(
+        reasons,
+        ("no JSON", "not an object", "there are 'id'", "not text", "no text", "UTF-8", "UTF-8"),
+        strict=True,
+    ):
+        assert words in reason
+
+
+def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"body": "x", "n": 1}]), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("body,n\nx,1\n")
+    for reason in failures(tmp_path):
+        assert reason == "no column 'text'; there are 'body', 'n'"
+    assert len(failures(tmp_path)) == 2
+
+
+def test_wrong_encodings_broken_files_and_enormous_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "DOCUMENT_BYTES_MAX", 100)
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.parquet").write_bytes(b"not parquet")
+    (tmp_path / "c.txt").write_text("x" * 101)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "y" * 300}) + "\n" + json.dumps({"text": "z"}))
+    (tmp_path / "e.csv").write_bytes(b"text\ngood\n\xff\n")
+    (tmp_path / "f.md").write_text("")
+    reasons = failures(tmp_path)
+    for words, reason in zip(
+        ("UTF-8", "cannot be read", "exceeds 100", "a line of", "UTF-8", "no text"), reasons, strict=True
+    ):
+        assert words in reason
+    assert {i.text for i in read_all(tmp_path) if isinstance(i, Document)} == {"z", "good"}
+
+
+def test_a_file_that_vanished_is_a_failure(tmp_path: Path) -> None:
+    (item,) = read(Piece(f"file://{tmp_path}/gone.txt", "gone.txt", Format.TEXT, ""), Columns())
+    assert isinstance(item, Failure)
+    assert "FileNotFoundError" in item.reason
+
+
+def test_sources_that_are_none_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotFound, match="check the path"):
+        listed(str(tmp_path / "nowhere"))
+    (tmp_path / "x.bin").write_bytes(b"x")
+    with pytest.raises(InvalidField, match="name their format"):
+        listed(str(tmp_path))
+    assert listed(str(tmp_path), Format.TEXT).pieces[0].format is Format.TEXT
+    with pytest.raises(InvalidField, match="cannot be opened"):
+        listed("nosuch://x")
+    monkeypatch.setattr(files, "FILES_MAX", 0)
+    with pytest.raises(ResourceExhausted, match="Parquet"):
+        listed(str(tmp_path))
+
+
+def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    (source / "a.txt").write_text("plain")
+    os.mkfifo(source / "pipe.txt")
+    (source / "gone.txt").symlink_to("nowhere")
+    (source / "other.bin").symlink_to("nowhere")
+    (source / "deep/loop").symlink_to("..")
+    (tmp_path / "link").symlink_to(source)
+    listing = listed(str(tmp_path / "link"))
+    assert [piece.name for piece in listing.pieces] == ["a.txt"]
+    at = f"file://{tmp_path}/link"
+    assert listing.unlisted == {
+        f"{at}/gone.txt": "is a link to nothing",
+        f"{at}/pipe.txt": "is neither a file nor a link to one",
+    }
+
+
+def test_a_link_to_a_file_changes_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "source/b.txt").symlink_to(tmp_path / "a.txt")
+    (before,) = listed(str(tmp_path / "source")).pieces
+    os.utime(tmp_path / "a.txt", (1, 1))
+    (after,) = listed(str(tmp_path / "source")).pieces
+    assert documents(tmp_path / "source") == {"b.txt": "one"}
+    assert before.stamp != after.stamp
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open/a.txt").write_text("plain")
+    (tmp_path / "shut").mkdir(mode=0)
+    with as_nobody(tmp_path):
+        listing = listed(str(tmp_path))
+        with pytest.raises(Unavailable, match="Permission denied"):
+            listed(str(tmp_path / "shut"))
+    assert [piece.name for piece in listing.pieces] == ["open/a.txt"]
+    ((url, reason),) = listing.unlisted.items()
+    assert url == f"file://{tmp_path}/shut/"
+    assert "Permission denied" in reason
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    """Permissions mean nothing to root: be somebody else meanwhile, who may enter `folder`."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for shut in (folder, folder.parent, folder.parent.parent):
+        shut.chmod(0o755)  # pytest's own
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_secrets_and_archives_are_no_sources() -> None:
+    with pytest.raises(InvalidField, match="holds a password") as caught:
+        listed("https://me:hunter2@127.0.0.1/docs/")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(InvalidField, match="unpack it first"):
+        listed("zip://::/tmp/a.zip")
+
+
+class Web(SimpleHTTPRequestHandler):
+    """A folder on the web, as most servers show one."""
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Web, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # fsspec keeps its HTTP session for good
+def test_a_web_server_is_a_source(tmp_path: Path, web: str) -> None:
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "corpus/deep"
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "corpus/a.jsonl").write_text(lines)
+    (folder / "b c.md").write_text("# Title")
+    pq.write_table(pa.table({"id": ["p"], "text": ["parquet"]}), tmp_path / "corpus/d.parquet")
+    expected = {row["id"]: row["text"] for row in ROWS}
+    assert documents(f"{web}/corpus/a.jsonl") == expected
+    assert documents(f"{web}/corpus") == {**expected, "p": "parquet", "deep/b%20c.md": "# Title"}
+    before = listed(f"{web}/corpus/a.jsonl").pieces[0].stamp
+    os.utime(tmp_path / "corpus/a.jsonl", (1, 1))
+    assert before != listed(f"{web}/corpus/a.jsonl").pieces[0].stamp != ""
+    with pytest.raises(NotFound, match="check the path"):
+        listed(f"{web}/nowhere/")
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1"):
+        listed("http://127.0.0.1:1/corpus/")

@@ -1,0 +1,131 @@
+"""Placement and the circuit breaker: pure decisions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.client import directory as directory_module
+from kintsugi.store.client.breaker import CircuitBreaker
+from kintsugi.store.client.directory import (
+    FileDirectory,
+    ShardAddress,
+    ShardMap,
+    map_from_wire,
+    map_to_wire,
+    ranked,
+)
+
+SHARDS = tuple(ShardAddress(f"shard-{i}", f"10.0.0.{i}:7400") for i in range(5))
+KEYS = [ChunkKey(i.to_bytes(32, "little")) for i in range(2000)]
+
+
+def test_chunks_spread_evenly_and_only_those_of_a_lost_shard_move() -> None:
+    before = {key: ranked(SHARDS, key)[0] for key in KEYS}
+    for shard in SHARDS:
+        assert 300 < sum(owner == shard for owner in before.values()) < 500
+    after = {key: ranked(SHARDS[1:], key)[0] for key in KEYS}
+    assert all(after[key] == owner for key, owner in before.items() if owner != SHARDS[0])
+
+
+def test_placement_follows_the_id_not_the_address() -> None:
+    moved = tuple(ShardAddress(shard.shard_id, "elsewhere:1") for shard in SHARDS)
+    for key in KEYS[:50]:
+        assert [s.shard_id for s in ranked(moved, key)] == [s.shard_id for s in ranked(SHARDS, key)]
+
+
+def test_replicas_are_distinct() -> None:
+    owners = ShardMap(1, SHARDS, replicas=3).owners(KEYS[0])
+    assert len({owner.shard_id for owner in owners}) == 3
+
+
+def test_a_shard_that_is_given_more_takes_chunks_from_those_who_had_them_alone() -> None:
+    """Until it is given a chunk, the owner is who it would be without the shard."""
+    without = ShardMap(1, SHARDS[1:])
+    given: set[ChunkKey] = set()
+    for thirteenths in range(1, 14):
+        share = thirteenths / 13
+        shards = ShardMap(1, SHARDS, shares=(share, 1.0, 1.0, 1.0, 1.0))
+        owners = {key: shards.owners(key)[0] for key in KEYS}
+        mine = {key for key, owner in owners.items() if owner == SHARDS[0]}
+        assert all(owner == without.owners(key)[0] for key, owner in owners.items() if key not in mine)
+        assert given <= mine
+        assert abs(len(mine) - share * len(KEYS) / 5) < 60
+        given = mine
+    assert {key: ShardMap(1, SHARDS).owners(key) for key in KEYS} == {
+        key: ShardMap(1, SHARDS, shares=(1.0,) * 5).owners(key) for key in KEYS
+    }
+
+
+def test_replicas_are_as_many_even_where_no_shard_is_given_much() -> None:
+    few = ShardMap(1, SHARDS[:2], replicas=2, shares=(0.01, 0.01))
+    for key in KEYS[:100]:
+        assert {owner.shard_id for owner in few.owners(key)} == {"shard-0", "shard-1"}
+
+
+def test_shares_travel_with_their_map() -> None:
+    shards = ShardMap(3, SHARDS[:2], 2, (0.25, 1.0))
+    assert map_from_wire(map_to_wire(shards)) == shards
+
+
+def test_a_map_file_is_read_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "FILE_POLL_S", 0.0)
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps({"version": 1, "shards": [{"shard_id": "a", "address": "h:1"}]}))
+    directory = FileDirectory(file)
+    assert directory.current().shards == (ShardAddress("a", "h:1"),)
+    file.write_text("{")
+    assert directory.current().version == 1
+    fresh = tmp_path / "fresh.json"
+    fresh.write_text(json.dumps({"version": 2, "replicas": 2}))
+    fresh.rename(file)
+    assert directory.current() == ShardMap(2, (), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[]", "mapping"),
+        ("{", "JSON"),
+        ('{"version": 1, "shard": []}', "shards"),
+        ('{"version": 1, "replicas": 0}', "replicas"),
+        ('{"version": 1, "shards": [{"shard_id": "a", "address": ""}], "shares": [0.0]}', "above 0"),
+        ('{"version": 1, "shards": [{"shard_id": "a", "address": ""}], "shares": [NaN]}', "above 0"),
+        ('{"version": 1, "shares": [1.0]}', "1 for 0 shards"),
+        (
+            '{"version": 1, "shards": [{"shard_id": "a", "address": ""}, {"shard_id": "a", "address": ""}]}',
+            "same",
+        ),
+    ],
+)
+def test_a_file_that_is_no_map_is_refused(tmp_path: Path, text: str, match: str) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(text)
+    with pytest.raises(KintsugiError, match=match):
+        FileDirectory(file)
+    with pytest.raises(InvalidField, match="cannot be read"):
+        FileDirectory(tmp_path / "absent.json")
+
+
+def test_the_breaker_opens_probes_once_and_closes() -> None:
+    now = [0.0]
+    breaker = CircuitBreaker(failures_max=2, open_s=5.0, clock=lambda: now[0])
+    breaker.failed()
+    assert breaker.allows()
+    breaker.failed()
+    assert not breaker.allows()
+    now[0] = 5.0
+    assert breaker.allows()
+    assert not breaker.allows()
+    breaker.failed()
+    now[0] = 9.0
+    assert not breaker.allows()
+    now[0] = 10.0
+    assert breaker.allows()
+    breaker.succeeded()
+    assert breaker.allows()
+    assert breaker.allows()

@@ -1,0 +1,81 @@
+"""The RAM store: the contract, and what is its own."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kintsugi.core.errors import InvalidField, ResourceExhausted
+from kintsugi.core.layout import HeadRange
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkLost
+from tests.contracts.store_contract import StoreContract, make_chunk
+
+
+class TestRamStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> RamStore:
+        return RamStore(capacity_bytes=8 << 20)
+
+
+def test_the_least_recently_used_chunk_goes_first() -> None:
+    (first, first_frames), (second, second_frames), (third, third_frames) = (
+        make_chunk(range(start, start + 40)) for start in (0, 100, 200)
+    )
+    store = RamStore(capacity_bytes=2 * first.chunk_bytes)
+    store.put(first, first_frames)
+    store.put(second, second_frames)
+    store.lookup("acme", [first.key])
+    store.put(third, third_frames)
+    assert store.lookup("acme", [first.key, second.key, third.key]) == [first, None, third]
+    assert store.stats().bytes_used == 2 * first.chunk_bytes
+
+
+def test_a_chunk_larger_than_the_store_is_refused() -> None:
+    manifest, frames = make_chunk(range(40))
+    with pytest.raises(ResourceExhausted, match="capacity"):
+        RamStore(capacity_bytes=100).put(manifest, frames)
+
+
+def test_damaged_memory_is_lost_and_quarantined() -> None:
+    manifest, frames = make_chunk(range(40))
+    store = RamStore()
+    store.put(manifest, frames)
+    chunk = store._chunks["acme", manifest.key]
+    damaged = bytearray(chunk.frames[1])
+    damaged[3] ^= 1
+    store._chunks["acme", manifest.key] = type(chunk)(
+        manifest, (chunk.frames[0], memoryview(damaged), chunk.frames[2])
+    )
+    items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=1.0))
+    assert items[-1] == ChunkLost(0, 1, "digest mismatch")
+    assert store.lookup("acme", [manifest.key]) == [None]
+
+
+def test_a_url_names_a_store() -> None:
+    assert open_store("ram://here") is open_store("ram://here")
+    assert open_store("ram://here") is not open_store("ram://there")
+    with pytest.raises(InvalidField, match="ram://"):
+        open_store("carrier-pigeon://home")
+
+
+def test_a_throttled_store_is_read_no_faster_than_its_rate() -> None:
+    manifest, frames = make_chunk(range(40))
+    bytes_per_s = 20 * manifest.chunk_bytes
+    store = open_store(f"ram://slow?bytes_per_s={bytes_per_s}")
+    assert open_store("ram://slow") is store
+    store.put(manifest, frames)
+    started = time.perf_counter()
+    items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=1.0))
+    assert time.perf_counter() - started >= 1 / 20
+    assert [item.layer for item in items] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "query", ["bytes_per_s=0", "bytes_per_s=", "bytes_per_s=fast", "bytes_per_s=inf", "rate=1"]
+)
+def test_an_impossible_rate_is_refused(query: str) -> None:
+    with pytest.raises(InvalidField, match="bytes_per_s"):
+        open_store(f"ram://impossible?{query}")

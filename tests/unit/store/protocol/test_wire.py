@@ -1,0 +1,63 @@
+"""Wire decoders: what goes in comes out, and nothing hostile gets further."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kintsugi.core.errors import InvalidField, KintsugiError, VersionMismatch
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol import wire
+from tests.contracts.store_contract import make_chunk
+
+
+def test_a_manifest_survives_the_wire() -> None:
+    for tokens in (range(40), range(5)):
+        manifest, _ = make_chunk(tokens)
+        assert wire.manifest_from_wire(wire.manifest_to_wire(manifest)) == manifest
+
+
+def test_digests_of_a_model_that_cannot_be_are_refused() -> None:
+    message = wire.manifest_to_wire(make_chunk(range(5))[0])
+    message.layout.num_layers, message.layout.num_kv_heads, message.layout.head_dim = 1024, 65, 1
+    message.digests = bytes(1024 * 65 * 16)
+    with pytest.raises(InvalidField, match=str(wire.DIGESTS_BYTES_MAX)):
+        wire.manifest_from_wire(message)
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5), st.integers(0, 2**32 - 1), st.booleans())
+def test_a_payload_is_appended_and_split_off_again(parts: list[bytes], layer: int, commit: bool) -> None:
+    request = pb.PutChunkKVRequest(first_layer=layer, commit=commit)
+    message = wire.with_payload(request.SerializeToString(), parts)
+    header, payload = wire.parse_put(message)
+    assert (header, bytes(payload)) == (request, b"".join(parts))
+    assert pb.PutChunkKVRequest.FromString(message).payload == b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("format_version", 99, VersionMismatch),
+        ("codec", 77, InvalidField),
+        ("key", b"short", InvalidField),
+        ("namespace", "", InvalidField),
+        ("num_tokens", 0, InvalidField),
+        ("digests", b"", InvalidField),
+        ("fingerprint", b"x", InvalidField),
+    ],
+)
+def test_a_wrong_manifest_says_what_is_wrong(field: str, value: object, error: type[KintsugiError]) -> None:
+    manifest = wire.manifest_to_wire(make_chunk(range(40))[0])
+    setattr(manifest, field, value)
+    with pytest.raises(error, match=field):
+        wire.manifest_from_wire(manifest)
+    assert wire.readable_manifest(manifest) is None
+
+
+def test_a_frame_too_large_to_carry_is_refused_before_anything_is_allocated() -> None:
+    manifest = wire.manifest_to_wire(make_chunk(range(40))[0])
+    manifest.num_tokens = 1 << 20
+    manifest.layout.head_dim = 1024
+    with pytest.raises(InvalidField, match="shorter"):
+        wire.manifest_from_wire(manifest)

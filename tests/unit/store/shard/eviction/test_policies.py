@@ -1,0 +1,90 @@
+"""Every eviction policy keeps its books; the better ones are better where they claim to be."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.store.shard.eviction.policies import POLICIES, policy_factory
+from kintsugi.store.shard.eviction.policy import Lru
+from kintsugi.store.shard.eviction.simulate import Access, Belady, rag_trace, read_trace, replay
+
+names = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+@names
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_evicted_was_there_and_may_go(name: str, seed: int) -> None:
+    chance = random.Random(seed)
+    policy = policy_factory(name)(1000)
+    present: set[int] = set()
+    for step in range(5000):
+        action = chance.random()
+        if action < 0.4:
+            policy.admit(step, chance.randint(1, 50), chance.choice([0.0, 1.0, 20.0]))
+            present.add(step)
+        elif action < 0.6 and present:
+            policy.touch(chance.choice(sorted(present)))
+        elif action < 0.7 and present:
+            gone = chance.choice(sorted(present))
+            policy.remove(gone)
+            present.discard(gone)
+        else:
+            pinned = {item for item in present if chance.random() < 0.3}
+            victim = policy.evict(lambda item: item not in pinned)  # noqa: B023
+            if victim is None:
+                assert present == pinned
+            else:
+                assert victim in present - pinned
+                present.discard(victim)
+    while present:
+        present.remove(policy.evict(lambda _: True))
+    assert policy.evict(lambda _: True) is None
+
+
+@names
+def test_an_item_that_is_not_there_is_ignored(name: str) -> None:
+    policy = policy_factory(name)(10)
+    policy.touch("absent")
+    policy.remove("absent")
+    assert policy.evict(lambda _: True) is None
+
+
+@names
+def test_nothing_beats_belady_at_equal_sizes(name: str) -> None:
+    trace = [Access(access.key) for access in rag_trace(500, 500, seed=1)]
+    optimum = replay(trace, Belady(trace), 50)
+    assert replay(trace, policy_factory(name)(50), 50).hits <= optimum.hits
+
+
+def test_s3fifo_survives_a_scan_that_empties_lru() -> None:
+    hot = [Access(f"hot{i}") for i in range(10)]
+    trace = [a for round_ in range(50) for a in [*hot, *(Access(f"{round_}-{i}") for i in range(100))]]
+    assert replay(trace, Lru(60), 60).hits == 0
+    assert replay(trace, policy_factory("s3fifo")(60), 60).hit_ratio > 0.05
+
+
+def test_gdsf_keeps_what_is_expensive_per_byte() -> None:
+    policy = policy_factory("gdsf")(100)
+    policy.admit("cheap", 10, 1.0)
+    policy.admit("dear", 10, 100.0)
+    policy.admit("cheap too", 10, 1.0)
+    assert [policy.evict(lambda _: True) for _ in range(3)][-1] == "dear"
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(InvalidField, match="s3fifo"):
+        policy_factory("fifo")
+
+
+def test_traces_are_read_or_the_line_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n{"key": "a", "size": 5, "cost_ms": 2}\n')
+    assert read_trace(trace) == [Access("1"), Access("2"), Access("a", 5, 2.0)]
+    for line in ('{"size": 5}', "5", '"hash_ids"', '{"key": "a", "size": 1e999}', "{"):
+        trace.write_text('{"key": "a"}\n' + line + "\n")
+        with pytest.raises(InvalidField, match="jsonl:2"):
+            read_trace(trace)

@@ -1,0 +1,228 @@
+"""What stays and what goes: TTL, pins, quotas, placement, scrubbing. Time is injected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kintsugi.core.errors import InvalidField, ResourceExhausted
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.store.shard import pins as pins_module
+from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
+from kintsugi.store.shard.eviction.placement import TierSpeed, chosen_tier
+from kintsugi.store.shard.keeper import Keeper
+from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.contracts.store_contract import SPACE, make_chunk
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def shard(clock: Clock) -> Iterator[Shard]:
+    config = ShardConfig(quota_bytes={"small": 200_000})
+    shard = Shard(RamTier(1 << 20), config=config, wall_clock=clock, clock=clock)
+    yield shard
+    shard.close()
+
+
+def put(
+    shard: Shard, tokens: int, options: PutOptions | None = None, namespace: str = "acme"
+) -> ChunkManifest:
+    space = type(SPACE)(SPACE.fingerprint, namespace)
+    manifest, frames = make_chunk(range(tokens), space)
+    begun = shard.begin_put(manifest, options)
+    assert begun is not None
+    for layer, frame in enumerate(frames):
+        begun.write(layer, memoryview(frame))
+    assert shard.commit(begun).inserted
+    return manifest
+
+
+def test_a_chunk_expires_and_gives_its_room_back(shard: Shard, clock: Clock) -> None:
+    manifest = put(shard, 40, PutOptions(ttl_s=10))
+    clock.now_s += 9
+    assert shard.lookup("acme", [manifest.key]) != [None]
+    clock.now_s += 2
+    Keeper(shard).turn()
+    assert len(shard) == 0
+    assert shard.ram.allocator.used_bytes == 0
+    assert shard.counters.expired == 1
+
+
+def test_a_pin_keeps_a_chunk_until_its_lease_ends(shard: Shard, clock: Clock) -> None:
+    pinned = put(shard, 300, PutOptions(ttl_s=10))
+    shard.pin("acme", [pinned.key], lease_s=100)
+    clock.now_s += 50
+    for tokens in range(400, 420):
+        put(shard, tokens)
+    assert shard.lookup("acme", [pinned.key]) != [None]
+    clock.now_s += 51
+    Keeper(shard).turn()
+    assert shard.lookup("acme", [pinned.key]) == [None]
+
+
+def test_an_unpinned_chunk_may_leave(shard: Shard) -> None:
+    pinned = put(shard, 300)
+    lease_id, count = shard.pin("acme", [pinned.key], lease_s=100)
+    assert (count, shard.unpin(lease_id), shard.unpin(lease_id)) == (1, 1, 0)
+    for tokens in range(400, 420):
+        put(shard, tokens)
+    assert shard.lookup("acme", [pinned.key]) == [None]
+
+
+def test_pins_are_bounded(shard: Shard) -> None:
+    keys = [put(shard, tokens).key for tokens in (300, 301, 302, 303)]
+    with pytest.raises(ResourceExhausted, match="unpin"):
+        shard.pin("acme", keys, lease_s=10)
+    with pytest.raises(InvalidField, match="lease_s"):
+        shard.pin("acme", keys, lease_s=1e9)
+
+
+def test_a_namespace_over_its_quota_evicts_its_own(shard: Shard) -> None:
+    other = put(shard, 300)
+    first = put(shard, 150, namespace="small")
+    second = put(shard, 160, namespace="small")
+    assert [entry.manifest for entry in shard.page("small", 10, None)] == [second]
+    assert shard.lookup("acme", [other.key]) != [None]
+    assert first.chunk_bytes + second.chunk_bytes > 200_000
+    with pytest.raises(ResourceExhausted, match="quota"):
+        put(shard, 400, namespace="small")
+
+
+def test_puts_that_begin_together_keep_their_quota(shard: Shard) -> None:
+    space = type(SPACE)(SPACE.fingerprint, "small")
+    chunks = [make_chunk(range(tokens), space) for tokens in (150, 160)]
+    puts = [shard.begin_put(manifest) for manifest, _ in chunks]
+    for begun, (_, frames) in zip(puts, chunks, strict=True):
+        assert begun is not None
+        begun.write(0, memoryview(b"".join(frames)))
+    for begun in puts:
+        assert begun is not None
+        assert shard.commit(begun).inserted
+    assert [entry.manifest for entry in shard.page("small", 10, None)] == [chunks[1][0]]
+    late, frames = make_chunk(range(170), space)
+    begun = shard.begin_put(late)
+    assert begun is not None
+    begun.write(0, memoryview(b"".join(frames)))
+    assert put(shard, 150, namespace="small")
+    shard.pin("small", [chunks[0][0].key], lease_s=10)
+    with pytest.raises(NoRoomYet, match="quota"):
+        shard.commit(begun)
+    shard.delete("small", [chunks[0][0].key])
+    assert shard.ram.allocator.used_bytes == 0
+
+
+def test_leases_that_hold_nothing_take_no_place(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins_module, "PINS_MAX", 1)
+    manifest = put(shard, 40)
+    for _ in range(3):
+        assert shard.pin("acme", [make_chunk(range(9))[0].key], lease_s=10)[1] == 0
+    assert shard.pin("acme", [manifest.key], lease_s=10)[1] == 1
+
+
+def test_what_is_being_read_stays(shard: Shard) -> None:
+    chunks = [put(shard, tokens) for tokens in (600, 601)]
+    reading = shard.open("acme", [m.key for m in chunks], range(3), HeadRange(0, 4))
+    with pytest.raises(NoRoomYet, match="try again"):
+        put(shard, 602)
+    shard.delete("acme", [chunks[0].key])
+    assert shard.ram.chunks == 1
+    assert shard.ram.allocator.used_bytes > chunks[0].chunk_bytes + chunks[1].chunk_bytes - 1
+    shard.close_reading(reading)
+    put(shard, 602)
+
+
+def test_an_aborted_put_leaves_nothing(shard: Shard) -> None:
+    manifest, frames = make_chunk(range(40))
+    begun = shard.begin_put(manifest)
+    assert begun is not None
+    begun.write(0, memoryview(frames[0]))
+    with pytest.raises(InvalidField, match="comes next"):
+        begun.write(2, memoryview(frames[2]))
+    with pytest.raises(InvalidField, match="multiple"):
+        begun.write(1, memoryview(frames[1])[:-1])
+    with pytest.raises(InvalidField, match="there are 3 layers"):
+        begun.write(1, memoryview(b"".join(frames)))
+    with pytest.raises(InvalidField, match="last layer"):
+        shard.commit(begun)
+    assert shard.ram.allocator.used_bytes == 0
+    assert len(shard) == 0
+
+
+def test_of_two_puts_of_a_key_one_wins(shard: Shard) -> None:
+    manifest, frames = make_chunk(range(40))
+    puts = [shard.begin_put(manifest), shard.begin_put(manifest)]
+    outcomes = []
+    for begun in puts:
+        assert begun is not None
+        for layer, frame in enumerate(frames):
+            begun.write(layer, memoryview(frame))
+        outcomes.append(shard.commit(begun).inserted)
+    assert outcomes == [True, False]
+    assert shard.ram.allocator.used_bytes == 3 * 12288
+
+
+def test_the_scrubber_finds_a_flipped_bit_at_a_bounded_rate(shard: Shard) -> None:
+    manifests = [put(shard, tokens) for tokens in (300, 301, 302)]
+    reading = shard.open("acme", [manifests[1].key], range(3), HeadRange(0, 4))
+    held = reading.chunks[0]
+    assert held is not None
+    held.frame(2)[9] ^= 1
+    shard.close_reading(reading)
+    keeper = Keeper(shard, scrub_bytes_per_s=manifests[0].chunk_bytes)
+    keeper.turn()
+    assert keeper.scrubbed_chunks == 1
+    for _ in range(4):
+        keeper.turn()
+    assert shard.counters.quarantined == 1
+    assert shard.lookup("acme", [m.key for m in manifests])[1] is None
+
+
+SPEEDS = [TierSpeed("ssd0", 1e9), TierSpeed("ssd1", 1e8)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "recompute_ms", "durable", "tier"),
+    [
+        ("auto", 0.0, False, "ssd0"),
+        ("auto", 100.0, False, "ssd1"),
+        ("auto", 10.0, False, "ssd0"),
+        ("auto", 0.5, False, "ram"),
+        ("auto", 0.5, True, "ssd0"),
+        ("ssd1", 0.5, False, "ssd1"),
+        ("ram", 100.0, False, "ram"),
+    ],
+)
+def test_a_put_goes_to_the_cheapest_tier_that_hides(
+    wanted: str, recompute_ms: float, durable: bool, tier: str
+) -> None:
+    assert chosen_tier(wanted, SPEEDS, 2_000_000, recompute_ms, durable) == tier
+
+
+def test_a_recompute_cost_that_is_none_is_refused() -> None:
+    for cost_ms in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidField, match="recompute_ms"):
+            ShardConfig(recompute_ms_per_token=cost_ms)
+        with pytest.raises(InvalidField, match="recompute_ms"):
+            PutOptions(recompute_ms=cost_ms)
+
+
+def test_a_tier_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidField, match="ssd0, ssd1"):
+        chosen_tier("tape", SPEEDS, 1, 0.0, False)
+    with pytest.raises(InvalidField, match="--ssd"):
+        chosen_tier("auto", [], 1, 0.0, True)
