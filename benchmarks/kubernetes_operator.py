@@ -26,7 +26,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 import kintsugi_operator.operator  # noqa: F401  as in a pod: kopf and all
 from kintsugi_operator.cluster import ApiServer
-from kintsugi_operator.queue import Key, WorkQueue
+from kintsugi_operator.queue import ObjectKey, WorkQueue
 from kintsugi_operator.reconcile import LATER_S, Reconciler, utc_now
 from kintsugi_operator.scrape import HttpWeb
 from tests.fakes.api_server import FakeApiServer
@@ -98,7 +98,7 @@ async def operate(port: int, services: int, seconds: float) -> dict[str, Any]:
     async with ApiClient(Configuration(host=url)) as client, aiohttp.ClientSession() as session:
         reconciler = Reconciler(ApiServer(client), HttpWeb(session), utc_now)
 
-        async def look(key: Key) -> float | None:
+        async def look(key: ObjectKey) -> float | None:
             nonlocal looks
             again_s = await reconciler.service(key.namespace, key.name)
             looks += 1
@@ -106,7 +106,7 @@ async def operate(port: int, services: int, seconds: float) -> dict[str, Any]:
 
         queue = WorkQueue(look, time.monotonic)
         workers = [asyncio.create_task(queue.run()) for _ in range(4)]
-        keys = [Key("BlendService", "default", f"service-{index}") for index in range(services)]
+        keys = [ObjectKey("BlendService", "default", f"service-{index}") for index in range(services)]
 
         async def all_looked_at() -> None:
             aim = looks + services

@@ -39,7 +39,7 @@ from benchmarks.support.plain_prefill import PlainPrefill
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
@@ -58,7 +58,7 @@ def say(text: str) -> None:
 def model_for_passages(shape: str, folder: Path) -> Path:
     """The random model with a tokenizer trained on the passages: its own knows other words, and would need
     about twice the tokens that real models' need."""
-    checkpoint = cached_checkpoint(shape)
+    checkpoint = make_checkpoint_once(shape)
     folder.mkdir()
     for path in checkpoint.iterdir():
         (folder / path.name).symlink_to(path)

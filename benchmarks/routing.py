@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report
-from benchmarks.support.routed import (
+from benchmarks.support.record_route import (
     Arrival,
     Fleet,
     Ours,
@@ -30,7 +30,7 @@ from benchmarks.support.routed import (
     retrievals,
     simulate,
 )
-from kintsugi.serving.routing import EngineView, PrefixMemory, RouteCosts, Wanted, ranked
+from kintsugi.serving.routing import EngineView, PrefixMemory, RouteCosts, Wanted, rank_engines
 
 TRACE = Path(__file__).resolve().parent.parent.parent / "shared/data/mooncake_conversation_trace.jsonl"
 SEED = 7
@@ -94,11 +94,11 @@ def decision_us() -> Figure:
     """What one choice costs, among 16 engines."""
     views = {f"e{n}": EngineView(n, 1000.0, f"host{n}") for n in range(16)}
     memory, wanted = PrefixMemory(), Wanted(8192, tuple(range(64)), {"host1": 3072})
-    memory.routed(wanted.prefix, "e3")
+    memory.record_route(wanted.prefix, "e3")
     repeats = 2_000
     began_s = time.process_time()
     for _ in range(repeats):
-        ranked(views, wanted, memory, RouteCosts())
+        rank_engines(views, wanted, memory, RouteCosts())
     return Figure("decision_us", (time.process_time() - began_s) / repeats * 1e6, "µs of CPU")
 
 

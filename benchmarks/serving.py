@@ -27,7 +27,7 @@ from benchmarks.support import serving_phases as phases
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, report
 from benchmarks.support.servers import CLIENT_CORE, SERVER_CORE, Setting, checkpoint, our_server, plain_server
-from kintsugi.bench.profile import Workload, corpus
+from kintsugi.bench.profile import RagWorkload, corpus
 from kintsugi.precompute.chunking import Chunker
 
 HERE = Path(__file__).parent
@@ -44,8 +44,8 @@ QUICK = Setting(
     ram_gib=0.5,
     ssd_gib=0.5,
 )
-FULL_WORKLOAD = Workload(documents=200, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16)
-QUICK_WORKLOAD = Workload(documents=16, zipf=0.9, chunks=4, chunk_tokens=128, answer_tokens=8)
+FULL_WORKLOAD = RagWorkload(documents=200, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16)
+QUICK_WORKLOAD = RagWorkload(documents=16, zipf=0.9, chunks=4, chunk_tokens=128, answer_tokens=8)
 
 GOODPUT_BAR, TTFT_BAR, STUFFING_BAR, RECOVERY_BAR_S = 2.5, 2.8, 0.95, 60.0
 

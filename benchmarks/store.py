@@ -42,7 +42,7 @@ from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.protocol.interface import LayerFrame
 from kintsugi.store.protocol.malloc import keep_large_buffers
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
-from kintsugi.store.shard.eviction.simulate import Access, rag_trace, read_trace, replay
+from kintsugi.store.shard.eviction.simulate import TraceAccess, rag_trace, read_trace, replay
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
@@ -525,7 +525,7 @@ def eviction(trace: Path) -> list[Figure]:
     return figures
 
 
-def _vs_lru(accesses: list[Access], capacity: int) -> float:
+def _vs_lru(accesses: list[TraceAccess], capacity: int) -> float:
     ratios = [
         replay(accesses, policy_factory(name)(capacity), capacity).hit_ratio
         for name in (DEFAULT_POLICY, "lru")

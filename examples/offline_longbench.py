@@ -17,12 +17,12 @@ import argparse
 import json
 from pathlib import Path
 
-from kintsugi.cli.commands.evaluate import Task, run
+from kintsugi.cli.commands.evaluate import EvaluateTask, run
 from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import SelectorName
-from kintsugi.quality.session import EngineSpec
+from kintsugi.quality.session import MeasuringEngineSpec
 
 DATASETS = ("2wikimqa", "musique", "samsum", "multi_news")
 """The paper's four, as LongBench names them."""
@@ -63,10 +63,12 @@ def main() -> int:
     return 0
 
 
-def task_of(dataset: str, arguments: argparse.Namespace) -> Task:
+def task_of(dataset: str, arguments: argparse.Namespace) -> EvaluateTask:
     """What to measure on one dataset. Raises `InvalidField`."""
-    return Task(
-        spec=EngineSpec(arguments.model, store=arguments.chunk_store, vllm_args={"dtype": arguments.dtype}),
+    return EvaluateTask(
+        spec=MeasuringEngineSpec(
+            arguments.model, store=arguments.chunk_store, vllm_args={"dtype": arguments.dtype}
+        ),
         questions=arguments.data / f"{dataset}.jsonl",
         limit=arguments.limit,
         selectors=selector_names(arguments.selectors),

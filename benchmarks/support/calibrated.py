@@ -21,7 +21,7 @@ from benchmarks.support.quality_curve import Setup, bench_of, judged, share, tra
 from benchmarks.testbed.generator import eval_example
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import described
+from kintsugi.core.report import describe_selection
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import reports
 
@@ -50,7 +50,8 @@ def measure_calibrate(setup: Setup) -> list[Figure]:
         say(f"calibrated in {minutes[-1]:.2f} minutes: {report.choice.why}")
     alike = all(decision == decisions[0] for decision in decisions)
     chosen = decisions[0][0].selection
-    detail = f"{'same' if alike else 'OTHER'} decisions, default {described(chosen) if chosen else 'none'}"
+    default = describe_selection(chosen) if chosen else "none"
+    detail = f"{'same' if alike else 'OTHER'} decisions, default {default}"
     holds = max(minutes) <= 5 and alike
     return [Figure("calibrate_minutes", max(minutes), "min", "≤ 5, same decisions", holds, detail)]
 
@@ -96,7 +97,7 @@ def measure_default(setup: Setup) -> list[Figure]:
         quantised = judged(setup, running, [default], testbed.TASKS)[default]
         ratio = _stored_bytes(running) / raw_bytes
     interval = share(scores)
-    detail = f"{described(default)}, cost {scores.cost:.3f}, {interval}, n={len(scores.cases)}"
+    detail = f"{describe_selection(default)}, cost {scores.cost:.3f}, {interval}, n={len(scores.cases)}"
     loss = codecs.lost_points(scores, quantised)
     return [
         Figure.at_least("calibrated_em_share", interval.mean, 0.97, unit="", detail=detail),
@@ -125,7 +126,8 @@ def _ttft(setup: Setup, running: LocalEngine, default: Selection) -> Figure:
                 samples[name].append(answer.ttft_s)
     speedup = statistics.median(samples["full"]) / statistics.median(samples["blend"])
     length = len(bench.cases[0].prompt.token_ids)
-    detail = f"{spread(samples['full'])} ÷ {spread(samples['blend'])}, {length} tokens, {described(default)}"
+    times = f"{spread(samples['full'])} ÷ {spread(samples['blend'])}"
+    detail = f"{times}, {length} tokens, {describe_selection(default)}"
     bar = None if setup.quick else 2.5
     return Figure.at_least("calibrated_ttft_speedup", speedup, bar, detail=detail)
 

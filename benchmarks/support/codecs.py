@@ -17,7 +17,7 @@ from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import metrics
-from kintsugi.quality.measure import NAMESPACE, Scores, measured
+from kintsugi.quality.measure import NAMESPACE, Scores, measure_selection
 from kintsugi.quality.metrics import Interval
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
@@ -46,7 +46,7 @@ def judged_by_codec(
         for codec in (Codec.RAW, *rewritten):
             for chunk in chunks if codec is not Codec.RAW else ():
                 put_back(store, chunk, codec)
-            scores = measured(bench, selection, range(len(bench.cases)))
+            scores = measure_selection(bench, selection, range(len(bench.cases)))
             found[codec] = found[codec].joined(scores) if codec in found else scores
             entry = scores.entry
             setup.details.setdefault("judged_by_codec", []).append(

@@ -28,7 +28,7 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.quality import reports
 from kintsugi.quality.measure import NAMESPACE, Case
-from kintsugi.quality.session import EngineSpec, measuring_engine
+from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
@@ -68,7 +68,7 @@ def _swapped_kv(setup: Setup) -> str | None:
 def _gated(setup: Setup, model: Path, url: str) -> Iterator[LocalEngine]:
     """An engine that goes by the report in its store."""
     extra = {"allow_uncalibrated": False, "report_poll_ms": 60_000}
-    with measuring_engine(EngineSpec(str(model), store=url, extra_config=extra)) as running:
+    with start_measuring_engine(MeasuringEngineSpec(str(model), store=url, extra_config=extra)) as running:
         yield running
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
 from kintsugi.core.plan import Selection
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 
 
 def say(text: str) -> None:
@@ -41,7 +41,7 @@ def engine(
         say("random weights: blending without a calibration report (allow_uncalibrated)")
     arguments = {"dtype": "bfloat16", "max_model_len": 8192, **vllm_args}
     running = LocalEngine.start(
-        cached_checkpoint(shape, layers=layers), extra_config=config if plugin else None, **arguments
+        make_checkpoint_once(shape, layers=layers), extra_config=config if plugin else None, **arguments
     )
     try:
         yield running

@@ -13,7 +13,7 @@ from benchmarks.support.figures import Figure
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt, tokens
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 
 SHAPES = (
     "tiny-llama",
@@ -128,7 +128,7 @@ def measure_oracle(quick: bool) -> list[Figure]:
     shapes = SHAPES[:1] if quick else SHAPES
     for shape in shapes:
         prompt = ChunkPrompt.make(QUICK_SIZES, question=21, seed=9)
-        oracle = Oracle(cached_checkpoint(shape))
+        oracle = Oracle(make_checkpoint_once(shape))
         hits = [(span.start, span.end) for span in prompt.spans]
         with engine(shape, max_model_len=4096, dtype="float32") as running:
             store_chunks(running, prompt)

@@ -16,7 +16,7 @@ from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute.batches import Batches
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedChunk, ScannedDocument, packed
+from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.precompute.worker import StubPrefiller, WorkerSpec
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
@@ -81,7 +81,7 @@ def synthetic(count: int) -> list[ScannedDocument]:
         chunks = []
         for n in range(min(CHUNKS_PER_DOCUMENT, count - first)):
             ids = [chance.randrange(32_000) for _ in range(CHUNK_TOKENS)]
-            key, tokens = ChunkKey.of(SPACE, ids), packed(token_bytes(ids))
+            key, tokens = ChunkKey.of(SPACE, ids), pack_tokens(token_bytes(ids))
             chunks.append(ScannedChunk(key.digest, tokens, CHUNK_TOKENS, n, n + 1))
         found.append(ScannedDocument("a", first, f"d{first}", "", bytes(32), "{}", tuple(chunks)))
     return found
@@ -109,7 +109,9 @@ def batched(pending: Sequence[PendingChunk]) -> int:
 
 def looked_up(store: ChunkStore, url: str, count: int) -> tuple[float, float]:
     """CPU seconds for `count` keys that are not there, and for as many that are."""
-    chunks = [PendingChunk(ChunkKey.of(SPACE, [n]), packed(token_bytes([n])), 1) for n in range(LOOKUP_KEYS)]
+    chunks = [
+        PendingChunk(ChunkKey.of(SPACE, [n]), pack_tokens(token_bytes([n])), 1) for n in range(LOOKUP_KEYS)
+    ]
     keys = [chunk.key for chunk in chunks]
     rounds = max(1, count // LOOKUP_KEYS)
     with cpu() as missing:

@@ -12,14 +12,14 @@ from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import described
+from kintsugi.core.report import describe_selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
-from kintsugi.fusor.control.cost import Workload, configuration_cost
+from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
 from kintsugi.quality import grid, metrics
-from kintsugi.quality.measure import Bench, Case, Scores, measured
+from kintsugi.quality.measure import Bench, Case, Scores, measure_selection
 from kintsugi.quality.metrics import Interval
-from kintsugi.quality.session import EngineSpec, measuring_engine
+from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 
 BUDGETS = (0.25, 0.45)
 SAFETY = 0.985
@@ -60,7 +60,9 @@ def trained(
     setup: Setup, codec: str = "raw", url: str | None = None, **vllm_args: Any
 ) -> Iterator[LocalEngine]:
     say(f"starting the trained model, {codec}")
-    with measuring_engine(EngineSpec(str(setup.model), codec, url, vllm_args=vllm_args)) as running:
+    with start_measuring_engine(
+        MeasuringEngineSpec(str(setup.model), codec, url, vllm_args=vllm_args)
+    ) as running:
         yield running
 
 
@@ -72,7 +74,7 @@ def bench_of(running: LocalEngine, cases: Sequence[Case]) -> Bench:
 
 
 def exact(scores: Scores, of_blend: bool = True) -> list[float]:
-    return scores.scored(metrics.exact_match, of_blend)
+    return scores.score_cases(metrics.exact_match, of_blend)
 
 
 def share(scores: Scores) -> Interval:
@@ -80,7 +82,7 @@ def share(scores: Scores) -> Interval:
     return metrics.ratio_bootstrap(exact(scores), exact(scores, of_blend=False))
 
 
-def fitted(bench: Bench, family: Selection, work: Workload, budget: float) -> Selection | None:
+def fit_name(bench: Bench, family: Selection, work: PassWorkload, budget: float) -> Selection | None:
     """As `at_budget`, corrected by what a few prompts really cost: predictions take a typical projection."""
     allowed = budget
     some = range(min(PROBED, len(bench.cases)))
@@ -88,14 +90,14 @@ def fitted(bench: Bench, family: Selection, work: Workload, budget: float) -> Se
         selection = at_budget(family, work, allowed)
         if selection is None:
             return None
-        cost = measured(bench, selection, some).cost
+        cost = measure_selection(bench, selection, some).cost
         if cost <= budget * SAFETY:
             return selection
         allowed -= max(cost - budget * SAFETY, CORRECTION_MIN)
     return None
 
 
-def at_budget(family: Selection, work: Workload, budget: float) -> Selection | None:
+def at_budget(family: Selection, work: PassWorkload, budget: float) -> Selection | None:
     """The largest ratio whose predicted cost fits; None where not even a small one does. Bisection."""
     low, high = 0.0, 1.0
     for _ in range(30):
@@ -132,15 +134,15 @@ def choose(setup: Setup, bench: Bench, num_layers: int, budget: float) -> tuple[
     work = grid.workload_of(bench.cases, num_layers)
     curve = []
     for family in families(num_layers, setup.quick):
-        selection = fitted(bench, family, work, budget)
+        selection = fit_name(bench, family, work, budget)
         if selection is None:
             continue
-        scores = measured(bench, selection, range(len(bench.cases)))
+        scores = measure_selection(bench, selection, range(len(bench.cases)))
         entry = scores.entry
-        say(f"cost ≤ {budget}: {described(selection)}: EM {entry.accuracy:.3f} at {entry.cost:.3f}")
+        say(f"cost ≤ {budget}: {describe_selection(selection)}: EM {entry.accuracy:.3f} at {entry.cost:.3f}")
         curve.append((entry, selection))
         setup.details.setdefault("chosen_on", []).append(
-            [described(selection), entry.cost, entry.accuracy, entry.kl_mean]
+            [describe_selection(selection), entry.cost, entry.accuracy, entry.kl_mean]
         )
     fitting = [(entry, selection) for entry, selection in curve if entry.cost <= budget]
     fitting.sort(key=lambda pair: (-(pair[0].accuracy or 0.0), pair[0].kl_mean))
@@ -154,7 +156,7 @@ def measure(setup: Setup) -> list[Figure]:
         choosing = bench_of(running, testbed.cases(running, chosen_on))
         picks = {budget: choose(setup, choosing, running.num_layers, budget) for budget in BUDGETS}
         wanted = {Selection(0.0), *(one for pair in picks.values() for one in pair)}
-        scores = judged(setup, running, sorted(wanted, key=described), testbed.TASKS)
+        scores = judged(setup, running, sorted(wanted, key=describe_selection), testbed.TASKS)
         control = judged(setup, running, [Selection(0.0)], (testbed.CONTROL,))[Selection(0.0)]
         mismatches = _full_ratio(setup, running)
     figures = _full_and_reuse(scores[Selection(0.0)], control)
@@ -162,7 +164,8 @@ def measure(setup: Setup) -> list[Figure]:
     for budget, (best, _) in picks.items():
         name, bar = bars[budget]
         interval = share(scores[best])
-        detail = f"{described(best)}, cost {scores[best].cost:.3f}, {interval}, n={len(scores[best].cases)}"
+        cost = f"cost {scores[best].cost:.3f}"
+        detail = f"{describe_selection(best)}, {cost}, {interval}, n={len(scores[best].cases)}"
         figures.append(Figure.at_least(name, interval.mean, bar, unit="", detail=detail))
     figures.append(_over_hkvd(scores, *picks[0.25]))
     figures.append(mismatches)
@@ -178,10 +181,17 @@ def judged(
         asked = testbed.questions([task], testbed.JUDGED_FROM, setup.prompts)
         bench = bench_of(running, testbed.cases(running, asked))
         for selection in selections:
-            scores = measured(bench, selection, range(len(bench.cases)))
+            scores = measure_selection(bench, selection, range(len(bench.cases)))
             found[selection] = found[selection].joined(scores) if selection in found else scores
             entry = scores.entry
-            row = [task, described(selection), entry.cost, entry.accuracy, entry.accuracy_full, entry.kl_mean]
+            row = [
+                task,
+                describe_selection(selection),
+                entry.cost,
+                entry.accuracy,
+                entry.accuracy_full,
+                entry.kl_mean,
+            ]
             setup.details.setdefault("judged_by_task", []).append(row)
         say(f"judged {task}: " + ", ".join(f"{metrics.mean(exact(s)):.3f}" for s in found.values()))
     return found
@@ -212,7 +222,8 @@ def _full_and_reuse(reuse: Scores, control: Scores) -> list[Figure]:
 def _over_hkvd(scores: dict[Selection, Scores], best: Selection, hkvd: Selection) -> Figure:
     gains = [100 * (a - b) for a, b in zip(exact(scores[best]), exact(scores[hkvd]), strict=True)]
     interval = metrics.bootstrap(gains)
-    detail = f"{described(best)} over {described(hkvd)} (cost {scores[hkvd].cost:.3f}), {interval}"
+    pair = f"{describe_selection(best)} over {describe_selection(hkvd)}"
+    detail = f"{pair} (cost {scores[hkvd].cost:.3f}), {interval}"
     return Figure.at_least("em_over_hkvd_cost25", interval.mean, 0.0, unit="points", detail=detail)
 
 
@@ -220,7 +231,7 @@ def _full_ratio(setup: Setup, running: LocalEngine) -> Figure:
     """Answers of r = 1 that differ from full prefill's."""
     asked = testbed.questions(testbed.TASKS, testbed.JUDGED_FROM, max(1, setup.prompts // len(testbed.TASKS)))
     bench = bench_of(running, testbed.cases(running, asked))
-    scores = measured(bench, Selection(1.0), range(len(bench.cases)))
+    scores = measure_selection(bench, Selection(1.0), range(len(bench.cases)))
     different = sum(a.token_ids != b.token_ids for a, b in zip(scores.full, scores.blend, strict=True))
     worst = max(scores.divergences)
     detail = f"{len(bench.cases)} prompts, worst KL {worst:.2g}"

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kintsugi.core.spaces import ChunkKey, Span
-from kintsugi.engine.load import Load
+from kintsugi.engine.load import LoadMeter
 from kintsugi.serving.routing import (
     BLOCK_TOKENS,
     EngineView,
     PrefixMemory,
     RouteCosts,
     Wanted,
-    ranked,
+    rank_engines,
     tokens_by_host,
 )
 from kintsugi.store.client.directory import ShardAddress, ShardMap
@@ -72,7 +72,7 @@ class _Engine:
     def __init__(self, name: str, host: str, speed: float, fleet: Fleet, clock: Callable[[], float]) -> None:
         self.name = name
         self.host = host
-        self.load = Load(clock)
+        self.load = LoadMeter(clock)
         self.outstanding = 0
         self.free_at_s = 0.0
         self._tokens_per_s = speed * fleet.tokens_per_s
@@ -154,8 +154,8 @@ class Ours(Choice):
             waiting = report.waiting_tokens + self._sent.get(engine.name, 0)
             views[engine.name] = EngineView(waiting, report.tokens_per_s, report.host)
         wanted = Wanted(arrival.num_tokens, arrival.blocks, by_host)
-        name = ranked(views, wanted, self._memory, self._costs)[0]
-        self._memory.routed(arrival.blocks, name)
+        name = rank_engines(views, wanted, self._memory, self._costs)[0]
+        self._memory.record_route(arrival.blocks, name)
         self._sent[name] = self._sent.get(name, 0) + arrival.num_tokens
         return next(engine for engine in engines if engine.name == name)
 

@@ -24,7 +24,7 @@ import yaml
 from benchmarks.support.engines import say
 from kintsugi.bench.run import Endpoint
 from kintsugi.engine.asynchronous import BIND, UNIPROC
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 
 NAME = "measured"
 NAMESPACE = "bench"
@@ -97,7 +97,7 @@ class Server:
 @contextmanager
 def checkpoint(shape: str) -> Iterator[Path]:
     """The random model with a chat template beside it: links, not a copy."""
-    source = cached_checkpoint(shape)
+    source = make_checkpoint_once(shape)
     with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as folder:
         for file in source.iterdir():
             (Path(folder) / file.name).symlink_to(file)

@@ -20,10 +20,10 @@ import psutil
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, spread
 from benchmarks.support.servers import NAMESPACE, REPOSITORY, Server
-from kintsugi.bench.profile import Request, Workload, poisson_arrivals, prompt_of, requests
-from kintsugi.bench.report import Sample, Summary, summarised
-from kintsugi.bench.run import client_of, measured, run
-from kintsugi.models.passages import bundled_passages
+from kintsugi.bench.profile import RagWorkload, Request, poisson_arrivals, prompt_of, requests
+from kintsugi.bench.report import Sample, Summary, summarize_samples
+from kintsugi.bench.run import client_of, measure_request, run
+from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.sdk.client import Client, ClientOptions
 
@@ -84,7 +84,7 @@ def store_chunks(server: Server, texts: Sequence[str]) -> None:
                 say(f"stored {start + len(puts)} of {len(texts)} chunks")
 
 
-def measure_idle(servers: Sequence[Server], texts: Sequence[str], workload: Workload, count: int) -> Idle:
+def measure_idle(servers: Sequence[Server], texts: Sequence[str], workload: RagWorkload, count: int) -> Idle:
     """One request at a time, servers in turns, each prompt to both. The first of each is not counted: it
     prepares kernels."""
     coming = requests(workload, [0.0] * (count + 1))
@@ -93,7 +93,7 @@ def measure_idle(servers: Sequence[Server], texts: Sequence[str], workload: Work
     async def one(server: Server, request: Request) -> Sample:
         async with client_of(server.endpoint) as client:
             prompt, now_s = prompt_of(request, texts), time.perf_counter()
-            return await measured(client, server.endpoint, 0.0, now_s, prompt, workload.answer_tokens)
+            return await measure_request(client, server.endpoint, 0.0, now_s, prompt, workload.answer_tokens)
 
     for number, request in enumerate(coming):
         for server in servers:
@@ -119,7 +119,7 @@ def idle_figures(idle: Idle, bar: float | None) -> list[Figure]:
 
 
 def measure_goodput(
-    servers: Sequence[Server], texts: Sequence[str], workload: Workload, idle: Idle, budget: Budget
+    servers: Sequence[Server], texts: Sequence[str], workload: RagWorkload, idle: Idle, budget: Budget
 ) -> dict[str, list[tuple[Summary, float]]]:
     """Per server, each load's summary and CPU seconds; servers in turns, each at shares of its capacity."""
     found: dict[str, list[tuple[Summary, float]]] = {server.name: [] for server in servers}
@@ -130,7 +130,7 @@ def measure_goodput(
             coming = requests(_seeded(workload, step + 1), poisson_arrivals(rate, count, seed=step))
             cpu_s = server.cpu_s()
             samples = _load(server, coming, texts, workload.answer_tokens)
-            summary = summarised(samples, idle.slo_s)
+            summary = summarize_samples(samples, idle.slo_s)
             found[server.name].append((summary, server.cpu_s() - cpu_s))
             say(
                 f"{server.name} at {rate:.2f}/s: goodput {summary.goodput_per_s:.3f}/s, "
@@ -139,9 +139,9 @@ def measure_goodput(
     return found
 
 
-def _seeded(workload: Workload, step: int) -> Workload:
+def _seeded(workload: RagWorkload, step: int) -> RagWorkload:
     """Other requests in each load. The corpus is already written."""
-    return Workload(
+    return RagWorkload(
         workload.documents,
         workload.zipf,
         workload.chunks,
@@ -184,7 +184,7 @@ def goodput_figures(
 
 def measure_stuffing(server: Server, model: Any, bar: float | None) -> list[Figure]:
     """Unmodified LangChain and LlamaIndex, as the examples use them, on the bundled passages."""
-    documents = [passage.text for passage in bundled_passages()]
+    documents = [passage.text for passage in read_bundled_passages()]
     question = "Which of these depended on the sea?"
     chunker = Chunker.of_model(model)
     shares = {}
@@ -227,7 +227,7 @@ def _example(name: str) -> ModuleType:
 
 
 def measure_recovery(
-    server: Server, texts: Sequence[str], workload: Workload, idle: Idle, budget: Budget, bar: float | None
+    server: Server, texts: Sequence[str], workload: RagWorkload, idle: Idle, budget: Budget, bar: float | None
 ) -> list[Figure]:
     """kill -9 of the shard's process, then of the engine's, each in the midst of a load of its own."""
     figures = []

@@ -20,7 +20,7 @@ from kintsugi.core.deploy import (
 from kintsugi.core.exchange import EngineRequest, Usage
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.gateway.addresses import free_port
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.serving.ray_backend import RayBackend
 from kintsugi.serving.service import Service, start_ray
 
@@ -36,7 +36,7 @@ def cached_share(router: str, conversations: int, turns: int) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         spec = ServiceSpec(
-            ModelSpec(str(cached_checkpoint("tiny-llama")), "tiny"),
+            ModelSpec(str(make_checkpoint_once("tiny-llama")), "tiny"),
             EngineSpec(replicas=Scale(2, 2), allow_uncalibrated=True, kv_cache_gib=0.5, drain_s=2.0),
             StoreSpec(ram_gib=0.1, data_dir=folder, directory_port=free_port("127.0.0.1", 29410, 64)),
             GatewaySpec(grpc_port=0, http_port=0),

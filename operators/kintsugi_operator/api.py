@@ -28,8 +28,8 @@ from kintsugi_operator.bounds import (
     OPTIONAL_LABEL,
     OPTIONAL_NAME,
     QUANTITY,
-    Rule,
-    bounded,
+    CelRule,
+    field_with_bounds,
 )
 from kintsugi_operator.environment import Variable
 
@@ -102,14 +102,14 @@ class Toleration:
     __pydantic_config__ = STRICT
 
     RULES: ClassVar = (
-        Rule("self.key != '' || self.operator == 'Exists'", "without a key, operator must be Exists"),
-        Rule("self.operator == 'Equal' || self.value == ''", "operator Exists takes no value"),
+        CelRule("self.key != '' || self.operator == 'Exists'", "without a key, operator must be Exists"),
+        CelRule("self.operator == 'Equal' || self.value == ''", "operator Exists takes no value"),
     )
 
-    key: str = bounded("", maxLength=316)
-    operator: str = bounded("Equal", enum=["Equal", "Exists"])
-    value: str = bounded("", maxLength=63)
-    effect: str = bounded("", enum=["", "NoSchedule", "PreferNoSchedule", "NoExecute"])
+    key: str = field_with_bounds("", maxLength=316)
+    operator: str = field_with_bounds("Equal", enum=["Equal", "Exists"])
+    value: str = field_with_bounds("", maxLength=63)
+    effect: str = field_with_bounds("", enum=["", "NoSchedule", "PreferNoSchedule", "NoExecute"])
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class Nodes:
 
     __pydantic_config__ = STRICT
 
-    selector: Mapping[str, str] = bounded(dict, maxProperties=64, valueLength=63)
+    selector: Mapping[str, str] = field_with_bounds(dict, maxProperties=64, valueLength=63)
     """Labels that a node must have."""
-    tolerations: tuple[Toleration, ...] = bounded((), maxItems=32)
+    tolerations: tuple[Toleration, ...] = field_with_bounds((), maxItems=32)
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ class Image:
 
     __pydantic_config__ = STRICT
 
-    repository: str = bounded(minLength=1, maxLength=255, pattern=rf"^{HOST_AND_PATH}$")
-    tag: str = bounded("latest", maxLength=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
-    digest: str = bounded("", maxLength=71, pattern=r"^(sha256:[0-9a-f]{64})?$")
+    repository: str = field_with_bounds(minLength=1, maxLength=255, pattern=rf"^{HOST_AND_PATH}$")
+    tag: str = field_with_bounds("latest", maxLength=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    digest: str = field_with_bounds("", maxLength=71, pattern=r"^(sha256:[0-9a-f]{64})?$")
     """Wins over the tag."""
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
 
@@ -147,21 +147,21 @@ class Model:
 
     __pydantic_config__ = STRICT
 
-    path: str = bounded(minLength=1, maxLength=1024, pattern=MODEL)
+    path: str = field_with_bounds(minLength=1, maxLength=1024, pattern=MODEL)
     """Folder of the checkpoint within the image or the claim, or a hub name, org/model, that each pod
     downloads."""
-    name: str = bounded("", maxLength=255)
+    name: str = field_with_bounds("", maxLength=255)
     """What clients call it; empty: the last part of the path."""
-    dtype: str = bounded("auto", enum=["auto", "bfloat16", "float16", "float32"])
-    max_model_len: int | None = bounded(None, minimum=1)
+    dtype: str = field_with_bounds("auto", enum=["auto", "bfloat16", "float16", "float32"])
+    max_model_len: int | None = field_with_bounds(None, minimum=1)
     """Tokens."""
-    system_prompt: str | None = bounded(None, maxLength=65536)
+    system_prompt: str | None = field_with_bounds(None, maxLength=65536)
     """What chunks are prefilled behind; unset: the tokenizer's BOS."""
-    codec: str = bounded("raw", enum=[codec.name.lower() for codec in Codec])
+    codec: str = field_with_bounds("raw", enum=[codec.name.lower() for codec in Codec])
     """How chunk KV is encoded."""
-    volume_claim: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    volume_claim: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A PersistentVolumeClaim with checkpoints, mounted read-only at /models."""
-    token_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    token_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `token` lets the model be downloaded."""
 
 
@@ -171,10 +171,10 @@ class Replicas:
 
     __pydantic_config__ = STRICT
 
-    RULES: ClassVar = (Rule("self.min <= self.max", "min must not exceed max"),)
+    RULES: ClassVar = (CelRule("self.min <= self.max", "min must not exceed max"),)
 
-    min: int = bounded(1, minimum=1, maximum=1024)
-    max: int = bounded(1, minimum=1, maximum=1024)
+    min: int = field_with_bounds(1, minimum=1, maximum=1024)
+    max: int = field_with_bounds(1, minimum=1, maximum=1024)
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ class OpenAI:
 
     __pydantic_config__ = STRICT
 
-    chat_template: str | None = bounded(None, maxLength=65536)
+    chat_template: str | None = field_with_bounds(None, maxLength=65536)
     """The template itself, or a file in the image; unset: the model's own."""
-    tool_call_parser: str | None = bounded(None, maxLength=64)
+    tool_call_parser: str | None = field_with_bounds(None, maxLength=64)
     """vLLM's name of one: the model may then be given tools to choose from."""
-    reasoning_parser: str = bounded("", maxLength=64)
+    reasoning_parser: str = field_with_bounds("", maxLength=64)
     """vLLM's name of one."""
 
 
@@ -198,24 +198,24 @@ class Engines:
     __pydantic_config__ = STRICT
 
     replicas: Replicas = field(default_factory=Replicas)
-    cpus: float = bounded(4.0, minimum=0.1, maximum=1024)
+    cpus: float = field_with_bounds(4.0, minimum=0.1, maximum=1024)
     """Cores of each pod."""
-    memory: str = bounded("16Gi", pattern=QUANTITY, maxLength=32)
+    memory: str = field_with_bounds("16Gi", pattern=QUANTITY, maxLength=32)
     """Of each pod."""
-    gpus: int = bounded(0, minimum=0, maximum=16)
+    gpus: int = field_with_bounds(0, minimum=0, maximum=16)
     """Of each pod; 0 runs vLLM on the CPU."""
-    gpu_resource: str = bounded("nvidia.com/gpu", minLength=1, maxLength=253)
-    kv_cache_gib: float | None = bounded(None, minimum=0.1)
+    gpu_resource: str = field_with_bounds("nvidia.com/gpu", minLength=1, maxLength=253)
+    kv_cache_gib: float | None = field_with_bounds(None, minimum=0.1)
     """vLLM's own KV cache; unset leaves it to vLLM on a GPU, 2 on a CPU."""
-    shared_memory: str = bounded("2Gi", pattern=QUANTITY, maxLength=32)
+    shared_memory: str = field_with_bounds("2Gi", pattern=QUANTITY, maxLength=32)
     """/dev/shm: Ray's objects. Counts towards `memory`."""
-    scratch: str = bounded("20Gi", pattern=QUANTITY, maxLength=32)
+    scratch: str = field_with_bounds("20Gi", pattern=QUANTITY, maxLength=32)
     """Disk for downloads and compilation caches."""
     allow_uncalibrated: bool = False
     """Blend without a calibration report."""
     calibrate: bool = True
     """Calibrate a model without a report in a job of its own, and switch to a new model only after that."""
-    shadow_share: float = bounded(0.005, minimum=0, maximum=1)
+    shadow_share: float = field_with_bounds(0.005, minimum=0, maximum=1)
     """Of the blended requests, computed once more in full while nobody waits, to see whether blends are still
     what was calibrated."""
     connector: Mapping[str, Any] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class Engines:
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's engine arguments."""
     openai: OpenAI = field(default_factory=OpenAI)
-    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    env: tuple[Variable, ...] = field_with_bounds((), maxItems=64, mapKey="name")
     """Environment variables, also of the jobs that calibrate a model or fill a corpus."""
     nodes: Nodes = field(default_factory=Nodes)
 
@@ -235,16 +235,16 @@ class Tier:
     __pydantic_config__ = STRICT
 
     RULES: ClassVar = (
-        Rule("self.gib >= oldSelf.gib", "a volume cannot shrink: add a tier under another name"),
-        Rule(
+        CelRule("self.gib >= oldSelf.gib", "a volume cannot shrink: add a tier under another name"),
+        CelRule(
             "self.storageClass == oldSelf.storageClass",
             "a volume keeps its storage class: add a tier under another name",
         ),
     )
 
-    name: str = bounded(maxLength=20, pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$")
-    gib: float = bounded(minimum=1, maximum=1048576)
-    storage_class: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    name: str = field_with_bounds(maxLength=20, pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$")
+    gib: float = field_with_bounds(minimum=1, maximum=1048576)
+    storage_class: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """Empty: the cluster's default."""
 
 
@@ -254,14 +254,14 @@ class Volumes:
 
     __pydantic_config__ = STRICT
 
-    RULES: ClassVar = (Rule("self.kind == oldSelf.kind", "volumes keep their kind: make a new service"),)
+    RULES: ClassVar = (CelRule("self.kind == oldSelf.kind", "volumes keep their kind: make a new service"),)
 
     kind: VolumeKind = VolumeKind.PERSISTENT
     retain: bool = True
     """Whether persistent volumes outlive the service."""
-    data_gib: float = bounded(1.0, minimum=0.1, maximum=1024)
+    data_gib: float = field_with_bounds(1.0, minimum=0.1, maximum=1024)
     """Identity, catalog of reports."""
-    storage_class: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    storage_class: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """Of the data volume; empty: the cluster's default."""
 
 
@@ -271,33 +271,33 @@ class Store:
 
     __pydantic_config__ = STRICT
 
-    RULES: ClassVar = (Rule("self.replication <= self.shards", "replication must not exceed shards"),)
+    RULES: ClassVar = (CelRule("self.replication <= self.shards", "replication must not exceed shards"),)
 
-    shards: int = bounded(1, minimum=1, maximum=SHARDS_MAX)
-    replication: int = bounded(1, minimum=1, maximum=8)
+    shards: int = field_with_bounds(1, minimum=1, maximum=SHARDS_MAX)
+    replication: int = field_with_bounds(1, minimum=1, maximum=8)
     """Shards that hold each chunk."""
-    ramp_seconds: float = bounded(60.0, minimum=0, maximum=86400)
+    ramp_seconds: float = field_with_bounds(60.0, minimum=0, maximum=86400)
     """How long a shard that joins empty takes to be given all its chunks."""
-    ram_gib: float = bounded(4.0, minimum=0.1, maximum=65536)
+    ram_gib: float = field_with_bounds(4.0, minimum=0.1, maximum=65536)
     """RAM tier of each shard."""
-    tiers: tuple[Tier, ...] = bounded((), maxItems=8, mapKey="name")
+    tiers: tuple[Tier, ...] = field_with_bounds((), maxItems=8, mapKey="name")
     """Fastest first, below RAM."""
     volumes: Volumes = field(default_factory=Volumes)
-    cpus: float = bounded(1.0, minimum=0.1, maximum=1024)
+    cpus: float = field_with_bounds(1.0, minimum=0.1, maximum=1024)
     """Of each shard."""
     image: Image | None = None
     """Unset: the service's image as it was when the store was made. Shards restart, one at a time, only when
     this or a figure of theirs changes."""
-    ray_version: str = bounded("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
+    ray_version: str = field_with_bounds("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
     """The one in the store's image; unset: as the service's was when the store was made."""
-    tls_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    tls_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret with ca.crt, tls.crt and tls.key: shards and their clients show each other certificates."""
-    tls_name: str = bounded("kintsugi-store", pattern=NAME, maxLength=253)
+    tls_name: str = field_with_bounds("kintsugi-store", pattern=NAME, maxLength=253)
     """The DNS name that tls.crt is for: pods are called by addresses that nobody knows beforehand."""
     insecure: bool = False
     """Plaintext, and no NetworkPolicies around it either."""
     placement: ShardPlacement = ShardPlacement.APART
-    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    env: tuple[Variable, ...] = field_with_bounds((), maxItems=64, mapKey="name")
     """Environment variables of shards. They restart, one at a time, when these change."""
     nodes: Nodes = field(default_factory=Nodes)
 
@@ -308,15 +308,15 @@ class Gateway:
 
     __pydantic_config__ = STRICT
 
-    RULES: ClassVar = (Rule("self.grpcPort != self.httpPort", "grpcPort and httpPort must differ"),)
+    RULES: ClassVar = (CelRule("self.grpcPort != self.httpPort", "grpcPort and httpPort must differ"),)
 
-    replicas: int = bounded(1, minimum=1, maximum=64)
-    cpus: float = bounded(1.0, minimum=0.1, maximum=64)
-    memory: str = bounded("2Gi", pattern=QUANTITY, maxLength=32)
-    grpc_port: int = bounded(7500, minimum=1024, maximum=65535)
-    http_port: int = bounded(8000, minimum=1024, maximum=65535)
+    replicas: int = field_with_bounds(1, minimum=1, maximum=64)
+    cpus: float = field_with_bounds(1.0, minimum=0.1, maximum=64)
+    memory: str = field_with_bounds("2Gi", pattern=QUANTITY, maxLength=32)
+    grpc_port: int = field_with_bounds(7500, minimum=1024, maximum=65535)
+    http_port: int = field_with_bounds(8000, minimum=1024, maximum=65535)
     service_type: ServiceType = ServiceType.CLUSTER_IP
-    tokens_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    tokens_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces."""
     insecure: bool = False
     """Serve without tokens."""
@@ -324,7 +324,7 @@ class Gateway:
     read_only: bool = False
     overtaking: bool = False
     """Requests may carry a priority below 0, and so go before all that carry none."""
-    env: tuple[Variable, ...] = bounded((), maxItems=64, mapKey="name")
+    env: tuple[Variable, ...] = field_with_bounds((), maxItems=64, mapKey="name")
     """Environment variables, OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT among them: see `network.egress`."""
     nodes: Nodes = field(default_factory=Nodes)
 
@@ -335,7 +335,7 @@ class Tls:
 
     __pydantic_config__ = STRICT
 
-    secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret with tls.crt and tls.key; empty: plaintext."""
     require_client: bool = False
     """Clients must show a certificate that the Secret's ca.crt has signed."""
@@ -349,14 +349,14 @@ class Egress:
 
     # CEL reserves the word namespace and escapes it so.
     RULES: ClassVar = (
-        Rule("self.__namespace__ == '' || self.cidr == ''", "name a namespace or a cidr, not both"),
+        CelRule("self.__namespace__ == '' || self.cidr == ''", "name a namespace or a cidr, not both"),
     )
 
-    ports: tuple[int, ...] = bounded(minItems=1, maxItems=32, itemMinimum=1, itemMaximum=65535)
+    ports: tuple[int, ...] = field_with_bounds(minItems=1, maxItems=32, itemMinimum=1, itemMaximum=65535)
     """Of TCP."""
-    namespace: str = bounded("", pattern=OPTIONAL_LABEL, maxLength=63)
+    namespace: str = field_with_bounds("", pattern=OPTIONAL_LABEL, maxLength=63)
     """Its pods; without this and `cidr`: any address."""
-    cidr: str = bounded("", pattern=CIDR, maxLength=43)
+    cidr: str = field_with_bounds("", pattern=CIDR, maxLength=43)
     """Its addresses, such as 10.0.0.0/8."""
 
 
@@ -368,15 +368,15 @@ class Network:
 
     policies: bool = True
     """Whether there are any."""
-    client_namespaces: tuple[str, ...] = bounded((), maxItems=64, itemPattern=LABEL, itemLength=63)
+    client_namespaces: tuple[str, ...] = field_with_bounds((), maxItems=64, itemPattern=LABEL, itemLength=63)
     """Namespaces that may call the gateway; empty: anybody who reaches it."""
-    monitoring_namespace: str = bounded("", pattern=OPTIONAL_NAME, maxLength=63)
+    monitoring_namespace: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=63)
     """Whose pods may read metrics."""
-    kuberay_namespace: str = bounded("", pattern=OPTIONAL_NAME, maxLength=63)
+    kuberay_namespace: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=63)
     """Where KubeRay's operator runs, which deploys through the dashboards of heads. Empty: this namespace."""
     downloads: bool = True
     """Whether engines and jobs may reach HTTPS outside: models and corpora."""
-    egress: tuple[Egress, ...] = bounded((), maxItems=32)
+    egress: tuple[Egress, ...] = field_with_bounds((), maxItems=32)
     """What else engines, gateways and jobs may call: a collector of traces, a proxy, a bucket's endpoint."""
 
 
@@ -388,12 +388,12 @@ class BlendServiceSpec:
 
     # Not at the gateway: Kubernetes checks defaults against rules, and the gateway's default breaks this one.
     RULES: ClassVar = (
-        Rule(
+        CelRule(
             "self.gateway.tokensSecret != '' || self.gateway.insecure",
             "gateway.tokensSecret is mandatory: name a Secret with hashed tokens, or set gateway.insecure "
             "to serve anybody",
         ),
-        Rule(
+        CelRule(
             "self.store.tlsSecret != '' || self.network.policies || self.store.insecure",
             "without network.policies the store needs store.tlsSecret, or store.insecure to say that anybody "
             "in the cluster may read it",
@@ -408,9 +408,9 @@ class BlendServiceSpec:
     gateway: Gateway = field(default_factory=Gateway)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
-    ray_version: str = bounded(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
+    ray_version: str = field_with_bounds(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
     """The one in the images."""
-    image_pull_secrets: tuple[str, ...] = bounded((), maxItems=16, itemPattern=NAME, itemLength=253)
+    image_pull_secrets: tuple[str, ...] = field_with_bounds((), maxItems=16, itemPattern=NAME, itemLength=253)
 
 
 @dataclass(frozen=True)
@@ -419,9 +419,9 @@ class Columns:
 
     __pydantic_config__ = STRICT
 
-    text: str = bounded("text", minLength=1, maxLength=255)
-    id: str = bounded("id", minLength=1, maxLength=255)
-    version: str = bounded("version", minLength=1, maxLength=255)
+    text: str = field_with_bounds("text", minLength=1, maxLength=255)
+    id: str = field_with_bounds("id", minLength=1, maxLength=255)
+    version: str = field_with_bounds("version", minLength=1, maxLength=255)
 
 
 @dataclass(frozen=True)
@@ -430,12 +430,12 @@ class CorpusWorkers:
 
     __pydantic_config__ = STRICT
 
-    replicas: int = bounded(1, minimum=1, maximum=1024)
-    cpus: float = bounded(4.0, minimum=0.1, maximum=1024)
-    memory: str = bounded("16Gi", pattern=QUANTITY, maxLength=32)
-    gpus: int = bounded(0, minimum=0, maximum=16)
-    gpu_resource: str = bounded("nvidia.com/gpu", minLength=1, maxLength=253)
-    scratch: str = bounded("20Gi", pattern=QUANTITY, maxLength=32)
+    replicas: int = field_with_bounds(1, minimum=1, maximum=1024)
+    cpus: float = field_with_bounds(4.0, minimum=0.1, maximum=1024)
+    memory: str = field_with_bounds("16Gi", pattern=QUANTITY, maxLength=32)
+    gpus: int = field_with_bounds(0, minimum=0, maximum=16)
+    gpu_resource: str = field_with_bounds("nvidia.com/gpu", minLength=1, maxLength=253)
+    scratch: str = field_with_bounds("20Gi", pattern=QUANTITY, maxLength=32)
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of `vllm.LLM`."""
     nodes: Nodes = field(default_factory=Nodes)
@@ -448,42 +448,44 @@ class CorpusPrecomputeSpec:
     __pydantic_config__ = STRICT
 
     RULES: ClassVar = (
-        Rule("self.overlap < self.tokensMax", "overlap must be less than tokensMax"),
-        Rule("self.service == oldSelf.service", "a corpus keeps its service: make another CorpusPrecompute"),
-        Rule("self.__namespace__ == oldSelf.__namespace__", "a corpus keeps its namespace: make another"),
+        CelRule("self.overlap < self.tokensMax", "overlap must be less than tokensMax"),
+        CelRule(
+            "self.service == oldSelf.service", "a corpus keeps its service: make another CorpusPrecompute"
+        ),
+        CelRule("self.__namespace__ == oldSelf.__namespace__", "a corpus keeps its namespace: make another"),
     )
 
-    service: str = bounded(minLength=1, maxLength=63, pattern=NAME)
+    service: str = field_with_bounds(minLength=1, maxLength=63, pattern=NAME)
     """A BlendService in this namespace: its model, its image, its store."""
-    namespace: str = bounded(minLength=1, maxLength=128, pattern=NAMESPACE)
+    namespace: str = field_with_bounds(minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant whose chunks they become."""
-    source: str = bounded(minLength=1, maxLength=2048)
+    source: str = field_with_bounds(minLength=1, maxLength=2048)
     """File, folder or URL."""
-    volume_claim: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    volume_claim: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A PersistentVolumeClaim with documents, mounted read-only at /corpus."""
-    credentials_secret: str = bounded("", pattern=OPTIONAL_NAME, maxLength=253)
+    credentials_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID."""
     format: CorpusFormat = CorpusFormat.BY_SUFFIX
     columns: Columns = field(default_factory=Columns)
-    tokens_max: int = bounded(512, minimum=1, maximum=1048576)
+    tokens_max: int = field_with_bounds(512, minimum=1, maximum=1048576)
     """Per chunk."""
-    overlap: int = bounded(0, minimum=0, maximum=1048576)
+    overlap: int = field_with_bounds(0, minimum=0, maximum=1048576)
     """Tokens of a chunk that begin the next one."""
-    errors_share: float = bounded(0.05, minimum=0, maximum=1)
+    errors_share: float = field_with_bounds(0.05, minimum=0, maximum=1)
     """Documents that may fail."""
-    tokens_per_s: float = bounded(0.0, minimum=0)
+    tokens_per_s: float = field_with_bounds(0.0, minimum=0)
     """Rate limit; 0: none."""
     workers: CorpusWorkers = field(default_factory=CorpusWorkers)
-    schedule: str = bounded("", maxLength=100, pattern=CRON)
+    schedule: str = field_with_bounds("", maxLength=100, pattern=CRON)
     """Cron, five fields, UTC; empty: once, and again for every new model or change of this spec."""
     suspend: bool = False
     """Stop a running job and start none. What was prefilled stays; the job goes on from there."""
-    ttl_s: int = bounded(3600, minimum=0, maximum=31536000)
+    ttl_s: int = field_with_bounds(3600, minimum=0, maximum=31536000)
     """Seconds that a finished job stays."""
     retire_old_editions: bool = False
     """Delete, at the end of a run, chunks of models that were replaced before it began. Those of the model
     before this one stay, for a way back."""
-    ledger_gib: float = bounded(1.0, minimum=0.1, maximum=1024)
+    ledger_gib: float = field_with_bounds(1.0, minimum=0.1, maximum=1024)
     """Volume that remembers which document has which chunks."""
 
 
@@ -503,7 +505,7 @@ def from_manifest(cls: type[T], values: Mapping[str, Any], where: str = "spec") 
     if not isinstance(values, Mapping):
         raise InvalidField(where, f"expected a mapping, got {type(values).__name__}")
     try:
-        return load(cls, _renamed(cls, values, where), where)
+        return load(cls, _rename_fields(cls, values, where), where)
     except UnknownField:
         raise
     except InvalidField as error:
@@ -520,10 +522,10 @@ def to_manifest(value: Any) -> Any:
     return str(value) if isinstance(value, StrEnum) else value
 
 
-def said(value: Any) -> Any:
+def non_default_values(value: Any) -> Any:
     """What of a spec is not as it would be anyhow. A field that a later version adds changes no digest."""
     if isinstance(value, tuple):
-        return [said(inner) for inner in value]
+        return [non_default_values(inner) for inner in value]
     if not dataclasses.is_dataclass(value):
         return to_manifest(value)
     kept = {}
@@ -531,7 +533,7 @@ def said(value: Any) -> Any:
         inner = getattr(value, one.name)
         default = one.default_factory() if callable(one.default_factory) else one.default
         if inner != default:
-            kept[camel(one.name)] = said(inner)
+            kept[camel(one.name)] = non_default_values(inner)
     return kept
 
 
@@ -542,7 +544,7 @@ def dataclass_within(annotation: Any) -> type[Any] | None:
     return next((inner for one in get_args(annotation) if (inner := dataclass_within(one))), None)
 
 
-def _renamed(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rename_fields(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """With our names. Free maps (labels, vLLM's arguments) keep theirs. Raises `UnknownField`."""
     hints = get_type_hints(cls)
     names = {camel(f.name): f.name for f in dataclasses.fields(cls)}
@@ -553,8 +555,8 @@ def _renamed(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str,
         inner = dataclass_within(hints[names[key]])
         path = f"{where}.{key}"
         if inner is not None and isinstance(value, Mapping):
-            value = _renamed(inner, value, path)
+            value = _rename_fields(inner, value, path)
         elif inner is not None and isinstance(value, list):
-            value = [_renamed(inner, one, path) if isinstance(one, Mapping) else one for one in value]
+            value = [_rename_fields(inner, one, path) if isinstance(one, Mapping) else one for one in value]
         renamed[names[key]] = value
     return renamed

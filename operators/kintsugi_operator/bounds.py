@@ -22,14 +22,14 @@ CIDR = r"^([0-9a-fA-F.:]+/[0-9]{1,3})?$"
 
 
 @dataclass(frozen=True)
-class Rule:
+class CelRule:
     """A CEL rule over an object, and what to tell who breaks it."""
 
     rule: str
     message: str
 
 
-def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
+def field_with_bounds(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     """A field with keywords of JSON schema: minimum, maximum, pattern, maxLength, minItems, maxItems,
     maxProperties. `itemPattern`, `itemLength`, `itemMinimum`, `itemMaximum` and `valueLength` are those of
     what is in it."""

@@ -219,12 +219,12 @@ class ApiServer(Cluster):
         except (ClientError, OSError, TimeoutError) as error:
             raise Unavailable(f"{method} {path}: the API server does not answer ({error})") from error
         if not 200 <= answer.status < 300:
-            raise Refused(f"{method} {path}", answer.status, _said(text, answer.reason))
+            raise Refused(f"{method} {path}", answer.status, _read_error_message(text, answer.reason))
         parsed: Manifest = json.loads(text) if text else {}
         return parsed
 
 
-def _said(text: bytes, reason: str) -> str:
+def _read_error_message(text: bytes, reason: str) -> str:
     """The API server's own message; what stands between may answer with something else."""
     try:
         return str(json.loads(text)["message"])

@@ -52,13 +52,13 @@ def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
     return {**wanted, "spec": {**wanted["spec"], "resources": {"requests": {"storage": theirs}}}}
 
 
-def replacing(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
+def replacement_patch(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
     """A merge patch that makes `wanted` of `live`: what is there beside it is taken away."""
     gone: Manifest = {key: None for key in live if key not in wanted}
     for key, value in wanted.items():
         former = live.get(key)
         is_inner = isinstance(value, Mapping) and isinstance(former, Mapping)
-        gone[key] = replacing(value, former) if is_inner else value  # type: ignore[arg-type]
+        gone[key] = replacement_patch(value, former) if is_inner else value  # type: ignore[arg-type]
     return gone
 
 

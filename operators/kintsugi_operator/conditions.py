@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kintsugi_operator.status import Condition, Status
+from kintsugi_operator.status import Condition, ConditionStatus
 
 READY = "Ready"
 VALID = "Valid"
@@ -22,17 +22,17 @@ MESSAGE_LENGTH_MAX = 4096
 
 def true(type_: str, reason: str, message: str = "") -> Condition:
     """It is so."""
-    return Condition(type_, Status.TRUE, reason, message[:MESSAGE_LENGTH_MAX])
+    return Condition(type_, ConditionStatus.TRUE, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def false(type_: str, reason: str, message: str) -> Condition:
     """It is not, and the message says what to do or to wait for."""
-    return Condition(type_, Status.FALSE, reason, message[:MESSAGE_LENGTH_MAX])
+    return Condition(type_, ConditionStatus.FALSE, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def unknown(type_: str, reason: str, message: str = "") -> Condition:
     """Nothing is known yet."""
-    return Condition(type_, Status.UNKNOWN, reason, message[:MESSAGE_LENGTH_MAX])
+    return Condition(type_, ConditionStatus.UNKNOWN, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def merged(

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any
 
 from kintsugi_operator import conditions as c
-from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, said
+from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, non_default_values
 from kintsugi_operator.deployed import Revision
-from kintsugi_operator.desired import signed, timestamp
+from kintsugi_operator.desired import sign, timestamp
 from kintsugi_operator.jobs import corpus_job, corpus_job_name, ledger_claim
 from kintsugi_operator.names import digest
 from kintsugi_operator.objects import Owner
@@ -60,7 +60,7 @@ class CorpusDesired:
 
 def basis_of(spec: CorpusPrecomputeSpec, revision: Revision) -> str:
     """Digest of all that makes a corpus's chunks other ones."""
-    asked = {key: value for key, value in said(spec).items() if key not in WITHOUT_RERUN}
+    asked = {key: value for key, value in non_default_values(spec).items() if key not in WITHOUT_RERUN}
     return digest([asked, revision.name])
 
 
@@ -84,7 +84,7 @@ def revision_of_run(run: str) -> str:
     return parts[1] if len(parts) == 3 else ""
 
 
-def desired_corpus(
+def plan_corpus(
     spec: CorpusPrecomputeSpec,
     owner: Owner,
     before: CorpusPrecomputeStatus,
@@ -106,11 +106,11 @@ def desired_corpus(
     name = corpus_job_name(owner.name, digest(run))
     job = observed.jobs.get(name, JobView(name=name))
     was_done = run == before.run and before.phase in ("Succeeded", "Failed")
-    objects = [signed(ledger_claim(spec, owner))]
+    objects = [sign(ledger_claim(spec, owner))]
     if job.state.is_final or was_done:
         pass  # it is a record now: nothing about it changes any more
     elif job.state is not JobState.ABSENT or (target.is_store_ready and not spec.suspend):
-        objects.append(signed(corpus_job(spec, owner, target.spec, target.revision, digest(run))))
+        objects.append(sign(corpus_job(spec, owner, target.spec, target.revision, digest(run))))
     return CorpusDesired(
         tuple(objects),
         _status(spec, before, observed, run, job, was_done, now),

@@ -66,7 +66,7 @@ def schema_of(cls: type[Any]) -> Schema:
     properties: Schema = {}
     required = []
     for one in dataclasses.fields(cls):
-        schema = _typed(hints[one.name], dict(one.metadata))
+        schema = _schema_of_annotation(hints[one.name], dict(one.metadata))
         if docs.get(one.name):
             schema = {"description": docs[one.name], **schema}
         default = _default(one)
@@ -127,7 +127,7 @@ def _crd(kind: str, plural: str, singular: str, short: str, spec: type[Any], sta
     }
 
 
-def _typed(annotation: Any, metadata: dict[str, Any]) -> Schema:
+def _schema_of_annotation(annotation: Any, metadata: dict[str, Any]) -> Schema:
     map_key = metadata.pop("mapKey", None)
     inner = {"pattern": metadata.pop("itemPattern", None), "maxLength": metadata.pop("itemLength", None)}
     inner["maxLength"] = metadata.pop("valueLength", inner["maxLength"])
@@ -137,7 +137,7 @@ def _typed(annotation: Any, metadata: dict[str, Any]) -> Schema:
         (annotation,) = [one for one in get_args(annotation) if one is not type(None)]
     origin = get_origin(annotation)
     if origin is tuple:
-        items = _typed(get_args(annotation)[0], inner)
+        items = _schema_of_annotation(get_args(annotation)[0], inner)
         listed: Schema = {"type": "array", "items": items, **metadata}
         if map_key:
             listed |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [map_key]}
@@ -146,7 +146,7 @@ def _typed(annotation: Any, metadata: dict[str, Any]) -> Schema:
         value = get_args(annotation)[1]
         if value is Any:
             return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **metadata}
-        return {"type": "object", "additionalProperties": _typed(value, inner), **metadata}
+        return {"type": "object", "additionalProperties": _schema_of_annotation(value, inner), **metadata}
     if dataclasses.is_dataclass(annotation):
         assert isinstance(annotation, type)
         return schema_of(annotation)

@@ -21,8 +21,8 @@ from kintsugi.core.deploy import (
     serve_config,
 )
 from kintsugi.core.schema import STRICT
-from kintsugi_operator.api import BlendServiceSpec, Engines, Image, Model, OpenAI, said
-from kintsugi_operator.names import digest, named
+from kintsugi_operator.api import BlendServiceSpec, Engines, Image, Model, OpenAI, non_default_values
+from kintsugi_operator.names import digest, join_name
 from kintsugi_operator.pods import STORE_TLS, TLS, TOKENS, Manifest
 
 DIRECTORY_PORT = 7410
@@ -66,7 +66,7 @@ class Revision:
     @property
     def name(self) -> str:
         """Digest: the same inputs are the same revision."""
-        return digest(said(self))
+        return digest(non_default_values(self))
 
     def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
         """The spec as it would be had this revision been asked for; everything else is as it is now."""
@@ -162,7 +162,7 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
 
 def store_url(spec: BlendServiceSpec, name: str, namespace: str) -> str:
     """Where engines and jobs find the shards."""
-    return directory_url(store_spec(spec), host=f"{named(name, 'directory')}.{namespace}.svc")
+    return directory_url(store_spec(spec), host=f"{join_name(name, 'directory')}.{namespace}.svc")
 
 
 def store_config(spec: BlendServiceSpec) -> Manifest:

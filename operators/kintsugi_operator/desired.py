@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from kintsugi_operator import conditions as c
 from kintsugi_operator.api import BlendServiceSpec
-from kintsugi_operator.compare import replacing
+from kintsugi_operator.compare import replacement_patch
 from kintsugi_operator.deployed import Revision
 from kintsugi_operator.jobs import calibration_job
 from kintsugi_operator.names import ANNOTATION_CLUSTER, ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
@@ -21,11 +21,11 @@ from kintsugi_operator.service import account_objects, endpoints, revision_objec
 from kintsugi_operator.shards import Action, ShardStep, next_step, ready_shards
 from kintsugi_operator.status import BlendServiceStatus, Condition, RolloutStatus
 from kintsugi_operator.store import (
+    choose_store_image,
     needs_restart,
     ray_service_name,
     shard_templates,
     store_objects,
-    wanted_image,
 )
 
 
@@ -40,7 +40,10 @@ class ClusterPatch:
         """As a merge patch that leaves nothing of the former head, whose keys a merge would keep."""
         spec = self.patch["spec"]
         former = live.get("spec", {}).get("headGroupSpec") or {}
-        return {**self.patch, "spec": {**spec, "headGroupSpec": replacing(spec["headGroupSpec"], former)}}
+        return {
+            **self.patch,
+            "spec": {**spec, "headGroupSpec": replacement_patch(spec["headGroupSpec"], former)},
+        }
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def desired(
     rollout = step(rollout, asked.name, spec.engines.calibrate, observed, now_s)
     rollout = _with_known(rollout, known, asked.name)
 
-    image = wanted_image(spec, observed.store_image)
+    image = choose_store_image(spec, observed.store_image)
     groups = max(spec.store.shards, observed.shard_groups, before.shard_groups)
     store = store_objects(spec, owner, image, groups)
     templates = [
@@ -87,7 +90,7 @@ def desired(
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
     ]
-    signed_objects = tuple(signed(one) for one in objects)
+    signed_objects = tuple(sign(one) for one in objects)
     status = replace(
         _status(spec, owner, before, observed, rollout, shard_step, known, now),
         shard_groups=groups,
@@ -96,7 +99,7 @@ def desired(
     return Desired(signed_objects, status, shard_step, _cluster_patch(store[-1], observed))
 
 
-def signed(manifest: Manifest) -> Manifest:
+def sign(manifest: Manifest) -> Manifest:
     """With the digest of itself, by which an unchanged object is known."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_DIGEST: digest(manifest)}
@@ -197,8 +200,8 @@ def _status(
             _kuberay(spec, owner, observed),
             _store(spec, observed, ready),
             _shards(spec, owner, observed, shard_step),
-            _calibrated(spec, rollout, observed),
-            _rolled_out(rollout, observed),
+            _calibration_condition(spec, rollout, observed),
+            _rollout_condition(rollout, observed),
             _ready(ready, engines_ready, observed, rollout),
         ),
     )
@@ -226,11 +229,11 @@ def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condit
 def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
     if ready >= spec.store.shards:
         return c.true(c.STORE, "AllShardsReady")
-    said = _said(observed.store, observed, "store")
+    said = _join_messages(observed.store, observed, "store")
     return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{said}")
 
 
-def _said(service: RayServiceView | None, observed: Observed, part: str) -> str:
+def _join_messages(service: RayServiceView | None, observed: Observed, part: str) -> str:
     """What KubeRay says of a RayService, and Kubernetes of a pod that does not start."""
     texts = (service.message if service is not None else "", observed.troubles.get(part, ""))
     return "".join(f": {text}" for text in texts if text)
@@ -249,7 +252,7 @@ def _shards(spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step
     return c.false(c.SHARDS, "Upgrading", f"{shard_step.message}; {shard_step.outdated} left")
 
 
-def _calibrated(spec: BlendServiceSpec, rollout: Rollout, observed: Observed) -> Condition:
+def _calibration_condition(spec: BlendServiceSpec, rollout: Rollout, observed: Observed) -> Condition:
     if not spec.engines.calibrate:
         return c.unknown(c.CALIBRATED, "Off", "engines.calibrate is false")
     job = observed.calibrations.get(rollout.calibrated)
@@ -264,11 +267,11 @@ def _calibrated(spec: BlendServiceSpec, rollout: Rollout, observed: Observed) ->
             f"{job.message or 'the job failed'}. Look at RayJob {job.name}; delete it to try again, or set "
             "engines.calibrate to false to serve this model without blending",
         )
-    said = _said(None, observed, "calibration")
+    said = _join_messages(None, observed, "calibration")
     return c.false(c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill{said}")
 
 
-def _rolled_out(rollout: Rollout, observed: Observed) -> Condition:
+def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
     if not rollout.pending:
         return c.true(c.ROLLED_OUT, "Idle")
     messages = {
@@ -280,7 +283,7 @@ def _rolled_out(rollout: Rollout, observed: Observed) -> Condition:
     text = f"revision {rollout.active} serves until {rollout.pending} may: {messages.get(rollout.phase, '')}"
     service = observed.services.get(rollout.pending)
     if rollout.phase is Phase.STARTING:
-        text += _said(service, observed, "service")
+        text += _join_messages(service, observed, "service")
     return c.false(c.ROLLED_OUT, str(rollout.phase), text)
 
 
@@ -292,7 +295,7 @@ def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout
     if not observed.kuberay.is_installed:
         return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
     active = observed.services.get(rollout.active)
-    said = _said(active, observed, "service")
+    said = _join_messages(active, observed, "service")
     return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{said}")
 
 

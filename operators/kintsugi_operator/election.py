@@ -2,8 +2,8 @@
 
 The library brings an election, but in version 37.0.2 its `LeaseLock` cannot make a Lease (it passes a bool
 where its own generated client wants text), lets errors of the connection through and waits five minutes for
-an answer. The rules are few, and pure: `decided` is what client-go does, with clocks compared on one machine
-only.
+an answer. The rules are few, and pure: `decide_move` is what client-go does, with clocks compared on one
+machine only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Sight:
         return Sight(holder, renewed, now_s)
 
 
-def decided(there: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
+def decide_move(there: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
     """From what was seen. The holder's clock is never compared with ours."""
     if not there:
         return Move.CREATE
@@ -112,7 +112,7 @@ class Candidate:
         live = await self._cluster.get(LEASE, self._namespace, self._name)
         if live is not None:
             self._sight = self._sight.again(live.get("spec") or {}, now_s)
-        move = decided(live is not None, self._sight, self._identity, self._terms.lease_s, now_s)
+        move = decide_move(live is not None, self._sight, self._identity, self._terms.lease_s, now_s)
         if move is Move.WAIT:
             return False
         if live is None:

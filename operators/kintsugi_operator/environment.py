@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kintsugi.core.schema import STRICT
-from kintsugi_operator.bounds import NAME, Rule, bounded
+from kintsugi_operator.bounds import NAME, CelRule, field_with_bounds
 
 RESERVED = (
     "^(KINTSUGI_.*|KUBERAY_.*|RAY_.*|HF_HOME|HF_HUB_CACHE|HF_TOKEN|HOME|TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR"
@@ -35,8 +35,8 @@ class KeyRef:
 
     __pydantic_config__ = STRICT
 
-    name: str = bounded(pattern=NAME, maxLength=253)
-    key: str = bounded(pattern=r"^[-._a-zA-Z0-9]+$", maxLength=253)
+    name: str = field_with_bounds(pattern=NAME, maxLength=253)
+    key: str = field_with_bounds(pattern=r"^[-._a-zA-Z0-9]+$", maxLength=253)
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class FieldRef:
 
     __pydantic_config__ = STRICT
 
-    field_path: str = bounded(enum=list(FIELDS))
+    field_path: str = field_with_bounds(enum=list(FIELDS))
 
 
 @dataclass(frozen=True)
-class Source:
+class EnvVarSource:
     """Where a value comes from."""
 
     __pydantic_config__ = STRICT
 
     RULES: ClassVar = (
-        Rule(
+        CelRule(
             "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)].exists_one(one, one)",
             "name one of secretKeyRef, configMapKeyRef and fieldRef",
         ),
@@ -73,13 +73,13 @@ class Variable:
     __pydantic_config__ = STRICT
 
     RULES: ClassVar = (
-        Rule("self.value == '' || !has(self.valueFrom)", "give value or valueFrom, not both"),
-        Rule(f"!self.name.matches('{RESERVED}')", RESERVED_MESSAGE),
+        CelRule("self.value == '' || !has(self.valueFrom)", "give value or valueFrom, not both"),
+        CelRule(f"!self.name.matches('{RESERVED}')", RESERVED_MESSAGE),
     )
 
-    name: str = bounded(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
-    value: str = bounded("", maxLength=8192)
-    value_from: Source | None = None
+    name: str = field_with_bounds(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
+    value: str = field_with_bounds("", maxLength=8192)
+    value_from: EnvVarSource | None = None
 
 
 def problem_of(variables: Sequence[Variable]) -> tuple[str, str] | None:

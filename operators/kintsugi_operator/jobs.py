@@ -9,15 +9,15 @@ from typing import Any
 
 from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec
 from kintsugi_operator.deployed import Revision, store_url
-from kintsugi_operator.names import LABEL_CORPUS, labels, named, ray_named
-from kintsugi_operator.objects import RAY_API_VERSION, Group, Owner, made, ray_cluster
+from kintsugi_operator.names import LABEL_CORPUS, join_name, labels, ray_named
+from kintsugi_operator.objects import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
 from kintsugi_operator.pods import (
     STORE_TLS,
     Manifest,
     Pod,
     Volume,
     claim_spec,
-    claimed,
+    claim_volume,
     secret,
     template,
 )
@@ -74,7 +74,9 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: Revision) ->
     )
     cluster = ray_cluster(head, [], spec.ray_version, head_cpus=1)
     body = _job(command, cluster, CALIBRATION_TTL_S, retries=0)
-    return made(owner, "RayJob", calibration_name(owner.name, revision.name), tags, body, RAY_API_VERSION)
+    return make_object(
+        owner, "RayJob", calibration_name(owner.name, revision.name), tags, body, RAY_API_VERSION
+    )
 
 
 def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def ledger_claim(corpus: CorpusPrecomputeSpec, owner: Owner) -> Manifest:
     """Which document has which chunks: outlives jobs."""
     body = {"spec": {**claim_spec(corpus.ledger_gib, ""), "volumeMode": "Filesystem"}}
     tags = corpus_labels(corpus.service, owner.name)
-    return made(owner, "PersistentVolumeClaim", named(owner.name, "ledger"), tags, body)
+    return make_object(owner, "PersistentVolumeClaim", join_name(owner.name, "ledger"), tags, body)
 
 
 def corpus_job(
@@ -128,7 +130,7 @@ def corpus_job(
     workers = corpus.workers
     documents = []
     if corpus.volume_claim:
-        documents.append(claimed("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
+        documents.append(claim_volume("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
     shared: dict[str, Any] = {"env": engine_env(service), "env_secret": corpus.credentials_secret}
     head = template(
         Pod(
@@ -137,7 +139,7 @@ def corpus_job(
             cpus=2,
             memory="8Gi",
             volumes=[
-                claimed("state", STATE, named(owner.name, "ledger")),
+                claim_volume("state", STATE, join_name(owner.name, "ledger")),
                 *model_volumes(service, workers.scratch),
                 *documents,
                 *_store_tls(service),
@@ -167,7 +169,7 @@ def corpus_job(
     if corpus.suspend:
         # Else unsaid: KubeRay drops what is false when it writes, and a queue of jobs may decide about it.
         body["spec"]["suspend"] = True
-    return made(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)
+    return make_object(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)
 
 
 def corpus_command(
@@ -226,7 +228,7 @@ def _common(spec: BlendServiceSpec, service: str, tags: dict[str, str]) -> dict[
         "image": spec.image.reference,
         "pull_policy": str(spec.image.pull_policy),
         "pull_secrets": spec.image_pull_secrets,
-        "service_account": named(service, "service"),
+        "service_account": join_name(service, "service"),
     }
 
 

@@ -42,21 +42,21 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
 
-def fitted(name: str, length_max: int = NAME_LENGTH_MAX) -> str:
+def fit_name(name: str, length_max: int = NAME_LENGTH_MAX) -> str:
     """The name, or as much of it as leaves room for a digest of the whole."""
     if len(name) <= length_max:
         return name
     return f"{name[: length_max - DIGEST_LENGTH - 1].rstrip('-.')}-{digest(name)}"
 
 
-def named(*parts: str, length_max: int = NAME_LENGTH_MAX) -> str:
+def join_name(*parts: str, length_max: int = NAME_LENGTH_MAX) -> str:
     """`acme-store` of `acme` and `store`. A cut name never equals one that was not cut."""
-    return fitted("-".join(parts), length_max)
+    return fit_name("-".join(parts), length_max)
 
 
 def ray_named(*parts: str) -> str:
     """Of a RayService or a RayJob."""
-    return named(*parts, length_max=RAY_NAME_LENGTH_MAX)
+    return join_name(*parts, length_max=RAY_NAME_LENGTH_MAX)
 
 
 def selector(service: str, **labels: str) -> dict[str, str]:

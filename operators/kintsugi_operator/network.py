@@ -11,8 +11,8 @@ from kintsugi_operator.deployed import (
     SHARD_METRICS_PORT,
     SHARD_PORT,
 )
-from kintsugi_operator.names import LABEL_PART, labels, named, selector
-from kintsugi_operator.objects import Owner, made
+from kintsugi_operator.names import LABEL_PART, join_name, labels, selector
+from kintsugi_operator.objects import Owner, make_object
 from kintsugi_operator.pods import DASHBOARD_PORT, METRICS_PORT, Manifest
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
@@ -50,10 +50,10 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> 
         for what, (pods, match) in chosen.items()
     }
     return [
-        made(
+        make_object(
             owner,
             "PodDisruptionBudget",
-            named(owner.name, what),
+            join_name(owner.name, what),
             labels(owner.name),
             {"spec": body},
             "policy/v1",
@@ -161,13 +161,13 @@ def _elsewhere(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
     """What the spec names."""
     if not spec.network.egress:
         return []
-    egress = [_called(one) for one in spec.network.egress]
+    egress = [_egress_rule(one) for one in spec.network.egress]
     return [
         _policy(owner, f"egress-{part}", {"part": part}, egress=egress) for part in PARTS if part != "store"
     ]
 
 
-def _called(egress: Egress) -> Manifest:
+def _egress_rule(egress: Egress) -> Manifest:
     rule: Manifest = {"ports": _ports(*egress.ports)}
     if egress.namespace:
         rule["to"] = [{"namespaceSelector": _namespace(egress.namespace)}]
@@ -190,7 +190,9 @@ def _policy(
     if egress is not None:
         spec["policyTypes"].append("Egress")
         spec["egress"] = list(egress)
-    return made(owner, "NetworkPolicy", named(owner.name, what), labels(owner.name), {"spec": spec}, POLICY)
+    return make_object(
+        owner, "NetworkPolicy", join_name(owner.name, what), labels(owner.name), {"spec": spec}, POLICY
+    )
 
 
 def _dns() -> Manifest:

@@ -39,7 +39,7 @@ class Owner:
         }
 
 
-def made(
+def make_object(
     owner: Owner,
     kind: str,
     name: str,

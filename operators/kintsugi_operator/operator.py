@@ -30,7 +30,7 @@ from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServe
 from kintsugi_operator.election import LeaseLost, lead
 from kintsugi_operator.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
 from kintsugi_operator.pulse import Counted, Pulse
-from kintsugi_operator.queue import Key, WorkQueue
+from kintsugi_operator.queue import ObjectKey, WorkQueue
 from kintsugi_operator.reconcile import SOON_S, Reconciler, utc_now
 from kintsugi_operator.scrape import HttpWeb
 
@@ -91,10 +91,10 @@ def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegist
 
     def own(kind: str) -> Callable[..., Coroutine[Any, Any, None]]:
         async def changed(namespace: str | None, name: str | None, spec: kopf.Spec, **_: Any) -> None:
-            queue.add(Key(kind, namespace or "", name or ""))
+            queue.add(ObjectKey(kind, namespace or "", name or ""))
             # Who waits for a service or its corpora hears of it at its next look.
             if kind == CORPUS_PRECOMPUTE.kind and spec.get("service"):
-                queue.add(Key(BLEND_SERVICE.kind, namespace or "", str(spec["service"])))
+                queue.add(ObjectKey(BLEND_SERVICE.kind, namespace or "", str(spec["service"])))
 
         return changed
 
@@ -105,9 +105,9 @@ def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegist
 
     async def owned(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
         if corpus := labels.get(LABEL_CORPUS):
-            queue.add(Key(CORPUS_PRECOMPUTE.kind, namespace or "", corpus))
+            queue.add(ObjectKey(CORPUS_PRECOMPUTE.kind, namespace or "", corpus))
         elif service := labels.get(LABEL_SERVICE):
-            queue.add(Key(BLEND_SERVICE.kind, namespace or "", service))
+            queue.add(ObjectKey(BLEND_SERVICE.kind, namespace or "", service))
 
     for plural in WATCHED_RAY:
         kopf.on.event(
@@ -126,7 +126,7 @@ async def operate(
     """Watch and reconcile until cancelled. `login`: how kopf finds the API server."""
     reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now, home=settings.lease_namespace)
 
-    async def look(key: Key) -> float | None:
+    async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
         reconcile = reconciler.service if key.kind == BLEND_SERVICE.kind else reconciler.corpus
         try:

@@ -71,7 +71,7 @@ def secret(name: str, path: str, secret_name: str) -> Volume:
     return Volume(name, path, {"secret": {"secretName": secret_name, "defaultMode": 0o440}}, read_only=True)
 
 
-def claimed(name: str, path: str, claim: str, read_only: bool = False) -> Volume:
+def claim_volume(name: str, path: str, claim: str, read_only: bool = False) -> Volume:
     """A PersistentVolumeClaim that exists."""
     source = {"persistentVolumeClaim": {"claimName": claim, **({"readOnly": True} if read_only else {})}}
     return Volume(name, path, source, read_only)

@@ -18,7 +18,7 @@ SETTLE_S = 0.2
 """Events come in bunches: one look serves them all."""
 
 
-class Key(NamedTuple):
+class ObjectKey(NamedTuple):
     """One object of ours."""
 
     kind: str
@@ -30,20 +30,22 @@ class WorkQueue:
     """Each key is looked at by one worker at a time, again after what `look` returns, and later and later
     while it fails."""
 
-    def __init__(self, look: Callable[[Key], Awaitable[float | None]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, look: Callable[[ObjectKey], Awaitable[float | None]], clock: Callable[[], float]
+    ) -> None:
         """`look` returns the seconds until the next time, or None where there will be none."""
         self._look = look
         self._clock = clock
-        self._due: dict[Key, float] = {}
-        self._busy: set[Key] = set()
-        self._again: set[Key] = set()
-        self._failures: dict[Key, int] = {}
+        self._due: dict[ObjectKey, float] = {}
+        self._busy: set[ObjectKey] = set()
+        self._again: set[ObjectKey] = set()
+        self._failures: dict[ObjectKey, int] = {}
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._due)
 
-    def add(self, key: Key, in_s: float = SETTLE_S) -> None:
+    def add(self, key: ObjectKey, in_s: float = SETTLE_S) -> None:
         """Look at it, no later than that."""
         if key in self._busy:
             self._again.add(key)
@@ -69,7 +71,7 @@ class WorkQueue:
             del self._due[key]
             await self._take(key)
 
-    async def _take(self, key: Key) -> None:
+    async def _take(self, key: ObjectKey) -> None:
         self._busy.add(key)
         try:
             again_s = await self._look(key)
@@ -88,6 +90,6 @@ class WorkQueue:
         if again_s is not None:
             self.add(key, again_s)
 
-    def _backoff_s(self, key: Key) -> float:
+    def _backoff_s(self, key: ObjectKey) -> float:
         self._failures[key] = failures = self._failures.get(key, 0) + 1
         return float(min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (failures - 1)))

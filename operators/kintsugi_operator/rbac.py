@@ -10,7 +10,7 @@ from kintsugi_operator.api import GROUP
 APPLY = ("create", "delete", "get", "list", "patch")
 
 
-class Rule(NamedTuple):
+class PolicyRule(NamedTuple):
     """Verbs on resources of one API group."""
 
     group: str
@@ -19,28 +19,28 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(GROUP, ("blendservices", "corpusprecomputes"), ("get", "list", "watch")),
+    PolicyRule(GROUP, ("blendservices", "corpusprecomputes"), ("get", "list", "watch")),
     # The finalizer.
-    Rule(GROUP, ("blendservices",), ("patch",)),
-    Rule(GROUP, ("blendservices/status", "corpusprecomputes/status"), ("patch",)),
+    PolicyRule(GROUP, ("blendservices",), ("patch",)),
+    PolicyRule(GROUP, ("blendservices/status", "corpusprecomputes/status"), ("patch",)),
     # Where the admission plugin OwnerReferencesPermissionEnforcement runs, whoever names an owner that blocks
     # deletion must be allowed this.
-    Rule(GROUP, ("blendservices/finalizers", "corpusprecomputes/finalizers"), ("update",)),
-    Rule("ray.io", ("rayservices", "rayjobs"), (*APPLY, "watch")),
-    Rule("ray.io", ("rayclusters",), ("get", "patch")),
-    Rule("", ("configmaps", "persistentvolumeclaims", "serviceaccounts", "services"), APPLY),
-    Rule("", ("pods",), ("list",)),
-    Rule("", ("pods/eviction",), ("create",)),
-    Rule("policy", ("poddisruptionbudgets",), APPLY),
-    Rule("networking.k8s.io", ("networkpolicies",), APPLY),
+    PolicyRule(GROUP, ("blendservices/finalizers", "corpusprecomputes/finalizers"), ("update",)),
+    PolicyRule("ray.io", ("rayservices", "rayjobs"), (*APPLY, "watch")),
+    PolicyRule("ray.io", ("rayclusters",), ("get", "patch")),
+    PolicyRule("", ("configmaps", "persistentvolumeclaims", "serviceaccounts", "services"), APPLY),
+    PolicyRule("", ("pods",), ("list",)),
+    PolicyRule("", ("pods/eviction",), ("create",)),
+    PolicyRule("policy", ("poddisruptionbudgets",), APPLY),
+    PolicyRule("networking.k8s.io", ("networkpolicies",), APPLY),
 )
 """In the namespaces that it looks after."""
 
-LEASE_RULES = (Rule("coordination.k8s.io", ("leases",), ("create", "get", "update")),)
+LEASE_RULES = (PolicyRule("coordination.k8s.io", ("leases",), ("create", "get", "update")),)
 """In its own."""
 
 
-def granted(rules: tuple[Rule, ...]) -> frozenset[tuple[str, str, str]]:
+def expand_rules(rules: tuple[PolicyRule, ...]) -> frozenset[tuple[str, str, str]]:
     """Group, resource and verb of everything that rules allow."""
     return frozenset(
         (rule.group, resource, verb) for rule in rules for resource in rule.resources for verb in rule.verbs

@@ -36,8 +36,8 @@ from kintsugi_operator.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.corpus import (
     CorpusObserved,
     Target,
-    desired_corpus,
     figures_in,
+    plan_corpus,
     revision_of_run,
 )
 from kintsugi_operator.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, Revision
@@ -51,7 +51,7 @@ from kintsugi_operator.names import (
     LABEL_REVISION,
     LABEL_ROLE,
     LABEL_SERVICE,
-    named,
+    join_name,
     selector,
 )
 from kintsugi_operator.objects import RAY_API_VERSION, Owner
@@ -68,7 +68,7 @@ from kintsugi_operator.observed import (
     store_image_of,
 )
 from kintsugi_operator.pods import Manifest
-from kintsugi_operator.scrape import Web, fetched, figures
+from kintsugi_operator.scrape import Web, fetch_all, figures
 from kintsugi_operator.shards import Action
 from kintsugi_operator.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus
 from kintsugi_operator.store import ray_service_name
@@ -115,8 +115,8 @@ class Reconciler:
             return LATER_S
         await self._ensure_finalizer(live)
         kuberay = await self._kuberay()
-        owned = await self._owned(namespace, selector(name)) if kuberay.is_installed else []
-        observed = await self._observed(owner, owned, kuberay)
+        owned = await self._list_owned(namespace, selector(name)) if kuberay.is_installed else []
+        observed = await self._observe_cluster(owner, owned, kuberay)
         result = desired(spec, owner, before, observed, self._clock())
         if not kuberay.is_installed:
             await self._write_status(live, before, replace(before, conditions=result.status.conditions))
@@ -127,7 +127,9 @@ class Reconciler:
             await self._prune(owner, result.objects, mine)
             await self._upgrade(namespace, result)
         except (InvalidField, Refused) as error:
-            await self._write_status(live, before, result.status, [*result.status.conditions, _stuck(error)])
+            await self._write_status(
+                live, before, result.status, [*result.status.conditions, _not_applied_condition(error)]
+            )
             return SOON_S
         conditions = (*result.status.conditions, c.true(c.RECONCILED, "Applied"))
         await self._write_status(live, before, result.status, conditions)
@@ -158,13 +160,15 @@ class Reconciler:
         pods = await self._cluster.list(POD, namespace, tags)
         trouble = troubles_of(pods, self._clock()).get(CORPUS, "")
         observed = CorpusObserved(target, jobs, report, trouble)
-        result = desired_corpus(spec, owner, before, observed, self._clock())
+        result = plan_corpus(spec, owner, before, observed, self._clock())
         try:
             await self._apply(result.objects, owned)
             for job in result.superfluous:
                 await self._cluster.delete(RAY_JOB, namespace, job)
         except (InvalidField, Refused) as error:
-            await self._write_status(live, before, before, [c.true(c.VALID, "Accepted"), _stuck(error)])
+            await self._write_status(
+                live, before, before, [c.true(c.VALID, "Accepted"), _not_applied_condition(error)]
+            )
             return SOON_S
         conditions = (*result.status.conditions, c.true(c.RECONCILED, "Applied"))
         await self._write_status(live, before, result.status, conditions)
@@ -203,7 +207,7 @@ class Reconciler:
         patch = {"metadata": {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}}
         await self._cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
 
-    async def _owned(self, namespace: str, tags: dict[str, str]) -> list[Manifest]:
+    async def _list_owned(self, namespace: str, tags: dict[str, str]) -> list[Manifest]:
         """What carries the service's label, whatever the field manager."""
         lists = await asyncio.gather(*(self._cluster.list(one, namespace, tags) for one in OWNED))
         return [one for found in lists for one in found]
@@ -213,7 +217,7 @@ class Reconciler:
         needed = {RAY_SERVICE.plural, RAY_JOB.plural, RAY_CLUSTER.plural}
         return KubeRay(needed <= served, "raycronjobs" in served)
 
-    async def _observed(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
+    async def _observe_cluster(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
         pods = await self._cluster.list(POD, owner.namespace, selector(owner.name))
         shards = tuple(shard_pod(one) for one in pods if _label(one, LABEL_ROLE) == "shard")
         engines = Counter(
@@ -232,7 +236,7 @@ class Reconciler:
         jobs = [
             one for one in owned if one["kind"] == RAY_JOB.kind and _label(one, LABEL_PART) == CALIBRATION
         ]
-        (front,) = [one for one in owned if _is(one, "Service", named(owner.name, "grpc"))] or [{}]
+        (front,) = [one for one in owned if _is(one, "Service", join_name(owner.name, "grpc"))] or [{}]
         return Observed(
             kuberay=kuberay,
             store=view,
@@ -275,8 +279,8 @@ class Reconciler:
             return [f"http://{_host(address)}:{port}/metrics" for address in addresses if address]
 
         shards, engines = await asyncio.gather(
-            fetched(self._web, urls("shard", SHARD_METRICS_PORT)),
-            fetched(self._web, urls("engine", ENGINE_METRICS_PORT)),
+            fetch_all(self._web, urls("shard", SHARD_METRICS_PORT)),
+            fetch_all(self._web, urls("engine", ENGINE_METRICS_PORT)),
         )
         return figures(shards, engines)
 
@@ -399,7 +403,7 @@ def _invalid(error: InvalidField) -> Condition:
     return c.false(c.VALID, "InvalidSpec", f"{error}. What runs is left as it is")
 
 
-def _stuck(error: KintsugiError) -> Condition:
+def _not_applied_condition(error: KintsugiError) -> Condition:
     """What kept an object from being applied, in the API server's words."""
     return c.false(c.RECONCILED, "NotApplied", str(error))
 

@@ -58,7 +58,7 @@ class Rollout:
         return self.pending or self.active
 
 
-def recovered(rollout: Rollout, observed: Observed) -> Rollout:
+def recover_rollout(rollout: Rollout, observed: Observed) -> Rollout:
     """What the cluster says, where a status was lost: the Service's selector knows who serves."""
     if rollout.active or not observed.selected or observed.selected not in observed.revisions:
         return rollout
@@ -69,17 +69,17 @@ def recovered(rollout: Rollout, observed: Observed) -> Rollout:
 def step(rollout: Rollout, asked: str, calibrate: bool, observed: Observed, now_s: float) -> Rollout:
     """The next state. Applied to its own result with the same input, it changes nothing more than one step
     at a time, and comes to rest."""
-    rollout = _retired(recovered(rollout, observed), now_s)
+    rollout = _retire_due(recover_rollout(rollout, observed), now_s)
     if not rollout.active:
         return replace(rollout, active=asked, pending="", phase=Phase.IDLE)
     if asked == rollout.active:
-        return _replaced(rollout, "", Phase.IDLE) if rollout.pending else rollout
+        return _replace_pending(rollout, "", Phase.IDLE) if rollout.pending else rollout
     if asked != rollout.pending:
-        return _replaced(rollout, asked, Phase.STARTING)
-    return _advanced(rollout, calibrate, observed, now_s)
+        return _replace_pending(rollout, asked, Phase.STARTING)
+    return _advance_pending(rollout, calibrate, observed, now_s)
 
 
-def _advanced(rollout: Rollout, calibrate: bool, observed: Observed, now_s: float) -> Rollout:
+def _advance_pending(rollout: Rollout, calibrate: bool, observed: Observed, now_s: float) -> Rollout:
     """One step of the pending revision towards serving."""
     service = observed.services.get(rollout.pending)
     is_ready = service is not None and service.is_ready
@@ -95,7 +95,7 @@ def _advanced(rollout: Rollout, calibrate: bool, observed: Observed, now_s: floa
         return replace(rollout, phase=Phase.WARMING)
     return Rollout(
         active=rollout.pending,
-        retiring=_bounded((rollout.active, *rollout.retiring), rollout.pending),
+        retiring=_bound_retiring((rollout.active, *rollout.retiring), rollout.pending),
         retiring_since_s=now_s,
     )
 
@@ -106,19 +106,19 @@ def is_warm(observed: Observed, revision: str) -> bool:
     return all(one.is_suspended or (one.revision == revision and one.is_finished) for one in observed.corpora)
 
 
-def _replaced(rollout: Rollout, pending: str, phase: Phase) -> Rollout:
+def _replace_pending(rollout: Rollout, pending: str, phase: Phase) -> Rollout:
     """Another revision becomes the pending one; the former has served nobody and goes at once."""
     retiring = tuple(one for one in rollout.retiring if one != pending)
     return replace(rollout, pending=pending, phase=phase, retiring=retiring)
 
 
-def _retired(rollout: Rollout, now_s: float) -> Rollout:
+def _retire_due(rollout: Rollout, now_s: float) -> Rollout:
     if rollout.retiring and now_s - rollout.retiring_since_s >= RETIRE_AFTER_S:
         return replace(rollout, retiring=(), retiring_since_s=0.0)
     return rollout
 
 
-def _bounded(retiring: tuple[str, ...], but: str) -> tuple[str, ...]:
+def _bound_retiring(retiring: tuple[str, ...], but: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for one in retiring if one != but))[:RETIRING_MAX]
 
 

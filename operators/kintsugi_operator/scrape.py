@@ -50,7 +50,7 @@ class HttpWeb(Web):
             return ""
 
 
-async def fetched(web: Web, urls: Iterable[str]) -> list[str]:
+async def fetch_all(web: Web, urls: Iterable[str]) -> list[str]:
     """All at once, in order."""
     return list(await asyncio.gather(*(web.fetch(url) for url in urls)))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kintsugi_operator.api import BlendServiceSpec, said
+from kintsugi_operator.api import BlendServiceSpec, non_default_values
 from kintsugi_operator.deployed import (
     DATA,
     DIRECTORY_PORT,
@@ -17,8 +17,8 @@ from kintsugi_operator.deployed import (
     service_config,
     store_url,
 )
-from kintsugi_operator.names import labels, named, ray_named, selector
-from kintsugi_operator.objects import RAY_API_VERSION, Group, Owner, made, ray_cluster, serve_yaml
+from kintsugi_operator.names import join_name, labels, ray_named, selector
+from kintsugi_operator.objects import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
 from kintsugi_operator.pods import (
     MODELS,
     SCRATCH,
@@ -29,7 +29,7 @@ from kintsugi_operator.pods import (
     Manifest,
     Pod,
     Volume,
-    claimed,
+    claim_volume,
     environment,
     scratch,
     secret,
@@ -48,7 +48,7 @@ def ray_service_name(name: str, revision: str) -> str:
 
 def head_account_name(name: str) -> str:
     """Of the ServiceAccount that Ray's autoscaler asks for pods with; KubeRay binds its role."""
-    return named(name, "head")
+    return join_name(name, "head")
 
 
 def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> list[Manifest]:
@@ -76,28 +76,28 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: Revision) -
     remembered = {
         "immutable": True,
         "data": {
-            REVISION_KEY: serve_yaml(said(revision)),
+            REVISION_KEY: serve_yaml(non_default_values(revision)),
             "system-prompt.txt": revision.model.system_prompt or "",
         },
     }
     return [
-        made(owner, "ConfigMap", revision_map_name(owner.name, revision.name), tags, remembered),
-        made(owner, "RayService", name, tags, service, RAY_API_VERSION),
+        make_object(owner, "ConfigMap", revision_map_name(owner.name, revision.name), tags, remembered),
+        make_object(owner, "RayService", name, tags, service, RAY_API_VERSION),
     ]
 
 
 def revision_map_name(name: str, revision: str) -> str:
     """Of the ConfigMap that remembers a revision."""
-    return named(name, "revision", revision)
+    return join_name(name, "revision", revision)
 
 
 def account_objects(owner: Owner) -> list[Manifest]:
     """ServiceAccounts: one whose token is mounted nowhere but in heads, and one without any."""
     tags = labels(owner.name)
     return [
-        made(owner, "ServiceAccount", head_account_name(owner.name), tags, {}),
+        make_object(owner, "ServiceAccount", head_account_name(owner.name), tags, {}),
         *(
-            made(owner, "ServiceAccount", named(owner.name, part), tags, _TOKENLESS)
+            make_object(owner, "ServiceAccount", join_name(owner.name, part), tags, _TOKENLESS)
             for part in ("store", PART)
         ),
     ]
@@ -125,8 +125,8 @@ def endpoints(spec: BlendServiceSpec, name: str, namespace: str) -> Endpoints:
     """Where clients within the cluster find what."""
     scheme = "https" if spec.tls.secret else "http"
     return Endpoints(
-        grpc=f"{named(name, 'grpc')}.{namespace}.svc:{spec.gateway.grpc_port}",
-        http=f"{scheme}://{named(name, 'http')}.{namespace}.svc:{spec.gateway.http_port}",
+        grpc=f"{join_name(name, 'grpc')}.{namespace}.svc:{spec.gateway.grpc_port}",
+        http=f"{scheme}://{join_name(name, 'http')}.{namespace}.svc:{spec.gateway.http_port}",
         directory=store_url(spec, name, namespace),
     )
 
@@ -134,7 +134,7 @@ def endpoints(spec: BlendServiceSpec, name: str, namespace: str) -> Endpoints:
 def _service(owner: Owner, what: str, kind: str, chosen: Mapping[str, str], port: Manifest) -> Manifest:
     port = {"protocol": "TCP", **port}
     body = {"spec": {"type": kind, "selector": dict(chosen), "ports": [port]}}
-    return made(owner, "Service", named(owner.name, what), labels(owner.name), body)
+    return make_object(owner, "Service", join_name(owner.name, what), labels(owner.name), body)
 
 
 def _head(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Manifest:
@@ -206,7 +206,7 @@ def _common(
         "image": spec.image.reference,
         "pull_policy": str(spec.image.pull_policy),
         "pull_secrets": spec.image_pull_secrets,
-        "service_account": account or named(owner.name, PART),
+        "service_account": account or join_name(owner.name, PART),
     }
 
 
@@ -234,7 +234,7 @@ def model_volumes(spec: BlendServiceSpec, size: str) -> list[Volume]:
     """Scratch for downloads and caches, and the checkpoints where a claim has them."""
     volumes = [scratch("scratch", SCRATCH, size)]
     if spec.model.volume_claim:
-        volumes.append(claimed("models", MODELS, spec.model.volume_claim, read_only=True))
+        volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))
     return volumes
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kintsugi.core.schema import STRICT
-from kintsugi_operator.bounds import bounded
+from kintsugi_operator.bounds import field_with_bounds
 
 
-class Status(StrEnum):
+class ConditionStatus(StrEnum):
     """Of a condition."""
 
     TRUE = "True"
@@ -24,10 +24,10 @@ class Condition:
     __pydantic_config__ = STRICT
 
     type: str
-    status: Status
+    status: ConditionStatus
     reason: str
-    message: str = bounded("", maxLength=4096)
-    last_transition_time: str = bounded("", format="date-time")
+    message: str = field_with_bounds("", maxLength=4096)
+    last_transition_time: str = field_with_bounds("", format="date-time")
     observed_generation: int = 0
 
 
@@ -38,8 +38,8 @@ class TierStatus:
     __pydantic_config__ = STRICT
 
     name: str
-    bytes_used: int = bounded(format="int64")
-    bytes_total: int = bounded(format="int64")
+    bytes_used: int = field_with_bounds(format="int64")
+    bytes_total: int = field_with_bounds(format="int64")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class BlendServiceStatus:
     """Served now."""
     endpoints: Endpoints = field(default_factory=Endpoints)
     rollout: RolloutStatus = field(default_factory=RolloutStatus)
-    conditions: tuple[Condition, ...] = bounded((), mapKey="type")
+    conditions: tuple[Condition, ...] = field_with_bounds((), mapKey="type")
 
 
 @dataclass(frozen=True)
@@ -118,4 +118,4 @@ class CorpusPrecomputeStatus:
     """Share of the corpus's chunks that the store holds."""
     progress: float | None = None
     """Share of the work that is done."""
-    conditions: tuple[Condition, ...] = bounded((), mapKey="type")
+    conditions: tuple[Condition, ...] = field_with_bounds((), mapKey="type")

@@ -19,15 +19,23 @@ from kintsugi_operator.deployed import (
     TIERS,
     store_config,
 )
-from kintsugi_operator.names import ANNOTATION_CLUSTER, LABEL_ROLE, digest, labels, named, ray_named, selector
-from kintsugi_operator.objects import RAY_API_VERSION, Group, Owner, made, ray_cluster, serve_yaml
+from kintsugi_operator.names import (
+    ANNOTATION_CLUSTER,
+    LABEL_ROLE,
+    digest,
+    join_name,
+    labels,
+    ray_named,
+    selector,
+)
+from kintsugi_operator.objects import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
 from kintsugi_operator.pods import (
     STORE_TLS,
     Manifest,
     Pod,
     Volume,
     claim_spec,
-    claimed,
+    claim_volume,
     environment,
     ephemeral,
     mebibytes,
@@ -50,7 +58,7 @@ class StoreImage:
     ray_version: str
 
 
-def wanted_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
+def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
     """The one to run: what is set for the store, else what runs, else the service's.
 
     Ray accepts no worker of another version, so another one cannot be rolled out shard by shard: what runs
@@ -83,9 +91,9 @@ def ray_service_name(name: str) -> str:
 def claim_names(spec: BlendServiceSpec, name: str, index: int) -> dict[str, tuple[str, float, str]]:
     """Name, GiB and storage class of a shard's claims, by volume."""
     volumes = spec.store.volumes
-    claims = {"data": (named(name, "data", str(index)), volumes.data_gib, volumes.storage_class)}
+    claims = {"data": (join_name(name, "data", str(index)), volumes.data_gib, volumes.storage_class)}
     for tier in spec.store.tiers:
-        claims[f"tier-{tier.name}"] = (named(name, tier.name, str(index)), tier.gib, tier.storage_class)
+        claims[f"tier-{tier.name}"] = (join_name(name, tier.name, str(index)), tier.gib, tier.storage_class)
     return claims
 
 
@@ -99,7 +107,7 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
                 body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
                 tags = labels(owner.name, part=PART, shard=str(index))
                 kept = spec.store.volumes.retain
-                objects.append(made(owner, "PersistentVolumeClaim", claim, tags, body, owned=not kept))
+                objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=not kept))
     cluster = ray_cluster(
         _head(spec, owner, image),
         [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
@@ -115,7 +123,7 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
     }
     tags = labels(owner.name, part=PART)
     name = ray_service_name(owner.name)
-    service = made(owner, "RayService", name, tags, body, RAY_API_VERSION)
+    service = make_object(owner, "RayService", name, tags, body, RAY_API_VERSION)
     service["metadata"]["annotations"] = {ANNOTATION_CLUSTER: digest(cluster)}
     return [*objects, service]
 
@@ -146,7 +154,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
             cpus=1,
             memory="3Gi",
             pull_secrets=spec.image_pull_secrets,
-            service_account=named(owner.name, PART),
+            service_account=join_name(owner.name, PART),
             ports={"directory": DIRECTORY_PORT},
             volumes=_store_tls(spec),
             nodes=spec.store.nodes,
@@ -164,7 +172,7 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
             cpus=spec.store.cpus,
             memory=mebibytes(spec.store.ram_gib + OVERHEAD_GIB),
             pull_secrets=spec.image_pull_secrets,
-            service_account=named(owner.name, PART),
+            service_account=join_name(owner.name, PART),
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
             env=environment(spec.store.env),
             volumes=[*_volumes(spec, owner, index), *_store_tls(spec)],
@@ -179,7 +187,7 @@ def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
     for volume, (claim, gib, storage_class) in claim_names(spec, owner.name, index).items():
         path = DATA if volume == "data" else f"{TIERS}/{volume.removeprefix('tier-')}"
         if spec.store.volumes.kind is VolumeKind.PERSISTENT:
-            volumes.append(claimed(volume, path, claim))
+            volumes.append(claim_volume(volume, path, claim))
         else:
             volumes.append(ephemeral(volume, path, claim_spec(gib, storage_class)))
     return volumes

@@ -37,12 +37,12 @@ def trouble_of(pod: Manifest, now: datetime) -> str:
     created = pod["metadata"].get("creationTimestamp")
     is_slow = bool(created) and (now - datetime.fromisoformat(created)).total_seconds() >= SLOW_S
     for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
-        if why := _waiting(container, is_slow):
+        if why := _describe_waiting(container, is_slow):
             return why
     return ""
 
 
-def _waiting(container: Mapping[str, Any], is_slow: bool) -> str:
+def _describe_waiting(container: Mapping[str, Any], is_slow: bool) -> str:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = waiting.get("reason", "")
     if not reason or (reason in CREATING and not is_slow):

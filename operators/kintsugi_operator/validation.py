@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ipaddress import ip_network
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.spaces import checked_namespace
+from kintsugi.core.spaces import check_namespace
 from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, Egress, Engines, Gateway, camel
 from kintsugi_operator.deployed import service_config, store_config
 from kintsugi_operator.environment import Variable, problem_of
@@ -105,7 +105,7 @@ def _check_egress(egress: Sequence[Egress]) -> None:
 def check_corpus(spec: CorpusPrecomputeSpec) -> None:
     """Raise `InvalidField` for a spec that no job could do."""
     try:
-        checked_namespace(spec.namespace)
+        check_namespace(spec.namespace)
     except InvalidField as error:
         raise InvalidField("spec.namespace", error.problem) from None
     for name in sorted({*BOUND, "dtype", "kv_transfer_config", "model"} & set(spec.workers.vllm)):

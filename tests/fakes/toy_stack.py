@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.stack import AttentionRule, Batch, FreshKV, Hidden
+from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, POSITIONS_MAX = 32, 4, 2, 8, 97, 512
 
@@ -135,11 +135,11 @@ class ToyStack:
     def num_layers(self) -> int:
         return self.model.layers
 
-    def batch(self, positions: Tensor, owners: Tensor | None = None) -> Batch:
+    def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
         owners = torch.zeros_like(positions) if owners is None else owners
         for owner in owners.unique():
             assert bool((positions[owners == owner].diff() > 0).all()), "positions ascend within an owner"
-        return Batch(len(positions), (positions, owners))
+        return LayerBatch(len(positions), (positions, owners))
 
     def embed(self, token_ids: Tensor) -> Hidden:
         return Hidden(self.model.embedding[token_ids], None)
@@ -161,12 +161,14 @@ class ToyStack:
         self.values[layer, owners, positions] = value.to(self.values.dtype)
         self.written[layer, owners, positions] = True
 
-    def project_kv(self, layer: int, hidden: Hidden, batch: Batch) -> FreshKV:
+    def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         assert len(hidden.states) == batch.num_tokens
         self.calls.append(("project", layer, batch.num_tokens))
         return self.model.project(layer, _stream(hidden), batch.prepared[0])[1]
 
-    def run_layer(self, layer: int, hidden: Hidden, batch: Batch, capture: bool = False) -> FreshKV | None:
+    def run_layer(
+        self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
+    ) -> FreshKV | None:
         assert len(hidden.states) == batch.num_tokens
         self.calls.append(("run", layer, batch.num_tokens))
         positions, owners = batch.prepared

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from kintsugi.fusor.attention import scattered_attention
-from tests.contracts.scattered_attention import (
+from kintsugi.fusor.attention import attend_scattered
+from tests.contracts.attend_scattered import (
     PATTERNS,
     TOLERANCE,
     Case,
@@ -50,7 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_matches_reference(case: Case) -> None:
-    assert matches_reference(scattered_attention, case, "cuda") <= TOLERANCE[case.dtype]
+    assert matches_reference(attend_scattered, case, "cuda") <= TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("check", [never_reads_ahead, ignores_the_future], ids=lambda check: check.__name__)
@@ -59,17 +59,17 @@ def test_kernel_matches_reference(case: Case) -> None:
 def test_kernel_masks_by_position(check: object, window: int | None, shape: str) -> None:
     case = dataclasses.replace(SHAPES[shape], window=window)
     assert callable(check)
-    assert check(scattered_attention, case, "cuda") == 0.0
+    assert check(attend_scattered, case, "cuda") == 0.0
 
 
 def test_kernel_reads_no_block_behind_every_window() -> None:
     case = dataclasses.replace(MISTRAL_7B, window=9, pattern="ends")
-    assert forgets_behind_the_window(scattered_attention, case, "cuda") == 0.0
+    assert forgets_behind_the_window(attend_scattered, case, "cuda") == 0.0
 
 
 def test_a_call_does_not_wait_for_the_device() -> None:
     case = MISTRAL_7B
-    matches_reference(scattered_attention, case, "cuda")
+    matches_reference(attend_scattered, case, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         _solve_once(case)
@@ -81,4 +81,4 @@ def _solve_once(case: Case) -> None:
     query = torch.zeros(3, case.kv_heads * case.group, case.head_dim, dtype=torch.bfloat16, device="cuda")
     cache = torch.zeros(4, 16, case.kv_heads, case.head_dim, dtype=torch.bfloat16, device="cuda")
     ids = torch.arange(4, dtype=torch.int32, device="cuda")
-    scattered_attention(query, cache, cache, ids, ids[:3], scale=1.0)
+    attend_scattered(query, cache, cache, ids, ids[:3], scale=1.0)

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kintsugi.models.factory import make_checkpoint
-from kintsugi.models.passages import bundled_passages
-from kintsugi.models.shapes import named_shape
+from kintsugi.models.passages import read_bundled_passages
+from kintsugi.models.shapes import find_shape
 from tests.integration.engine.conftest import EngineSlot
 
 
@@ -22,8 +22,8 @@ def test_vllm_answers_as_transformers_does(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     vllm = pytest.importorskip("vllm")
-    folder = make_checkpoint(named_shape("tiny-llama"), tmp_path)
-    text = bundled_passages()[0].text
+    folder = make_checkpoint(find_shape("tiny-llama"), tmp_path)
+    text = read_bundled_passages()[0].text
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(text, return_tensors="pt")

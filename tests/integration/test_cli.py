@@ -12,8 +12,8 @@ import pytest
 
 import kintsugi
 from kintsugi.models.factory import make_checkpoint
-from kintsugi.models.passages import bundled_passages
-from kintsugi.models.shapes import named_shape
+from kintsugi.models.passages import read_bundled_passages
+from kintsugi.models.shapes import find_shape
 
 pytestmark = pytest.mark.engine
 
@@ -23,7 +23,7 @@ SOURCES = Path(kintsugi.__file__).parent.parent
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
-    return make_checkpoint(named_shape("tiny-llama"), tmp_path_factory.mktemp("model"))
+    return make_checkpoint(find_shape("tiny-llama"), tmp_path_factory.mktemp("model"))
 
 
 def kintsugi_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def kintsugi_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_generate_blends_and_keeps_stdout_clean(model: Path, tmp_path: Path) -> None:
     chunks = []
-    for index, passage in enumerate(bundled_passages()[:3]):
+    for index, passage in enumerate(read_bundled_passages()[:3]):
         path = tmp_path / f"{index}.txt"
         path.write_text(passage.text[:800], encoding="utf-8")
         chunks += ["--chunk", str(path)]

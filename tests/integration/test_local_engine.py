@@ -9,8 +9,8 @@ import pytest
 
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.factory import make_checkpoint
-from kintsugi.models.passages import bundled_passages
-from kintsugi.models.shapes import named_shape
+from kintsugi.models.passages import read_bundled_passages
+from kintsugi.models.shapes import find_shape
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     pytest.importorskip("vllm")
-    folder: Path = make_checkpoint(named_shape("tiny-llama"), tmp_path_factory.mktemp("model"))
+    folder: Path = make_checkpoint(find_shape("tiny-llama"), tmp_path_factory.mktemp("model"))
     with LocalEngine.start(folder, dtype="float32", kv_cache_memory_bytes=1 << 28) as engine:
         yield engine
 
@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
 def test_prompts_are_answered_together_as_alone(engine: LocalEngine) -> None:
     prompts = [
         Prompt(engine.tokenizer(passage.text).input_ids[: 200 + 40 * index], max_tokens=6, top_logprobs=2)
-        for index, passage in enumerate(bundled_passages()[:3])
+        for index, passage in enumerate(read_bundled_passages()[:3])
     ]
     together = engine.generate(prompts)
     engine.reset_prefix_cache()
@@ -41,7 +41,7 @@ def test_prompts_are_answered_together_as_alone(engine: LocalEngine) -> None:
 
 
 def test_the_prefix_cache_can_be_reset(engine: LocalEngine) -> None:
-    prompt = Prompt(engine.tokenizer(bundled_passages()[4].text).input_ids[:500], max_tokens=1)
+    prompt = Prompt(engine.tokenizer(read_bundled_passages()[4].text).input_ids[:500], max_tokens=1)
     (cold,) = engine.generate([prompt])
     (warm,) = engine.generate([prompt])
     engine.reset_prefix_cache()

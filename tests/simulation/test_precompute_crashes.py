@@ -30,7 +30,7 @@ import ray
 # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
@@ -59,7 +59,7 @@ def drive(folder: str, store: str) -> None:
     root = Path(folder)
     spec = JobSpec(
         source=str(root / "corpus.jsonl"),
-        model=str(cached_checkpoint("tiny-llama")),
+        model=str(make_checkpoint_once("tiny-llama")),
         store=store,
         namespace="acme",
         corpus="tea",

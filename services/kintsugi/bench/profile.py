@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.models.passages import bundled_passages
+from kintsugi.models.passages import read_bundled_passages
 
 TOKENS_PER_WORD = 1.4
 """Where the endpoint's tokenizer is not at hand: a guess for English prose and a large vocabulary."""
@@ -28,7 +28,7 @@ CountTokens = Callable[[str], int]
 
 
 @dataclass(frozen=True)
-class Workload:
+class RagWorkload:
     """A RAG service's questions: each over some documents' chunks, popular ones more often."""
 
     documents: int = 200
@@ -64,16 +64,18 @@ class Request:
     question: str
 
 
-def corpus(workload: Workload, count_tokens: CountTokens | None = None) -> list[str]:
+def corpus(workload: RagWorkload, count_tokens: CountTokens | None = None) -> list[str]:
     """The documents' texts: made-up sentences of real words, each document as long as a chunk.
 
     With `count_tokens` the longest whole number of words that fits `chunk_tokens`; without, by a guess.
     """
-    words = sorted({word for passage in bundled_passages() for word in passage.text.lower().split()})
+    words = sorted({word for passage in read_bundled_passages() for word in passage.text.lower().split()})
     return [_document(words, workload, index, count_tokens) for index in range(workload.documents)]
 
 
-def _document(words: Sequence[str], workload: Workload, index: int, count_tokens: CountTokens | None) -> str:
+def _document(
+    words: Sequence[str], workload: RagWorkload, index: int, count_tokens: CountTokens | None
+) -> str:
     generator = random.Random(f"{workload.seed} document {index}")
     # A token is a character at least, so there is never a need for more words.
     chosen = [f"Document {index}:"] + [generator.choice(words) for _ in range(workload.chunk_tokens)]
@@ -92,7 +94,7 @@ def _sentences(words: Sequence[str]) -> str:
     return ". ".join(" ".join(words[start : start + SENTENCE_WORDS]) for start in starts) + "."
 
 
-def requests(workload: Workload, arrivals_s: Sequence[float]) -> list[Request]:
+def requests(workload: RagWorkload, arrivals_s: Sequence[float]) -> list[Request]:
     """One request per arrival; which documents they ask for depends on the seed and their number alone."""
     ranks = list(range(workload.documents))
     random.Random(f"{workload.seed} ranks").shuffle(ranks)

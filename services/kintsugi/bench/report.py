@@ -81,7 +81,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": sum(values) / len(values), **named}
 
 
-def summarised(samples: Sequence[Sample], slo_s: float | None = None) -> Summary:
+def summarize_samples(samples: Sequence[Sample], slo_s: float | None = None) -> Summary:
     """``slo_s`` is what a first token may take."""
     good = [sample for sample in samples if sample.is_ok]
     first_s = min((sample.at_s for sample in samples), default=0.0)

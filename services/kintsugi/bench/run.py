@@ -117,7 +117,7 @@ def client_of(endpoint: Endpoint) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=endpoint.url, headers=endpoint.headers, limits=limits, timeout=timeout)
 
 
-async def served_model(client: httpx.AsyncClient) -> str:
+async def fetch_model_name(client: httpx.AsyncClient) -> str:
     """The first model that the endpoint lists. Raises `Unavailable`."""
     try:
         response = (await client.get("/models")).raise_for_status()
@@ -139,7 +139,7 @@ async def run(
     async def one(client: httpx.AsyncClient, request: Request, prompt: str, began_s: float) -> Sample:
         nonlocal ended
         await asyncio.sleep(max(0.0, began_s + request.at_s - time.perf_counter()))
-        sample = await measured(client, endpoint, request.at_s, began_s, prompt, answer_tokens)
+        sample = await measure_request(client, endpoint, request.at_s, began_s, prompt, answer_tokens)
         ended += 1
         say(ended)
         return sample
@@ -154,7 +154,7 @@ async def run(
     return [task.result() for task in tasks]
 
 
-async def measured(
+async def measure_request(
     client: httpx.AsyncClient,
     endpoint: Endpoint,
     at_s: float,

@@ -67,7 +67,7 @@ def exit_code_of(error: KintsugiError) -> ExitCode:
     return next((code for cls, code in _CODES if isinstance(error, cls)), ExitCode.FAILURE)
 
 
-def reported(command: Callable[P, R]) -> Callable[P, R]:
+def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
     """A command whose `KintsugiError`s end it with one line on stderr and the right code.
 
     A command with a parameter ``as_json`` also says it on stdout as ``{"error": {…}}`` where that is set.

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from kintsugi.cli.render import counted
+from kintsugi.cli.render import format_count
 from kintsugi.core.prompt import RagPrompt
 
 Decode = Callable[[int], str]
@@ -36,7 +36,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptSection:
     """A chunk, or what stands before or after the chunks."""
 
     title: str
@@ -57,7 +57,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """One layer of the timeline, in the drawing's own units."""
 
     y: int
@@ -74,7 +74,7 @@ class Row:
 class Timeline:
     width: int
     height: int
-    rows: list[Row]
+    rows: list[TimelineRow]
     ticks: list[Tick]
     summary: str
 
@@ -89,7 +89,7 @@ class Page:
     answer: str
     facts: list[tuple[str, str]]
     legend: list[LegendEntry]
-    parts: list[Part]
+    parts: list[PromptSection]
     timeline: Timeline | None
     comparison_headings: Sequence[str] = ()
     comparison: Sequence[Sequence[str]] = field(default=())
@@ -118,7 +118,7 @@ def depths_of(accounting: dict[str, Any] | None) -> tuple[Counter[int], int]:
     return depths, len(by_layer)
 
 
-def parts_of(prompt: RagPrompt, accounting: dict[str, Any] | None, decode: Decode) -> list[Part]:
+def parts_of(prompt: RagPrompt, accounting: dict[str, Any] | None, decode: Decode) -> list[PromptSection]:
     """The prompt cut at its chunks' borders."""
     depths, num_layers = depths_of(accounting)
     cached = int((accounting or {}).get("tokens_prefix_cached", 0))
@@ -133,8 +133,8 @@ def parts_of(prompt: RagPrompt, accounting: dict[str, Any] | None, decode: Decod
             for position in range(start, end)
         ]
         deepest = sum(1 for position in range(start, end) if num_layers and depths[position] == num_layers)
-        note = f"{counted(end - start, 'token')}, {deepest} computed in every layer"
-        parts.append(Part(title, note, tokens))
+        note = f"{format_count(end - start, 'token')}, {deepest} computed in every layer"
+        parts.append(PromptSection(title, note, tokens))
     return parts
 
 
@@ -166,9 +166,9 @@ def timeline_of(accounting: dict[str, Any] | None) -> Timeline | None:
         Tick(_x(step_ms * index, scale), f"{step_ms * index:g} ms")
         for index in range(int(end_ms / step_ms) + 1)
     ]
-    exposed_ms = _exposed_ms(layers)
+    exposed_ms = _sum_exposed_ms(layers)
     summary = (
-        f"{counted(len(layers), 'layer')} in {end_ms:.0f} ms; for {exposed_ms:.0f} ms of it the pass "
+        f"{format_count(len(layers), 'layer')} in {end_ms:.0f} ms; for {exposed_ms:.0f} ms of it the pass "
         "computed nothing, waiting for loads or for the engine's other requests."
     )
     height = _ROW_HEIGHT * len(rows) + _AXIS_HEIGHT
@@ -181,18 +181,18 @@ def tick_step(end_ms: float) -> float:
     return next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude * _TICKS_MAX >= end_ms)
 
 
-def _exposed_ms(layers: list[dict[str, float]]) -> float:
+def _sum_exposed_ms(layers: list[dict[str, float]]) -> float:
     """Time before the first and between computed layers."""
     ends = [0.0, *(layer["compute_end_ms"] for layer in layers)]
     starts = [layer["compute_start_ms"] for layer in layers]
     return sum(max(0.0, start - end) for end, start in zip(ends, starts, strict=False))
 
 
-def _row(index: int, layer: dict[str, float], scale: float, counts: list[int]) -> Row:
+def _row(index: int, layer: dict[str, float], scale: float, counts: list[int]) -> TimelineRow:
     load = layer["load_start_ms"], layer["load_end_ms"]
     compute = layer["compute_start_ms"], layer["compute_end_ms"]
-    tokens = f" · {counted(counts[index], 'token')}" if index < len(counts) else ""
-    return Row(
+    tokens = f" · {format_count(counts[index], 'token')}" if index < len(counts) else ""
+    return TimelineRow(
         y=_ROW_HEIGHT * index,
         label=f"layer {index}{tokens}",
         load_x=_x(load[0], scale),

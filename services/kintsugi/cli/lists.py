@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import SelectorName, parsed_selector
+from kintsugi.core.request import SelectorName, parse_selector
 
 
 def integers(name: str, text: str) -> list[int]:
@@ -24,7 +24,7 @@ def floats(name: str, text: str) -> list[float]:
 
 def selector_names(text: str) -> list[SelectorName]:
     """`hkvd,query`. Raises `InvalidField`."""
-    return [parsed_selector(part) for part in _parts(text)]
+    return [parse_selector(part) for part in _parts(text)]
 
 
 def _parts(text: str) -> list[str]:

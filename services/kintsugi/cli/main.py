@@ -11,7 +11,7 @@ import typer
 from kintsugi import __version__
 from kintsugi.cli.arguments import engine_arguments, json_object
 from kintsugi.cli.commands.size import size
-from kintsugi.cli.exits import ExitCode, reported
+from kintsugi.cli.exits import ExitCode, exit_on_error
 from kintsugi.cli.screen import Screen
 
 EXIT_CODES = (
@@ -41,7 +41,7 @@ def _root(
 
 
 @app.command()
-@reported
+@exit_on_error
 def demo(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Text files that are the chunks; needs --model.")
@@ -61,11 +61,11 @@ def demo(
     """Answer one question over several chunks four ways, and compare answers and times to first token."""
     from kintsugi.cli.commands import demo as command
 
-    command.run(Screen(as_json), command.Task(model, random_weights, files or [], question, repeat))
+    command.run(Screen(as_json), command.DemoTask(model, random_weights, files or [], question, repeat))
 
 
 @app.command()
-@reported
+@exit_on_error
 def generate(
     model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
     chunk: Annotated[list[Path], typer.Option(help="Text file that is one chunk; repeat in prompt order.")],
@@ -95,11 +95,11 @@ def generate(
     from kintsugi.cli.commands import generate as command
     from kintsugi.cli.methods import BlendChoice
     from kintsugi.cli.session import Trust
-    from kintsugi.core.request import KintsugiParams, parsed_selector
+    from kintsugi.core.request import KintsugiParams, parse_selector
 
-    chosen = None if selector is None else parsed_selector(selector)
+    chosen = None if selector is None else parse_selector(selector)
     KintsugiParams(namespace=namespace, ratio=ratio)  # Refuses bad values before an engine is started.
-    task = command.Task(
+    task = command.GenerateTask(
         model=model,
         chunks=chunk,
         question=question,
@@ -116,7 +116,7 @@ def generate(
 
 
 @app.command()
-@reported
+@exit_on_error
 def doctor(
     model: Annotated[
         str | None, typer.Option(help="Also start an engine on this checkpoint and run its self-test.")
@@ -132,7 +132,7 @@ def doctor(
 
 
 @app.command()
-@reported
+@exit_on_error
 def calibrate(
     model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
     questions: Annotated[
@@ -161,9 +161,9 @@ def calibrate(
     from kintsugi.cli.commands import calibrate as command
     from kintsugi.core.report import Thresholds
     from kintsugi.quality.calibrate import Budget
-    from kintsugi.quality.session import EngineSpec, prefix_of_file
+    from kintsugi.quality.session import MeasuringEngineSpec, prefix_of_file
 
-    spec = EngineSpec(
+    spec = MeasuringEngineSpec(
         model,
         codec=codec,
         store=chunk_store,
@@ -172,13 +172,15 @@ def calibrate(
         vllm_args={**engine_arguments(engine), "dtype": dtype},
     )
     budget = Budget(prompts=prompts, seed=seed)
-    code = command.run(Screen(as_json), command.Task(spec, questions, store, out, budget, Thresholds()))
+    code = command.run(
+        Screen(as_json), command.CalibrateTask(spec, questions, store, out, budget, Thresholds())
+    )
     if code is not ExitCode.OK:
         raise typer.Exit(code)
 
 
 @app.command(name="eval")
-@reported
+@exit_on_error
 def evaluate(
     model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
     questions: Annotated[
@@ -209,7 +211,7 @@ def evaluate(
     """Compare blended answers with full prefill's: quality, cost, time."""
     from kintsugi.cli.commands import evaluate as command
     from kintsugi.cli.lists import floats, integers, selector_names
-    from kintsugi.quality.session import EngineSpec
+    from kintsugi.quality.session import MeasuringEngineSpec
 
     axes = {
         "codecs": [codec.strip() for codec in codecs.split(",")],
@@ -219,8 +221,8 @@ def evaluate(
         "tier_bytes_per_s": floats("tiers", tiers),
         "rates_per_s": floats("rates", rates),
     }
-    task = command.Task(
-        EngineSpec(model, store=chunk_store, vllm_args={"dtype": dtype}),
+    task = command.EvaluateTask(
+        MeasuringEngineSpec(model, store=chunk_store, vllm_args={"dtype": dtype}),
         questions,
         limit,
         selector_names(selectors),
@@ -236,7 +238,7 @@ def evaluate(
 
 
 @app.command()
-@reported
+@exit_on_error
 def token(
     name: Annotated[str, typer.Argument(help="Whose token it is: for logs, and to revoke it by.")],
     namespace: Annotated[
@@ -267,7 +269,7 @@ if find_spec("httpx") is not None:  # of the extra `serving`
 if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml")):
 
     @app.command()
-    @reported
+    @exit_on_error
     def serve(
         model: Annotated[
             str | None,
@@ -301,7 +303,7 @@ if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml
         """Serve a model with its chunk store and gateway on this machine until told to stop."""
         from kintsugi.cli.commands import serve as command
 
-        task = command.Task(
+        task = command.ServeTask(
             model=model,
             config=config,
             ram=ram,

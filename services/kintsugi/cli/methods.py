@@ -24,7 +24,7 @@ class Method(StrEnum):
     BLEND = "blend"
 
 
-class Engine(Protocol):
+class DemoEngine(Protocol):
     """What is needed of `engine.local.LocalEngine`."""
 
     def generate(self, prompts: list[Prompt]) -> list[Generation]: ...
@@ -101,7 +101,7 @@ class Measurement:
 
 
 def compare(
-    engine: Engine,
+    engine: DemoEngine,
     prompt: RagPrompt,
     choice: BlendChoice,
     max_tokens: int,
@@ -124,14 +124,14 @@ def compare(
     return [_measured(method, runs[method], prompt, reference) for method in Method]
 
 
-def blend_once(engine: Engine, prompt: RagPrompt, choice: BlendChoice, max_tokens: int) -> Measurement:
+def blend_once(engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, max_tokens: int) -> Measurement:
     """Only the blend; nothing to compare with."""
     generation = _run(engine, prompt, choice, Method.BLEND, max_tokens)
     return _measured(Method.BLEND, [generation], prompt, generation.token_ids)
 
 
 def _run(
-    engine: Engine, prompt: RagPrompt, choice: BlendChoice, method: Method, max_tokens: int
+    engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, method: Method, max_tokens: int
 ) -> Generation:
     """One answer, from a cold prefix cache but for what the method itself put there."""
     engine.reset_prefix_cache()
@@ -156,7 +156,7 @@ def _measured(
         method=method,
         ttft_s=statistics.median(generation.ttft_s for generation in generations),
         cost=_cost(last, len(prompt.token_ids)),
-        agreement=leading_equal(last.token_ids, reference),
+        agreement=count_equal_prefix(last.token_ids, reference),
         generation=last,
     )
 
@@ -167,7 +167,7 @@ def _cost(generation: Generation, prompt_tokens: int) -> float:
     return 1.0 - generation.num_cached_tokens / prompt_tokens
 
 
-def leading_equal(mine: list[int], reference: list[int]) -> int:
+def count_equal_prefix(mine: list[int], reference: list[int]) -> int:
     """Length of the common beginning."""
     for index, (left, right) in enumerate(zip(mine, reference, strict=False)):
         if left != right:

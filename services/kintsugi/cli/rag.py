@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.core.prompt import Chunk, RagPrompt
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 
 CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256
@@ -22,7 +22,7 @@ def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], ending: str) 
         raise InvalidField("chunk", f"{len(texts)} chunks; give between 1 and {CHUNKS_MAX}")
     return RagPrompt(
         prefix=prefix_of(tokenizer),
-        chunks=tuple(Chunk(title, _ids(tokenizer, text)) for title, text in texts),
+        chunks=tuple(PromptChunk(title, _ids(tokenizer, text)) for title, text in texts),
         question=_ids(tokenizer, ending),
     )
 

@@ -108,7 +108,7 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.1f} ms" if value < 10 else f"{value:,.0f} ms"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """`1 token`, `1,234 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

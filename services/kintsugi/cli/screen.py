@@ -68,7 +68,7 @@ class Screen:
         stays visible. The log is deleted unless the body fails; an `Unavailable` then says where it is.
         """
         descriptor, name = tempfile.mkstemp(prefix="kintsugi-engine-", suffix=".log")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirected(log) as terminal:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirect_output(log) as terminal:
             outer, self._progress = self._progress, Console(file=terminal)
             try:
                 yield
@@ -80,7 +80,7 @@ class Screen:
 
 
 @contextmanager
-def _redirected(log: TextIO) -> Iterator[TextIO]:
+def _redirect_output(log: TextIO) -> Iterator[TextIO]:
     """File descriptors 1 and 2 go to `log`; yields a stream on what descriptor 2 was."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,7 +10,7 @@ from typing import Any
 
 from kintsugi.cli.commands.shard import local_shard
 from kintsugi.cli.rag import build_prompt
-from kintsugi.cli.render import counted
+from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
@@ -22,7 +22,7 @@ DEMO_SHAPE = "llama-210m"
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSource:
     """What answers."""
 
     path: str
@@ -63,25 +63,25 @@ class Session:
     """Why chunks could not be stored; None where all were."""
 
 
-def named_model(model: str) -> Model:
+def resolve_model_argument(model: str) -> ModelSource:
     """The user's model. Raises `NotFound`."""
     if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
         raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
-    return Model(model, Path(model).name or model)
+    return ModelSource(model, Path(model).name or model)
 
 
-def random_model(screen: Screen) -> Model:
+def random_model(screen: Screen) -> ModelSource:
     """One of a real model's proportions, made on first use: its times are real, its answers gibberish."""
     with screen.engine_log(), screen.step(f"Preparing the model {DEMO_SHAPE} (random weights)"):
-        from kintsugi.models.factory import cached_checkpoint
+        from kintsugi.models.factory import make_checkpoint_once
 
-        return Model(str(cached_checkpoint(DEMO_SHAPE)), DEMO_SHAPE)
+        return ModelSource(str(make_checkpoint_once(DEMO_SHAPE)), DEMO_SHAPE)
 
 
 @contextmanager
 def opened(
     screen: Screen,
-    model: Model,
+    model: ModelSource,
     texts: Sequence[tuple[str, str]],
     ending: str,
     namespace: str,
@@ -114,7 +114,7 @@ def opened(
                 max_model_len=length,
             )
         with engine:
-            with screen.step(f"Storing {counted(len(prompt.chunks), 'chunk')}"):
+            with screen.step(f"Storing {format_count(len(prompt.chunks), 'chunk')}"):
                 reason = _store_chunks(engine, prompt, namespace)
             yield Session(engine, tokenizer, prompt, reason)
 

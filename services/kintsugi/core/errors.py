@@ -34,10 +34,10 @@ class KintsugiError(Exception):
     """Root of every error raised on purpose. Each crosses processes, whatever its constructor takes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), str(self), self.__dict__)
+        return _rebuild_error, (type(self), str(self), self.__dict__)
 
 
-def _rebuilt(kind: type[KintsugiError], message: str, fields: dict[str, Any]) -> KintsugiError:
+def _rebuild_error(kind: type[KintsugiError], message: str, fields: dict[str, Any]) -> KintsugiError:
     error = kind.__new__(kind)
     error.args = (message,)
     error.__dict__.update(fields)

@@ -26,7 +26,7 @@ class GateState:
     """By selector; None: anything goes."""
 
     @staticmethod
-    def uncalibrated(detail: str) -> GateState:
+    def open_uncalibrated(detail: str) -> GateState:
         """Open, with nothing known: what `allow_uncalibrated` asks for."""
         return GateState(None, detail)
 

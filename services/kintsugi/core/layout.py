@@ -16,7 +16,7 @@ from enum import IntEnum
 import xxhash
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, checked_namespace
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, check_namespace
 
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
@@ -174,7 +174,7 @@ class ChunkManifest:
         )
 
     def __post_init__(self) -> None:
-        checked_namespace(self.namespace)
+        check_namespace(self.namespace)
         if not 0 < self.num_tokens <= TOKENS_MAX:
             raise InvalidField("manifest.num_tokens", f"{self.num_tokens} is outside [1, {TOKENS_MAX}]")
         if len(self.digests) != self.layout.digests_bytes:
@@ -214,7 +214,7 @@ def digests_of(frame: memoryview | bytes, head_bytes: int) -> bytes:
     )
 
 
-def checked_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
+def check_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
     """Raise `InvalidField` unless the frames are exactly those that the manifest announces."""
     if len(frame_sizes) != manifest.layout.num_layers:
         raise InvalidField(

@@ -17,7 +17,7 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
 @dataclass(frozen=True)
-class Source:
+class ChunkSource:
     """Where a chunk's bytes come from."""
 
     shard: str = ""
@@ -35,7 +35,7 @@ class ChunkHit:
     key: ChunkKey
     num_bytes: int = 0
     """Of all layers, as one rank loads them."""
-    source: Source = Source()
+    source: ChunkSource = ChunkSource()
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@ from kintsugi.core.spaces import Span
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """A piece of text that is prefilled once and used in many prompts."""
 
     title: str
@@ -20,7 +20,7 @@ class RagPrompt:
     """`[prefix][chunk]…[chunk][question]` as token ids."""
 
     prefix: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PromptChunk, ...]
     question: tuple[int, ...]
 
     @property

@@ -84,7 +84,7 @@ def family(selection: Selection) -> Selection:
     return dataclasses.replace(selection, ratio=1.0)
 
 
-def described(selection: Selection) -> str:
+def describe_selection(selection: Selection) -> str:
     """`hkvd r=0.15 @1`: selector, ratio, check layer, and what else is set."""
     text = f"{selection.selector.value} r={selection.ratio:g} @{selection.check_layer}"
     if selection.query_layers:
@@ -105,7 +105,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReportEntry:
     """One configuration against full prefill, over the same prompts."""
 
     __pydantic_config__ = STRICT
@@ -129,10 +129,10 @@ class Entry:
         values += [value for value in (self.accuracy, self.accuracy_full) if value is not None]
         if not all(math.isfinite(value) and value >= 0 for value in values):
             raise InvalidField(
-                "entry", f"{described(self.selection)} has a measurement that is no finite share"
+                "entry", f"{describe_selection(self.selection)} has a measurement that is no finite share"
             )
         if self.num_prompts < 1 or self.num_positions < 1:
-            raise InvalidField("entry", f"{described(self.selection)} was measured on nothing")
+            raise InvalidField("entry", f"{describe_selection(self.selection)} was measured on nothing")
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class CalibrationReport:
     seed: int
     noise: Noise
     thresholds: Thresholds
-    entries: list[Entry]
+    entries: list[ReportEntry]
     choice: Choice
     tripped: Tripped | None = None
     version: int = REPORT_VERSION
@@ -211,7 +211,7 @@ class CalibrationReport:
         seed: int,
         noise: Noise,
         thresholds: Thresholds,
-        entries: Sequence[Entry],
+        entries: Sequence[ReportEntry],
     ) -> CalibrationReport:
         """The report of these measurements."""
         choice = choose(entries, noise, thresholds)
@@ -330,7 +330,7 @@ def _digest(fields: dict[str, Any]) -> str:
     return blake3.blake3(b"kintsugi-report\0" + canonical.encode()).hexdigest()
 
 
-def shortfalls(entry: Entry, noise: Noise, thresholds: Thresholds) -> list[str]:
+def shortfalls(entry: ReportEntry, noise: Noise, thresholds: Thresholds) -> list[str]:
     """What an entry misses, in words; empty where it passes.
 
     Nobody is asked for more than full prefill gives against itself.
@@ -354,7 +354,7 @@ def shortfalls(entry: Entry, noise: Noise, thresholds: Thresholds) -> list[str]:
     return missed
 
 
-def choose(entries: Sequence[Entry], noise: Noise, thresholds: Thresholds) -> Choice:
+def choose(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> Choice:
     """The cheapest configuration that passes, and each selector's least ratio. Pure.
 
     A configuration is eligible where it passes and so does every larger ratio of its family that was
@@ -370,7 +370,7 @@ def choose(entries: Sequence[Entry], noise: Noise, thresholds: Thresholds) -> Ch
     ]
     if not eligible:
         return Choice(None, _why_none(entries, noise, thresholds))
-    eligible.sort(key=lambda entry: (entry.cost, entry.kl_mean, described(entry.selection)))
+    eligible.sort(key=lambda entry: (entry.cost, entry.kl_mean, describe_selection(entry.selection)))
     limits: dict[str, Selection] = {}
     for entry in eligible:
         limits.setdefault(entry.selection.selector.value, _least(entry.selection, eligible))
@@ -384,12 +384,12 @@ def _undermines(failing: Selection, selection: Selection) -> bool:
     return family(failing) == family(selection) and failing.ratio >= selection.ratio
 
 
-def _least(of: Selection, eligible: Sequence[Entry]) -> Selection:
+def _least(of: Selection, eligible: Sequence[ReportEntry]) -> Selection:
     ratios = [entry.selection.ratio for entry in eligible if family(entry.selection) == family(of)]
     return dataclasses.replace(of, ratio=min(ratios))
 
 
-def _why_none(entries: Sequence[Entry], noise: Noise, thresholds: Thresholds) -> str:
+def _why_none(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> str:
     """The configuration that misses least, and what it misses."""
     if not entries:
         return "nothing was measured"
@@ -398,4 +398,5 @@ def _why_none(entries: Sequence[Entry], noise: Noise, thresholds: Thresholds) ->
         key=lambda entry: (len(shortfalls(entry, noise, thresholds)), -entry.top1_agreement, entry.kl_mean),
     )
     missed = shortfalls(nearest, noise, thresholds) or [f"cost {nearest.cost:.3f}, or a larger ratio fails"]
-    return f"none of {len(entries)} passes; nearest is {described(nearest.selection)}: {'; '.join(missed)}"
+    name = describe_selection(nearest.selection)
+    return f"none of {len(entries)} passes; nearest is {name}: {'; '.join(missed)}"

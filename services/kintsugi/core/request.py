@@ -15,7 +15,7 @@ from pydantic import StrictBool, StrictFloat, StrictInt
 
 from kintsugi.core.errors import InvalidField, InvalidSpan
 from kintsugi.core.schema import STRICT, load
-from kintsugi.core.spaces import ChunkKey, Span, checked_namespace
+from kintsugi.core.spaces import ChunkKey, Span, check_namespace
 
 PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
@@ -27,7 +27,7 @@ stands in every second sentence, and each would be cut out and tokenised alone. 
 it looks for chunks by their tokens, is `spaces.ANCHOR_TOKENS`."""
 
 
-def checked_priority(priority: int, may_overtake: bool) -> int:
+def check_priority(priority: int, may_overtake: bool) -> int:
     """vLLM's, lower goes first: the priority itself. Raises `InvalidField` for one that goes before others'
     where that is not allowed."""
     if priority < 0 and not may_overtake:
@@ -107,7 +107,7 @@ class KintsugiParams:
     """Of a save: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: the store's client's."""
 
     def __post_init__(self) -> None:
-        checked_namespace(self.namespace)
+        check_namespace(self.namespace)
         if self.tier and (self.op is not Op.SAVE or len(self.tier) > TIER_CHARS_MAX):
             raise InvalidField("tier", f"is for op=save alone and has at most {TIER_CHARS_MAX} characters")
         if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
@@ -128,9 +128,9 @@ class KintsugiParams:
         return KintsugiParams(
             namespace=wire.namespace,
             op=wire.op,
-            spans=None if wire.spans is None else parsed_spans(wire.spans),
+            spans=None if wire.spans is None else parse_spans(wire.spans),
             ratio=wire.ratio,
-            selector=None if wire.selector is None else parsed_selector(wire.selector),
+            selector=None if wire.selector is None else parse_selector(wire.selector),
             adaptive_mass=wire.adaptive_mass,
             explain=wire.explain,
             timeline=wire.timeline,
@@ -157,21 +157,21 @@ class KintsugiParams:
         return {PARAMS_KEY: wire}
 
 
-def parsed_selector(name: str) -> SelectorName:
+def parse_selector(name: str) -> SelectorName:
     try:
         return SelectorName(name)
     except ValueError:
         raise InvalidField("selector", f"{name!r} is not one of {', '.join(SelectorName)}") from None
 
 
-def parsed_spans(rows: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+def parse_spans(rows: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
     """Spans from `[start, end]` or `[start, end, key-hex]` rows."""
     if len(rows) > SPANS_MAX:
         raise InvalidField("spans", f"{len(rows)} spans; at most {SPANS_MAX} are allowed")
-    return tuple(_parsed_span(row, f"spans[{index}]") for index, row in enumerate(rows))
+    return tuple(_parse_span(row, f"spans[{index}]") for index, row in enumerate(rows))
 
 
-def _parsed_span(row: Sequence[Any], where: str) -> Span:
+def _parse_span(row: Sequence[Any], where: str) -> Span:
     bounds = row[:2]
     if len(row) not in (2, 3) or not all(type(bound) is int for bound in bounds):
         raise InvalidSpan(where, f"expected [start, end] or [start, end, key], got {list(row)!r}")
@@ -184,7 +184,7 @@ def _parsed_span(row: Sequence[Any], where: str) -> Span:
         raise InvalidSpan(where, f"the key {error.problem}") from None
 
 
-def checked_spans(spans: Sequence[Span], num_tokens: int) -> None:
+def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
     """Raise `InvalidSpan` unless spans are non-empty, inside the prompt, in order and disjoint."""
     previous_end = 0
     for index, span in enumerate(spans):

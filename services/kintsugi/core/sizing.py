@@ -87,7 +87,7 @@ def engine_dtype(config: Mapping[str, Any], dtype: str = "auto") -> str:
 
 
 @dataclass(frozen=True)
-class Workload:
+class SizingWorkload:
     """What is stored and asked."""
 
     corpus_tokens: int
@@ -129,7 +129,7 @@ class CodecSize:
     """Loaded for one prompt."""
 
 
-def codec_size(layout: KVLayout, codec: Codec, work: Workload) -> CodecSize:
+def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSize:
     """Sizes of a corpus that is cut into whole chunks."""
     chunk_bytes = layout.chunk_bytes(codec, work.chunk_tokens)
     chunks = -(-work.corpus_tokens // work.chunk_tokens)
@@ -154,7 +154,7 @@ class LoadingPace:
     """Above it loading is hidden behind the blend's own computing, and faster is no sooner."""
 
 
-def loading_pace(prompt_bytes: int, layers: int, full_s: float, cost: float) -> LoadingPace:
+def pace_to_hide_loading(prompt_bytes: int, layers: int, full_s: float, cost: float) -> LoadingPace:
     """For a prompt whose full prefill takes `full_s`."""
     first_layer = prompt_bytes / layers
     last_layer_s = cost * full_s / layers

@@ -52,7 +52,7 @@ def token_ids_of(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 4}I", data)
 
 
-def checked_namespace(namespace: str) -> str:
+def check_namespace(namespace: str) -> str:
     """The namespace itself, or `InvalidField`: it is mandatory, a tenant's name and part of every key."""
     if not isinstance(namespace, str) or not namespace:
         raise InvalidField("namespace", "is mandatory: name the tenant whose chunks may be used")
@@ -109,7 +109,7 @@ class ChunkSpace:
     """Whether its chunks may be used behind a prompt that does not start with the prefix."""
 
     def __post_init__(self) -> None:
-        checked_namespace(self.namespace)
+        check_namespace(self.namespace)
         token_bytes(self.prefix_token_ids)
 
     @cached_property

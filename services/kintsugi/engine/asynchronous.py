@@ -30,12 +30,12 @@ from kintsugi.core.exchange import (
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
-from kintsugi.core.spaces import checked_namespace
+from kintsugi.core.spaces import check_namespace
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.load import Load, LoadStats
+from kintsugi.engine.load import LoadMeter, LoadStats
 from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_prompt, transfer_config
-from kintsugi.engine.sampling import checked_sampling
-from kintsugi.engine.watching import WatchedClient, Watcher, answered_in_full
+from kintsugi.engine.sampling import check_sampling
+from kintsugi.engine.watching import WatchedClient, Watcher, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
 from kintsugi.store.client.registry import is_process_local, open_store
 from kintsugi.store.protocol.interface import ChunkStore
@@ -103,7 +103,7 @@ class AsyncEngine:
         """The `AsyncLLM`, for vLLM's own handling of OpenAI requests."""
         self.store = store
         """The chunks', and the calibration reports'."""
-        self.load = Load()
+        self.load = LoadMeter()
         self.prefix_token_ids = prefix_of(spec.config, client.vllm_config)
         """What chunks are prefilled behind."""
         self.max_model_len = int(client.model_config.max_model_len)
@@ -139,7 +139,7 @@ class AsyncEngine:
             raise Unavailable(
                 f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]"
             ) from error
-        from kintsugi.engine.scheduler.gate import binding_of, opened_gate
+        from kintsugi.engine.scheduler.gate import binding_of, open_gate
         from kintsugi.engine.worker.support import unsupported
 
         try:
@@ -150,7 +150,7 @@ class AsyncEngine:
             binding = binding_of(vllm_config, config)
             await asyncio.to_thread(prepare, binding)
             store = open_store(config.store)
-            gate = await asyncio.to_thread(opened_gate, config, store, binding)
+            gate = await asyncio.to_thread(open_gate, config, store, binding)
             client = AsyncLLM.from_vllm_config(vllm_config)
         except KintsugiError:
             raise
@@ -216,9 +216,9 @@ class AsyncEngine:
         self.check_health()
         self._submitted += 1
         try:
-            return await answered_in_full(self.client, prompt, f"full-{self._submitted}", priority)
+            return await prefill_in_full(self.client, prompt, f"full-{self._submitted}", priority)
         except Exception as error:
-            translated = _translated(error)
+            translated = _translate_vllm_error(error)
             if translated is None:
                 raise
             raise translated from error
@@ -288,7 +288,7 @@ class AsyncEngine:
                 async for output in outputs:
                     yield output
         except Exception as error:
-            translated = _translated(error)
+            translated = _translate_vllm_error(error)
             if translated is None:
                 raise
             raise translated from error
@@ -313,7 +313,7 @@ class AsyncEngine:
 
         values = {
             **self.client.model_config.get_diff_sampling_param(),
-            **checked_sampling(request.sampling),
+            **check_sampling(request.sampling),
         }
         try:
             return SamplingParams(
@@ -323,7 +323,7 @@ class AsyncEngine:
             )
         except Exception as error:
             # vLLM's own type here is no `ValueError` in every version.
-            translated = _translated(error)
+            translated = _translate_vllm_error(error)
             if not isinstance(translated, InvalidField):
                 raise
             raise InvalidField("sampling", translated.problem) from error
@@ -337,7 +337,7 @@ class AsyncEngine:
         tier: str = "auto",
     ) -> list[SaveOutcome]:
         """As `EngineBackend.save`. A tier that the store lacks is the outcome's reason."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         kept_in = "" if tier == "auto" else tier
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
@@ -355,13 +355,13 @@ class AsyncEngine:
                 priority,
             )
             async with turn:
-                return await self._saved(request)
+                return await self._save_chunks(request)
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(index, chunk)) for index, chunk in enumerate(chunks)]
         return [task.result() for task in tasks]
 
-    async def _saved(self, request: EngineRequest) -> SaveOutcome:
+    async def _save_chunks(self, request: EngineRequest) -> SaveOutcome:
         accounting: Mapping[str, Any] = {}
         try:
             async for delta in self.generate(request):
@@ -401,7 +401,7 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
     )
 
 
-def _translated(error: Exception) -> KintsugiError | None:
+def _translate_vllm_error(error: Exception) -> KintsugiError | None:
     """vLLM's errors as ours, by name: what they derive from differs between its versions."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "EngineDeadError" in names:

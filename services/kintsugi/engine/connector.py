@@ -27,13 +27,13 @@ from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.orphan import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
-from kintsugi.engine.scheduler.gate import binding_of, opened_gate, prefix_of
+from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
 from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.worker.side import WorkerSide
 from kintsugi.engine.worker.support import has_windows, unsupported
 from kintsugi.fusor.control.controller import LoadingController
-from kintsugi.fusor.control.forecast import Engine
+from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import FixedRatioPlanner, Planner
 from kintsugi.store.client.registry import is_process_local, open_store
 
@@ -79,7 +79,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config=config,
                 store=store,
                 planner=_planner_of(config),
-                gate=opened_gate(config, store, binding),
+                gate=open_gate(config, store, binding),
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
@@ -208,8 +208,8 @@ def _planner_of(config: EngineConfig) -> Planner:
     return FixedRatioPlanner(config.selection)
 
 
-def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> Engine:
-    return Engine(
+def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> EngineShape:
+    return EngineShape(
         num_layers=vllm_config.model_config.get_total_num_hidden_layers(),
         projection_share=PROJECTION_SHARE_FIRST,
         step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,

@@ -33,7 +33,7 @@ class LoadStats:
         return 1e3 * self.waiting_tokens / self.tokens_per_s if self.tokens_per_s > 0 else 0.0
 
 
-class Load:
+class LoadMeter:
     """Counts requests of one engine. One thread at a time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

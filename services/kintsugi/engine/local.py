@@ -98,9 +98,9 @@ class _Running:
         for entries in completion.logprobs or ():
             self.steps.append({token: entry.logprob for token, entry in entries.items()})
         if output.finished:
-            self.generation = self._finished(output, completion.finish_reason)
+            self.generation = self._build_generation(output, completion.finish_reason)
 
-    def _finished(self, output: Any, finish_reason: str | None) -> Generation:
+    def _build_generation(self, output: Any, finish_reason: str | None) -> Generation:
         times = self.token_times_s
         return Generation(
             token_ids=self.token_ids,

@@ -51,7 +51,7 @@ class _Sampling:
             raise InvalidField("sampling.logit_bias", f"{len(self.logit_bias)} tokens; at most {BIASES_MAX}")
 
 
-def checked_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+def check_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for vLLM's `SamplingParams`. Raises `InvalidField`, and `UnknownField` with the nearest name.
 
     vLLM checks ranges itself; its `ValueError` is the caller's to translate.

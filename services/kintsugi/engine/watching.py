@@ -46,7 +46,7 @@ class WatchedClient:
         watcher = self.watcher
         # Callers choose their request's id: by it they could choose to be looked at, too.
         ticket = "" if watcher is None else uuid.uuid4().hex
-        asked = None if watcher is None else self._marked(watcher, prompt, sampling, ticket)
+        asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, ticket)
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         first: dict[int, float] = {}
@@ -59,7 +59,7 @@ class WatchedClient:
                         watcher.take(asked, _generation(output, first, accounting))
                 yield output
 
-    def _marked(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
+    def _prepare_blend(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
         """A blend as the watcher wants it.
 
         None where it does not; where the caller chose how to blend, so that what calibration saw of its own
@@ -115,7 +115,7 @@ def _first_logprobs(output: Any, limit: int) -> dict[int, float]:
     return {token: found[token] for token in best}
 
 
-async def answered_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
+async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
     """The first position of a full prefill, without us and without what lies in the prefix cache."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

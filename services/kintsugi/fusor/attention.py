@@ -28,7 +28,7 @@ CACHE_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def scattered_attention(
+def attend_scattered(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,

@@ -28,7 +28,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.question import QuestionPass
 from kintsugi.fusor.selectors import Candidates, Selector, Signal, make_selector
-from kintsugi.fusor.sliced import WAITING, SlicedWork, Status, Units
+from kintsugi.fusor.sliced import WAITING, PassStatus, SlicedWork, Units
 from kintsugi.fusor.stack import DecoderStack, Hidden
 from kintsugi.fusor.units import Cut, run_in_units
 
@@ -40,7 +40,7 @@ a decode step beside it."""
 
 
 @dataclass(frozen=True)
-class Region:
+class PassRegion:
     """The part of a prompt that a pass computes or loads: positions `[start, end)`."""
 
     token_ids: Tensor
@@ -82,7 +82,7 @@ class BlendPass(SlicedWork):
 
     def __init__(
         self,
-        region: Region,
+        region: PassRegion,
         plan: BlendPlan,
         stack: DecoderStack,
         open_loader: OpenLoader,
@@ -92,7 +92,7 @@ class BlendPass(SlicedWork):
         self.region = region
         self.plan = plan
         self.tally = Tally()
-        self.status = Status.RUNNING
+        self.status = PassStatus.RUNNING
         self._stack = stack
         self._open_loader = open_loader
         self._unit_tokens_max = unit_tokens_max
@@ -105,7 +105,7 @@ class BlendPass(SlicedWork):
     def abandon(self, reason: str) -> None:
         """End as FAILED."""
         self.tally.failure = reason
-        self._finish(Status.FAILED)
+        self._finish(PassStatus.FAILED)
 
     def close(self) -> None:
         self._fetched.clear()
@@ -126,7 +126,7 @@ class BlendPass(SlicedWork):
         try:
             cost = next(self._units)
         except StopIteration:
-            self._finish(Status.DONE)
+            self._finish(PassStatus.DONE)
             return 0.0
         except LoadFailed as failure:
             self._recover(failure)
@@ -141,13 +141,13 @@ class BlendPass(SlicedWork):
         self.tally.failure = failure.reason
         remaining = self.plan.without(failure.keys)
         if self.tally.restarts or not remaining.hits:
-            self._finish(Status.FAILED)
+            self._finish(PassStatus.FAILED)
             return
         self.tally.restarts = 1
         self.plan = remaining
         self._start()
 
-    def _finish(self, status: Status) -> None:
+    def _finish(self, status: PassStatus) -> None:
         self.status = status
         self.tally.finished_s = time.perf_counter()
         self.close()
@@ -228,11 +228,11 @@ class BlendPass(SlicedWork):
         question.begin(self._stack.embed(every_id[tokens - self.region.start]))
         for layer in range(question.num_layers):
             loaded = yield from self.fetch_kv(layer)
-            yield from self._timed(question.pass_layer(layer, loaded))
+            yield from self._time_units(question.pass_layer(layer, loaded))
             self._fetched[layer] = loaded
         return self._stack.sum_over_ranks(question.attention)
 
-    def _timed(self, units: Units[T]) -> Units[T]:
+    def _time_units(self, units: Units[T]) -> Units[T]:
         """Count the time of `units` as computing."""
         while True:
             started = time.perf_counter()
@@ -307,7 +307,7 @@ class BlendPass(SlicedWork):
         deviation = None
         if signal:
             measuring = self._measure(layer, hidden, loaded, candidate, signal)
-            deviation = yield from self._timed(measuring)
+            deviation = yield from self._time_units(measuring)
         attention = self._attention
         if attention is not None:
             attention = attention[torch.searchsorted(self._hit_positions, positions)]
@@ -334,9 +334,9 @@ class BlendPass(SlicedWork):
             row = torch.searchsorted(self._hit_positions, positions)
             part = torch.zeros(len(positions), dtype=torch.float32, device=key.device)
             if Signal.K in signal:
-                part += _squared_distance(key, loaded.key[row])
+                part += _square_distance(key, loaded.key[row])
             if Signal.V in signal:
-                part += _squared_distance(value, loaded.value[row])
+                part += _square_distance(value, loaded.value[row])
             parts.append(part)
             self._stack.write_kv(layer, positions, key, value)
             yield batch.num_tokens * self._stack.projection_share
@@ -344,7 +344,7 @@ class BlendPass(SlicedWork):
 
     def prefill_layer(self, layer: int, hidden: Hidden) -> Units[None]:
         """Run one layer over the active tokens; `hidden` becomes the layer's output."""
-        yield from self._timed(run_in_units(self._stack, layer, hidden, self._cut))
+        yield from self._time_units(run_in_units(self._stack, layer, hidden, self._cut))
 
     def synchronize(self) -> Units[None]:
         """Wait until everything that the pass queued on the device is done."""
@@ -366,6 +366,6 @@ class BlendPass(SlicedWork):
         return self._prepared
 
 
-def _squared_distance(fresh: Tensor, loaded: Tensor) -> Tensor:
+def _square_distance(fresh: Tensor, loaded: Tensor) -> Tensor:
     """`[tokens, heads, head_dim]` twice -> fp32 `[tokens]`."""
     return (fresh.float() - loaded.float()).square().sum((1, 2))

@@ -67,7 +67,7 @@ def encode_frame(key: Tensor, value: Tensor, codec: Codec) -> memoryview:
     if codec is Codec.RAW:
         frame = torch.stack((key, value)).permute(2, 0, 1, 3).contiguous().cpu()
     else:
-        frame = _quantised(key, value, codec).cpu()
+        frame = _quantize(key, value, codec).cpu()
     raw: Any = frame.view(torch.uint8).numpy()
     return memoryview(raw).cast("B")
 
@@ -91,7 +91,7 @@ def decode_frame(
         # Bytes cross before they are decoded: half as many, and the device decodes faster.
         flat = flat.pin_memory().to(device, non_blocking=True)
     if codec is not Codec.RAW:
-        return _dequantised(flat, layout, codec, num_tokens, rows)
+        return _dequantize(flat, layout, codec, num_tokens, rows)
     typed = flat.view(DTYPES[layout.dtype]).view(heads, 2, num_tokens, layout.head_dim)
     key, value = typed[:, 0, rows].transpose(0, 1), typed[:, 1, rows].transpose(0, 1)
     # (`contiguous` would not always copy: a view of one head, or of one token, is contiguous as it is.)
@@ -121,7 +121,7 @@ class _Parts:
         return _Parts(*torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], dim=1))
 
 
-def _quantised(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
+def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
     """uint8 `[heads, head_bytes]`."""
     num_tokens, heads, head_dim = key.shape
     layout = KVLayout(1, heads, head_dim, NAMES[key.dtype])
@@ -165,7 +165,7 @@ def _scales(exponent: Tensor, codes: Tensor) -> Tensor:
     return (bits << 7 - MANTISSA_BITS).to(torch.int16).view(torch.bfloat16)
 
 
-def _dequantised(
+def _dequantize(
     flat: Tensor, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice
 ) -> tuple[Tensor, Tensor]:
     parts, heads = _Parts.of(flat, layout, codec, num_tokens), len(flat)
@@ -175,7 +175,7 @@ def _dequantised(
         raise Corrupted("a frame has scales that no finite KV has; put the chunk again")
     key_scale = _scales(parts.exponents[:, 0], parts.key_scale)[:, None]
     value_scale = _scales(parts.exponents[:, 1], parts.value_scale)[:, :, None]
-    exact = _typed(parts.sinks, dtype).view(heads, 2, sinks, head_dim)
+    exact = _view_as_dtype(parts.sinks, dtype).view(heads, 2, sinks, head_dim)
     first, end, _ = rows.indices(num_tokens)
     some = slice(max(first - sinks, 0), max(end - sinks, 0))
     results = []
@@ -206,7 +206,7 @@ def _multiply(narrow: Tensor, scale: Tensor, out: Tensor) -> None:
         torch.mul(narrow.to(torch.bfloat16), scale, out=out)
 
 
-def _typed(part: Tensor, dtype: torch.dtype) -> Tensor:
+def _view_as_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
     """`[heads, elements]` out of bytes, copied to where an element of any type may start."""
     own = part.clone(memory_format=torch.contiguous_format)
     return own.flatten().view(dtype).view(len(part), part.shape[1] // dtype.itemsize)

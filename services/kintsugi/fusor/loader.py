@@ -40,7 +40,7 @@ class LoadFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Placement:
+class ChunkPlacement:
     """One chunk's stored tokens and where they go in the prompt."""
 
     manifest: ChunkManifest
@@ -66,12 +66,12 @@ class LoadedLayer:
 
 def placements_of(
     plan: BlendPlan, manifests: Mapping[ChunkKey, ChunkManifest], start: int, end: int
-) -> list[Placement]:
+) -> list[ChunkPlacement]:
     """Where the stored tokens of each hit go: its part inside the region `[start, end)` of the prompt."""
     placements = []
     for hit in plan.hits:
         first, last = max(hit.start, start), min(hit.end, end)
-        placements.append(Placement(manifests[hit.key], first - hit.start, torch.arange(first, last)))
+        placements.append(ChunkPlacement(manifests[hit.key], first - hit.start, torch.arange(first, last)))
     return placements
 
 
@@ -87,7 +87,7 @@ class LayerLoader:
     def __init__(
         self,
         open_frames: Callable[[], Frames],
-        placements: Sequence[Placement],
+        placements: Sequence[ChunkPlacement],
         rotary_of_layer: Sequence[Rotary],
         device: torch.device,
         depth: int,
@@ -194,7 +194,7 @@ class LayerLoader:
         on_device = None if self._stream is None else self._stream.record_event()
         return LoadedLayer(layer, key, value, num_bytes, started, time.perf_counter(), on_device)
 
-    def _decode(self, placement: Placement, frame: LayerFrame) -> tuple[Tensor, Tensor]:
+    def _decode(self, placement: ChunkPlacement, frame: LayerFrame) -> tuple[Tensor, Tensor]:
         manifest = placement.manifest
         rows = slice(placement.first_row, placement.first_row + len(placement.positions))
         return decode_frame(

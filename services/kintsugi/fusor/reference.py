@@ -32,8 +32,8 @@ def reference_attention(
     output = torch.empty_like(query)
     for head in range(num_kv_heads):
         mine = slice(head * group, (head + 1) * group)
-        key = gathered_head(key_cache, block_table, head, visible.shape[1]) * k_scale
-        value = gathered_head(value_cache, block_table, head, visible.shape[1]) * v_scale
+        key = gather_head(key_cache, block_table, head, visible.shape[1]) * k_scale
+        value = gather_head(value_cache, block_table, head, visible.shape[1]) * v_scale
         logits = torch.einsum("ngd,jd->ngj", query[:, mine].float(), key) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -52,7 +52,7 @@ def visible_positions(positions: Tensor, sliding_window: int | None) -> Tensor:
     return visible
 
 
-def gathered_head(cache: Tensor, block_table: Tensor, head: int, num_tokens: int) -> Tensor:
+def gather_head(cache: Tensor, block_table: Tensor, head: int, num_tokens: int) -> Tensor:
     """fp32 `[num_tokens, head_dim]`: one kv head of the sequence, out of its blocks."""
     slots = torch.arange(num_tokens, device=cache.device)
     blocks = block_table.long()[slots // cache.shape[1]]

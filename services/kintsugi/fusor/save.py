@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kintsugi.core.layout import Codec
 from kintsugi.fusor.codecs import encode_frame
-from kintsugi.fusor.sliced import SlicedWork, Status, Units
-from kintsugi.fusor.stack import Batch, DecoderStack, Hidden
+from kintsugi.fusor.sliced import PassStatus, SlicedWork, Units
+from kintsugi.fusor.stack import DecoderStack, Hidden, LayerBatch
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SavePass(SlicedWork):
     def __init__(
         self, items: Sequence[SaveItem], stack: DecoderStack, unit_tokens_max: int, codec: Codec
     ) -> None:
-        self.status = Status.RUNNING
+        self.status = PassStatus.RUNNING
         self.frames: list[list[memoryview]] = [[] for _ in items]
         self.token_layers = 0.0
         self._items = items
@@ -50,7 +50,7 @@ class SavePass(SlicedWork):
         try:
             cost = next(self._units)
         except StopIteration:
-            self.status = Status.DONE
+            self.status = PassStatus.DONE
             return 0.0
         self.token_layers += cost
         return cost
@@ -76,7 +76,7 @@ class SavePass(SlicedWork):
             keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
             self._keep(keys, values)
 
-    def _run(self, layer: int, hidden: Hidden, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _run(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
         fresh = self._stack.run_layer(layer, hidden, batch, capture=True)
         assert fresh is not None
         return self._stack.gather_heads(fresh.key_before_rope), self._stack.gather_heads(fresh.value)

@@ -104,7 +104,7 @@ class AdaptiveSelector(Selector):
         if mass is None:
             return ceiling
         floor = quota(min(self.selection.ratio_min, self.ratio_at(layer)), candidates.num_hit_tokens)
-        return min(ceiling, max(floor, holding(mass, scores)))
+        return min(ceiling, max(floor, count_covering(mass, scores)))
 
 
 def quota(ratio: float, num_hit_tokens: int) -> int:
@@ -118,7 +118,7 @@ def top(scores: Tensor, count: int) -> Tensor:
     return order[: min(count, len(order))].sort().values
 
 
-def holding(mass: float, scores: Tensor) -> int:
+def count_covering(mass: float, scores: Tensor) -> int:
     """The size of the smallest set that holds a share `mass` of all `scores`, none negative; at least one
     of any. Cost: one sort."""
     if not len(scores):
@@ -188,7 +188,7 @@ class RandomSelector(_FromTheStart):
     """Control: a set that depends on positions alone."""
 
     def scores(self, layer: int, candidates: Candidates) -> Tensor:
-        return mixed(candidates.positions)
+        return splitmix64(candidates.positions)
 
 
 class QuerySelector(AdaptiveSelector, _FromTheStart):
@@ -243,20 +243,20 @@ def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
 _MIX_1, _MIX_2, _STEP = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 
 
-def mixed(positions: Tensor) -> Tensor:
+def splitmix64(positions: Tensor) -> Tensor:
     """splitmix64 of int64 `positions`, as int64: the same on every rank and in every run, and no pattern
     of positions survives it."""
 
     def wrapped(constant: int) -> int:
         return constant - (1 << 64) if constant >> 63 else constant
 
-    def shifted(value: Tensor, bits: int) -> Tensor:
+    def logical_shift_right(value: Tensor, bits: int) -> Tensor:
         return (value >> bits) & ((1 << (64 - bits)) - 1)
 
     value = positions * wrapped(_STEP)
-    value = (value ^ shifted(value, 30)) * wrapped(_MIX_1)
-    value = (value ^ shifted(value, 27)) * wrapped(_MIX_2)
-    return value ^ shifted(value, 31)
+    value = (value ^ logical_shift_right(value, 30)) * wrapped(_MIX_1)
+    value = (value ^ logical_shift_right(value, 27)) * wrapped(_MIX_2)
+    return value ^ logical_shift_right(value, 31)
 
 
 _REGISTRY: dict[SelectorName, type[Selector]] = {

@@ -15,7 +15,7 @@ Units = Generator[float, None, T]
 """Yields the cost of each unit in token-layers, once it is done."""
 
 
-class Status(Enum):
+class PassStatus(Enum):
     RUNNING = auto()
     DONE = auto()
     FAILED = auto()
@@ -24,7 +24,7 @@ class Status(Enum):
 class SlicedWork(ABC):
     """Call `advance` until `status` is no longer RUNNING, then `close`."""
 
-    status: Status
+    status: PassStatus
 
     def advance(self, token_layers_max: float) -> float:
         """Run units until their cost reaches `token_layers_max`, something is awaited, or all is done.
@@ -32,7 +32,7 @@ class SlicedWork(ABC):
         Returns the cost spent, which overshoots by at most one unit.
         """
         spent = 0.0
-        while self.status is Status.RUNNING and spent < token_layers_max:
+        while self.status is PassStatus.RUNNING and spent < token_layers_max:
             cost = self.next_unit()
             if cost == WAITING:
                 break

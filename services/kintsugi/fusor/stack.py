@@ -46,7 +46,7 @@ class AttentionRule:
 
 
 @dataclass(frozen=True)
-class Batch:
+class LayerBatch:
     """Tokens prepared for layer calls; made by `DecoderStack.batch`, reused across layers."""
 
     num_tokens: int
@@ -74,7 +74,7 @@ class DecoderStack(Protocol):
         """Cost of `project_kv` ÷ cost of `run_layer` per token, attention apart."""
         ...
 
-    def batch(self, positions: Tensor, owners: Tensor | None = None) -> Batch:
+    def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
         """Prepare int64 `positions` `[tokens]`, ascending within each owner; `owners` `[tokens]` indexes
         the sequences and is None where there is only one."""
         ...
@@ -91,11 +91,13 @@ class DecoderStack(Protocol):
         """Put rotated K and V `[tokens, kv_heads, head_dim]` of sequence 0 into the cache."""
         ...
 
-    def project_kv(self, layer: int, hidden: Hidden, batch: Batch) -> FreshKV:
+    def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         """K and V of `layer` without its attention and MLP. Leaves `hidden` as it was."""
         ...
 
-    def run_layer(self, layer: int, hidden: Hidden, batch: Batch, capture: bool = False) -> FreshKV | None:
+    def run_layer(
+        self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
+    ) -> FreshKV | None:
         """Run the layer; `hidden` becomes its output. With `capture`, the tokens' K and V."""
         ...
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from kintsugi.fusor.sliced import Units
-from kintsugi.fusor.stack import Batch, DecoderStack, FreshKV, Hidden
+from kintsugi.fusor.stack import DecoderStack, FreshKV, Hidden, LayerBatch
 
 
 @dataclass(frozen=True)
 class Cut:
     """Tokens in units, prepared for layer calls; reused across layers."""
 
-    units: tuple[tuple[slice, Batch], ...]
+    units: tuple[tuple[slice, LayerBatch], ...]
     """Rows of the tokens, and their batch."""
 
     @staticmethod

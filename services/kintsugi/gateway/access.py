@@ -28,7 +28,7 @@ from pathlib import Path
 
 from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated
 from kintsugi.core.schema import STRICT, load
-from kintsugi.core.spaces import checked_namespace
+from kintsugi.core.spaces import check_namespace
 from kintsugi.store.protocol.tls import is_loopback
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Grant:
         if not self.namespaces:
             raise InvalidField("namespaces", f"of token {self.name!r} is empty: name what it may use")
         for pattern in self.namespaces:
-            checked_pattern(pattern)
+            check_namespace_pattern(pattern)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Caller:
 
     def checked(self, namespace: str) -> str:
         """The namespace itself. Raises `InvalidField` for what is none, and `PermissionDenied`."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         if not self.may_use(namespace):
             raise PermissionDenied(
                 f"token {self.name!r} may not use namespace {namespace!r}; it is bound to "
@@ -159,12 +159,12 @@ def token_digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def checked_pattern(pattern: str) -> str:
+def check_namespace_pattern(pattern: str) -> str:
     """The pattern itself, or `InvalidField`."""
     stem = pattern.removesuffix("*")
     try:
         # What a prefix leaves open may be anything: it need not be a whole namespace by itself.
-        checked_namespace(stem if stem or not pattern.endswith("*") else "any")
+        check_namespace(stem if stem or not pattern.endswith("*") else "any")
     except InvalidField as error:
         raise InvalidField("namespaces", f"{pattern!r}: {error.problem}") from None
     return pattern
@@ -223,12 +223,12 @@ def add_grant(path: Path, grant: Grant) -> None:
         raise InvalidField("file", f"{path} cannot be written ({error.strerror})") from error
 
 
-def opened_access(tokens_file: str) -> Access:
+def open_access(tokens_file: str) -> Access:
     """Raises `InvalidField`."""
     return TokenFile(Path(tokens_file)) if tokens_file else OpenAccess()
 
 
-def checked_exposure(listen: str, has_tokens: bool, has_tls: bool, insecure: bool) -> None:
+def check_exposure(listen: str, has_tokens: bool, has_tls: bool, insecure: bool) -> None:
     """Raise `InvalidField` for an address beyond loopback without tokens and TLS, unless `insecure`: a token
     that travels in the clear is everyone's."""
     if insecure or is_loopback(listen) or (has_tokens and has_tls):

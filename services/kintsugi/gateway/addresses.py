@@ -18,7 +18,7 @@ def is_wildcard(host: str) -> bool:
     return host in WILDCARDS
 
 
-def joined(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """`host:port`, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
@@ -44,7 +44,7 @@ def free_port(host: str, first: int, count: int) -> int:
                 if error.errno == errno.EADDRINUSE:
                     continue
                 raise Unavailable(
-                    f"{joined(host, port)} cannot be listened on ({error.strerror}); name another one"
+                    f"{format_address(host, port)} cannot be listened on ({error.strerror}); name another one"
                 ) from error
             return port
     raise Unavailable(f"ports {first} to {first + count - 1} of {host} are all taken; name another first one")

@@ -66,7 +66,7 @@ class FillConfig:
             raise InvalidField("patience_s", f"{self.patience_s} is no duration")
 
 
-class Verdict(StrEnum):
+class MissDecision(StrEnum):
     """On one miss; also a metric's label."""
 
     COUNTED = "counted"
@@ -104,25 +104,25 @@ class FillQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def missed(self, address: Address, tokens: bytes, now_s: float) -> Verdict:
+    def missed(self, address: Address, tokens: bytes, now_s: float) -> MissDecision:
         """A request lacked a chunk."""
         if address in self._waiting or address in self._running:
-            return Verdict.DUPLICATE
+            return MissDecision.DUPLICATE
         sighted = self._sighted.setdefault(address, _Sighted())
         self._sighted.move_to_end(address)
         if len(self._sighted) > self.config.sighted_max:
             self._sighted.popitem(last=False)
         sighted.sights += 1
         if sighted.failures >= self.config.failures_max:
-            return Verdict.GIVEN_UP
+            return MissDecision.GIVEN_UP
         if sighted.sights < self.config.sights:
-            return Verdict.COUNTED
+            return MissDecision.COUNTED
         full = len(self._waiting) >= self.config.queue_max
         if full or self._waiting_bytes + len(tokens) > 4 * self.config.queue_tokens_max:
-            return Verdict.FULL
+            return MissDecision.FULL
         self._waiting[address] = _Waiting(tokens, now_s)
         self._waiting_bytes += len(tokens)
-        return Verdict.QUEUED
+        return MissDecision.QUEUED
 
     def due_in_s(self, idle: bool, now_s: float) -> float | None:
         """Seconds until something should be filled, 0 for now; None where nothing waits."""
@@ -138,9 +138,9 @@ class FillQueue:
         namespace = next(iter(self._waiting))[0]
         chosen = [address for address in self._waiting if address[0] == namespace][: self.config.batch]
         self._running.update(chosen)
-        return [(address, self._left(address)) for address in chosen]
+        return [(address, self._dequeue(address)) for address in chosen]
 
-    def _left(self, address: Address) -> bytes:
+    def _dequeue(self, address: Address) -> bytes:
         """Take a chunk out of the queue: its tokens."""
         tokens = self._waiting.pop(address).tokens
         self._waiting_bytes -= len(tokens)
@@ -163,7 +163,7 @@ class FillQueue:
     def forget(self, address: Address) -> None:
         """Somebody deleted it: what was counted does not count any more."""
         if address in self._waiting:
-            self._left(address)
+            self._dequeue(address)
         self._sighted.pop(address, None)
 
 
@@ -203,7 +203,7 @@ class Filler:
             if (namespace, key) in self._unchecked:
                 continue
             if len(self._unchecked) >= self.queue.config.queue_max or len(tokens) > room:
-                self._observe(Verdict.FULL)
+                self._observe(MissDecision.FULL)
                 continue
             self._unchecked[namespace, key] = tokens
             self._unchecked_bytes += len(tokens)
@@ -264,7 +264,7 @@ class Filler:
             log.info("%d misses are not filled now: %s", len(batch), error)
             for address, _ in batch:
                 self.queue.dropped(address)
-                self._observe(Verdict.FULL)
+                self._observe(MissDecision.FULL)
             batch, saved = [], []
         except KintsugiError as error:
             log.info("%d misses are not filled: %s", len(batch), error)

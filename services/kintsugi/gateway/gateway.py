@@ -23,9 +23,9 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
-from kintsugi.core.request import KintsugiParams, Op, SelectorName, checked_priority
+from kintsugi.core.request import KintsugiParams, Op, SelectorName, check_priority
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
-from kintsugi.gateway.access import Access, Caller, OpenAccess, opened_access
+from kintsugi.gateway.access import Access, Caller, OpenAccess, open_access
 from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.fill import FillConfig, Filler, FillMode
 from kintsugi.gateway.metrics import GatewayMetrics
@@ -33,9 +33,14 @@ from kintsugi.gateway.recent_info import RecentInfo
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.learning import Detokenize, Learner
-from kintsugi.gateway.texts.segments import Piece, ResolvedPrompt, Segment, SegmentResolver, Tokenize
-from kintsugi.gateway.tracing import Span as TraceSpan
-from kintsugi.gateway.tracing import Timelines, add_layers, describe, span, without_times
+from kintsugi.gateway.texts.segments import (
+    ResolvedPrompt,
+    ResolvedSegment,
+    Segment,
+    SegmentResolver,
+    Tokenize,
+)
+from kintsugi.gateway.tracing import Timelines, TraceSpan, add_layers, describe, span, without_times
 from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex
 from kintsugi.store.client.registry import open_async_store
@@ -134,7 +139,7 @@ class Put:
 
 
 @dataclass(frozen=True)
-class StoredChunk:
+class GatewayChunk:
     """What the store holds."""
 
     manifest: ChunkManifest
@@ -240,7 +245,7 @@ class Gateway:
             known=KnownChunks(folder),
             documents=documents,
             detokenize=chunker.text_of,
-            access=opened_access(spec.tokens_file),
+            access=open_access(spec.tokens_file),
             limits=limits,
             fill=FillConfig() if mode is FillMode.BACKGROUND else None,
             read_only=spec.read_only,
@@ -366,7 +371,7 @@ class Gateway:
             prompt.token_ids,
             params,
             {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
-            checked_priority(call.priority, self.overtaking),
+            check_priority(call.priority, self.overtaking),
             trace.headers(),
             prompt.space.fingerprint.hex,
         )
@@ -462,14 +467,14 @@ class Gateway:
         if not 0 < count <= count_max:
             raise InvalidField(name, f"{count} of them; send between 1 and {count_max}")
 
-    async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> StoredChunk:
+    async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
         """Raises `NotFound`."""
         caller.checked(namespace)
         (tier,) = await self.store.tiers(namespace, [key])
         (manifest,) = await self.store.lookup(namespace, [key])
         if tier is None or manifest is None:
             raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
-        return StoredChunk(manifest, tier, self.known.knows(namespace, key))
+        return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
 
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> bool:
         """Whether it was there. What is known of it is forgotten, too. Raises `Unavailable` where a shard
@@ -485,12 +490,12 @@ class Gateway:
 
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
-    ) -> list[StoredChunk]:
+    ) -> list[GatewayChunk]:
         """In key order. Raises `Unavailable` where a shard does not answer."""
         caller.checked(namespace)
         self._check_count("page_size", limit, self.limits.chunks_max)
         manifests = await self.store.list(namespace, limit, after)
-        return [StoredChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
+        return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
 
     async def prefetch(
         self, caller: Caller, namespace: str, segments: Sequence[Segment]
@@ -506,7 +511,7 @@ class Gateway:
         self._resolver.learn(space, segments, pieces)
         return keys, accepted
 
-    async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[Piece]:
+    async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Each text alone."""
         caller.checked(namespace)
         self._check_count("texts", len(texts), self.limits.texts_max)

@@ -74,7 +74,7 @@ def exporter_class_as_asked() -> Any:
     return import_module(EXPORTERS[protocol]).OTLPSpanExporter
 
 
-class Span:
+class TraceSpan:
     """A span that is running, or nothing."""
 
     def __init__(self, span: Any, context: Any) -> None:
@@ -86,13 +86,13 @@ class Span:
         """Whether anybody will see it."""
         return self._span is not None and bool(self._span.is_recording())
 
-    def past(self, name: str, began_ns: int, ended_ns: int) -> Span:
+    def past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
         """A span below this one of what is over. Nanoseconds since 1970."""
         if self._span is None:
             return self
         over = trace.get_tracer("kintsugi").start_span(name, context=self._context, start_time=began_ns)
         over.end(max(began_ns, ended_ns))
-        return Span(over, trace.set_span_in_context(over, self._context))
+        return TraceSpan(over, trace.set_span_in_context(over, self._context))
 
     def set(self, name: str, value: str | int | float | bool) -> None:
         if self._span is not None:
@@ -111,18 +111,18 @@ class Span:
 
 
 @contextmanager
-def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Span]:
+def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[TraceSpan]:
     """A span below what `incoming` headers name. It is not made the current one: a generator's frames run in
     their caller's context, where another request's span may be current."""
     if trace is None:
-        yield Span(None, None)
+        yield TraceSpan(None, None)
         return
     parent = propagate.extract(dict(incoming or {}))
     started = trace.get_tracer("kintsugi").start_span(name, context=parent)
     if not started.get_span_context().is_valid:  # nobody traces, here or where it came from
-        yield Span(None, None)
+        yield TraceSpan(None, None)
         return
-    current = Span(started, trace.set_span_in_context(started, parent))
+    current = TraceSpan(started, trace.set_span_in_context(started, parent))
     try:
         yield current
     except BaseException as error:
@@ -142,7 +142,7 @@ class Timelines:
         self._left = per_s
         self._since_s = clock()
 
-    def wanted(self, request: Span) -> bool:
+    def wanted(self, request: TraceSpan) -> bool:
         """Whether an engine is asked when each layer of this request was loaded and computed."""
         if not request.is_recording:
             return False
@@ -160,14 +160,14 @@ def without_times(accounting: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in accounting.items() if name not in TIMES}
 
 
-def describe(request: Span, accounting: Mapping[str, Any]) -> None:
+def describe(request: TraceSpan, accounting: Mapping[str, Any]) -> None:
     """What a waterfall should show of an answer beside its times."""
     for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
         if name in accounting:
             request.set(f"kintsugi.{name}", accounting[name])
 
 
-def add_layers(engine: Span, accounting: Mapping[str, Any]) -> None:
+def add_layers(engine: TraceSpan, accounting: Mapping[str, Any]) -> None:
     """A blend below its request's `engine` span, and each of its layers below it: its loading, then its
     computing. Nothing where nobody looks, or where the accounting has no timeline.
 

@@ -67,7 +67,7 @@ def model_fingerprint(
     """
     if not kv_dtype:
         raise InvalidField("kv_dtype", "is empty; name the KV cache's element type, such as bfloat16")
-    folder = _checked_folder(Path(path), revision or hub.MAIN)
+    folder = _resolve_folder(Path(path), revision or hub.MAIN)
     config = read_config(folder)
     facts = {name: value for name, value in config.items() if name not in _IRRELEVANT_FIELDS}
     rope = {name: value for name, value in facts.items() if _ROPE_FIELD.search(name)}
@@ -98,13 +98,13 @@ def digest_weights(path: str | Path) -> None:
 def tokenizer_digest(path: str | Path, revision: str | None = None) -> str:
     """Hexadecimal digest of the `tokenizer.json` that `precompute.chunking` uses; empty without one.
     The checkpoint is found as `model_fingerprint` finds it. Raises alike."""
-    file = _checked_folder(Path(path), revision or hub.MAIN) / "tokenizer.json"
+    file = _resolve_folder(Path(path), revision or hub.MAIN) / "tokenizer.json"
     return _digest(file) if file.is_file() else ""
 
 
 def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The `config.json` of a checkpoint, found as `model_fingerprint` finds it. Raises alike."""
-    return _json(_checked_folder(Path(path), revision or hub.MAIN) / "config.json")
+    return _json(_resolve_folder(Path(path), revision or hub.MAIN) / "config.json")
 
 
 def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None = None) -> str:
@@ -120,12 +120,12 @@ def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
     with these files downloaded. Weights are left to who loads them.
 
     All of the tokenizer's files are fetched, whoever asks: they are part of the fingerprint, so machines that
-    have different ones would not find each other's chunks. Raises as `hub.downloaded` does.
+    have different ones would not find each other's chunks. Raises as `hub.download_snapshot` does.
     """
     path = Path(model)
     if path.is_dir() or not hub.is_hub_name(path):
         return path
-    return hub.downloaded(path, _SMALL_FILES, revision or hub.MAIN)
+    return hub.download_snapshot(path, _SMALL_FILES, revision or hub.MAIN)
 
 
 def complete(model: str | Path, revision: str | None = None) -> None:
@@ -137,7 +137,7 @@ def complete(model: str | Path, revision: str | None = None) -> None:
         log.warning("%s", error)
 
 
-def _checked_folder(path: Path, revision: str) -> Path:
+def _resolve_folder(path: Path, revision: str) -> Path:
     if path.is_dir():
         return path.resolve()
     is_hub_name = hub.is_hub_name(path)

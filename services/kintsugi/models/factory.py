@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kintsugi.models.cache import cache_folder
-from kintsugi.models.shapes import ModelShape, named_shape
+from kintsugi.models.shapes import ModelShape, find_shape
 from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 from kintsugi.models.weights import fill_weights
 
@@ -42,14 +42,14 @@ def _empty_model(shape: ModelShape) -> PreTrainedModel:
     return model.to_empty(device="cpu")
 
 
-def cached_checkpoint(name: str, seed: int = 0, layers: int | None = None) -> Path:
+def make_checkpoint_once(name: str, seed: int = 0, layers: int | None = None) -> Path:
     """The checkpoint of the shape called `name`, made on first use.
 
     ``layers`` overrides the shape's number of layers. Safe with several processes: a checkpoint appears
     whole or not at all, and whoever finishes second keeps the first one's. Raises `InvalidField` for an
     unknown name.
     """
-    shape = named_shape(name)
+    shape = find_shape(name)
     if layers is not None:
         shape = shape.with_layers(layers)
     parent = cache_folder() / "checkpoints"
@@ -60,12 +60,12 @@ def cached_checkpoint(name: str, seed: int = 0, layers: int | None = None) -> Pa
     draft = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
     try:
         make_checkpoint(shape, draft, seed)
-        return _published(draft, final)
+        return _publish_draft(draft, final)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _published(draft: Path, final: Path) -> Path:
+def _publish_draft(draft: Path, final: Path) -> Path:
     draft.chmod(0o755)
     try:
         draft.rename(final)

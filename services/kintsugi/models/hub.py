@@ -40,21 +40,21 @@ def name_of(folder: Path) -> str:
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
 
 
-def downloaded(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:
+def download_snapshot(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:
     """The snapshot's folder with those of the files that the model has. Asks the hub which commit is meant,
     and takes the cache's word where nobody answers.
 
     Raises `NotFound`, `PermissionDenied`, and `Unavailable` for what neither the cache nor the hub has.
     """
-    with _translated(name):
+    with _translate_hub_errors(name):
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=list(files)))
 
 
 def safetensors_files(name: str, revision: str) -> list[str]:
-    """Those at the root of a model's repository. Raises as `downloaded` does."""
-    with _translated(name):
+    """Those at the root of a model's repository. Raises as `download_snapshot` does."""
+    with _translate_hub_errors(name):
         from huggingface_hub import HfApi
 
         found = HfApi().list_repo_files(name, revision=revision)
@@ -63,8 +63,8 @@ def safetensors_files(name: str, revision: str) -> list[str]:
 
 def tensors(name: str, file: str, revision: str) -> list[list[Any]]:
     """`[name, dtype, shape]` of each tensor of a file that stays where it is: its header alone is read.
-    Raises as `downloaded` does."""
-    with _translated(name):
+    Raises as `download_snapshot` does."""
+    with _translate_hub_errors(name):
         from huggingface_hub import HfApi
 
         found = HfApi().parse_safetensors_file_metadata(name, file, revision=revision).tensors
@@ -72,7 +72,7 @@ def tensors(name: str, file: str, revision: str) -> list[list[Any]]:
 
 
 @contextlib.contextmanager
-def _translated(model: str | Path) -> Iterator[None]:
+def _translate_hub_errors(model: str | Path) -> Iterator[None]:
     try:
         from huggingface_hub import errors
     except ImportError as error:

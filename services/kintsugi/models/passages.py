@@ -39,6 +39,6 @@ def _passage(text: str) -> Passage:
     return Passage(title=text.split("\n", 1)[0].strip(), text=text.strip() + "\n")
 
 
-def bundled_passages() -> list[Passage]:
+def read_bundled_passages() -> list[Passage]:
     """The passages, in order of their file names."""
     return list(_passages())

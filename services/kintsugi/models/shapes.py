@@ -262,7 +262,7 @@ SHAPES: dict[str, ModelShape] = {
 """Every named shape. The layers of the two large ones are the real models'; `with_layers` sets how many."""
 
 
-def named_shape(name: str) -> ModelShape:
+def find_shape(name: str) -> ModelShape:
     """The shape called `name`. Raises `InvalidField` with the valid names."""
     if name not in SHAPES:
         raise InvalidField("shape", f"{name!r} is not one of {', '.join(SHAPES)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kintsugi.models.passages import BUNDLED_QUESTIONS, bundled_passages
+from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
@@ -27,7 +27,7 @@ def train_tokenizer(vocab: int, max_positions: int) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    corpus = [passage.text for passage in bundled_passages()] + list(BUNDLED_QUESTIONS)
+    corpus = [passage.text for passage in read_bundled_passages()] + list(BUNDLED_QUESTIONS)
     tokenizer.train_from_iterator(corpus, trainer=trainer)
     assert (tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)) == (BOS_ID, EOS_ID)
     unused = range(tokenizer.get_vocab_size(), vocab)

@@ -14,7 +14,7 @@ DEATHS_MAX = 2
 """A chunk that was alone in its batch when so many workers died is not tried again."""
 
 
-class Verdict(Enum):
+class OutcomeVerdict(Enum):
     """What an outcome means for the job."""
 
     FILLED = "filled"
@@ -30,21 +30,21 @@ class Verdict(Enum):
 
 
 _REASONS = (
-    (("Unavailable", "DeadlineExceeded"), Verdict.RETRY),
-    (("ResourceExhausted",), Verdict.FULL),
-    (("ForeignChunkKey",), Verdict.FOREIGN),
+    (("Unavailable", "DeadlineExceeded"), OutcomeVerdict.RETRY),
+    (("ResourceExhausted",), OutcomeVerdict.FULL),
+    (("ForeignChunkKey",), OutcomeVerdict.FOREIGN),
 )
 
 
-def verdict_on(outcome: str) -> Verdict:
+def verdict_on(outcome: str) -> OutcomeVerdict:
     """By the outcome's first word, the error class that the engine names."""
     if outcome in (FILLED, PRESENT):
-        return Verdict(outcome)
-    return next((verdict for words, verdict in _REASONS if outcome.startswith(words)), Verdict.FAILED)
+        return OutcomeVerdict(outcome)
+    return next((verdict for words, verdict in _REASONS if outcome.startswith(words)), OutcomeVerdict.FAILED)
 
 
 @dataclass
-class Batch:
+class ChunkBatch:
     """What a worker gets at a time."""
 
     chunks: list[PendingChunk]
@@ -74,7 +74,7 @@ class Batches:
     def __init__(self, batch_tokens: int) -> None:
         self._batch_tokens = batch_tokens
         self._waiting: deque[PendingChunk] = deque()
-        self._again: deque[Batch] = deque()
+        self._again: deque[ChunkBatch] = deque()
         self.num_tokens = 0
         """Waiting now."""
 
@@ -82,7 +82,7 @@ class Batches:
         self._waiting.extend(chunks)
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
 
-    def take(self, flush: bool) -> Batch | None:
+    def take(self, flush: bool) -> ChunkBatch | None:
         """The next batch: one that has to be sent again, else a full one, with ``flush`` whatever is left."""
         if self._again:
             batch = self._again.popleft()
@@ -96,40 +96,40 @@ class Batches:
             chunks.append(self._waiting.popleft())
             size += chunks[-1].num_tokens
         self.num_tokens -= size
-        return Batch(chunks)
+        return ChunkBatch(chunks)
 
-    def finished(self, batch: Batch, outcomes: Sequence[str]) -> Settled:
+    def finished(self, batch: ChunkBatch, outcomes: Sequence[str]) -> Settled:
         """Sort the outcomes; chunks that the store could not take now wait again."""
         settled = Settled()
         again = []
         for chunk, outcome in zip(batch.chunks, outcomes, strict=True):
             verdict = verdict_on(outcome)
-            if verdict is Verdict.FILLED:
+            if verdict is OutcomeVerdict.FILLED:
                 settled.filled.append(chunk)
-            elif verdict is Verdict.PRESENT:
+            elif verdict is OutcomeVerdict.PRESENT:
                 settled.present.append(chunk)
-            elif verdict is Verdict.FAILED:
+            elif verdict is OutcomeVerdict.FAILED:
                 settled.failed.append((chunk, outcome))
             else:
                 again.append(chunk)
-                settled.full = outcome if verdict is Verdict.FULL else settled.full
-                settled.foreign = outcome if verdict is Verdict.FOREIGN else settled.foreign
+                settled.full = outcome if verdict is OutcomeVerdict.FULL else settled.full
+                settled.foreign = outcome if verdict is OutcomeVerdict.FOREIGN else settled.foreign
         if again:
-            self._put_back(Batch(again, batch.deaths))
+            self._put_back(ChunkBatch(again, batch.deaths))
         settled.retried = len(again)
         return settled
 
-    def returned(self, batch: Batch) -> None:
+    def returned(self, batch: ChunkBatch) -> None:
         """The batch was not tried: it waits again, as it is."""
         self._put_back(batch)
 
-    def died(self, batch: Batch) -> list[tuple[PendingChunk, str]]:
+    def split_after_death(self, batch: ChunkBatch) -> list[tuple[PendingChunk, str]]:
         """The worker died with it. Halves wait again, so that one deadly chunk is found in log2 deaths and
         costs only itself; what is given up."""
         if len(batch.chunks) > 1:
             middle = len(batch.chunks) // 2
-            self._put_back(Batch(batch.chunks[:middle]))
-            self._put_back(Batch(batch.chunks[middle:]))
+            self._put_back(ChunkBatch(batch.chunks[:middle]))
+            self._put_back(ChunkBatch(batch.chunks[middle:]))
             return []
         batch.deaths += 1
         if batch.deaths < DEATHS_MAX:
@@ -137,6 +137,6 @@ class Batches:
             return []
         return [(batch.chunks[0], f"{batch.deaths} workers died while they prefilled it")]
 
-    def _put_back(self, batch: Batch) -> None:
+    def _put_back(self, batch: ChunkBatch) -> None:
         self._again.append(batch)
         self.num_tokens += batch.num_tokens

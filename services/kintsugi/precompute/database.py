@@ -21,7 +21,7 @@ class Database:
         """Opens or makes the file. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
         self.path = path
         self._lock = threading.RLock()
-        with self._translated("opened"):
+        with self._translate_database_errors("opened"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -39,13 +39,13 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Raises `Unavailable` and `Corrupted`."""
-        with self._lock, self._translated("read"):
+        with self._lock, self._translate_database_errors("read"):
             yield self._db
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All of the body or nothing. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
-        with self._lock, self._translated("written"):
+        with self._lock, self._translate_database_errors("written"):
             self._check_there()
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -69,7 +69,7 @@ class Database:
             )
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translate_database_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except sqlite3.ProgrammingError:
@@ -97,7 +97,7 @@ class Database:
 
 
 @contextmanager
-def locked(path: Path, taken: str) -> Iterator[None]:
+def lock_state(path: Path, taken: str) -> Iterator[None]:
     """No other process is in here. Ends with the process. Raises `Unavailable` with `taken` where one is."""
     try:
         file = path.open("w")

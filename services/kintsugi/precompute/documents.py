@@ -26,7 +26,7 @@ class DocumentRef:
     """None: the one that is current. Any other than the current one is not found."""
 
     def __post_init__(self) -> None:
-        checked_document_id(self.document_id)
+        check_document_id(self.document_id)
         if self.index < 0:
             raise InvalidField("index", f"{self.index} is negative; chunks count from 0")
 
@@ -69,7 +69,7 @@ class DocumentIndex(ABC):
         """Idempotent."""
 
 
-def checked_document_id(document_id: str) -> str:
+def check_document_id(document_id: str) -> str:
     """The id itself, or `InvalidField`."""
     if not document_id or len(document_id.encode(errors="replace")) > DOCUMENT_ID_BYTES_MAX:
         raise InvalidField("document_id", f"must have between 1 and {DOCUMENT_ID_BYTES_MAX} bytes")

@@ -26,12 +26,12 @@ from kintsugi.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kintsugi.precompute.batches import Batch, Batches, Settled
+from kintsugi.precompute.batches import Batches, ChunkBatch, Settled
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedDocument
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.sources.files import Piece, listed
+from kintsugi.precompute.sources.files import FileRange, listed
 from kintsugi.precompute.sources.readers import Failure, read
 from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
@@ -213,7 +213,7 @@ class Job:
         ensure_ray(spec.workers, spec.cpus_per_worker)
         yield from scan(changed, task)
 
-    def _peek(self, piece: Piece) -> None:
+    def _peek(self, piece: FileRange) -> None:
         """A column that is not there is a mistake in the job, not in a document."""
         first = next(read(piece, self.spec.columns), None)
         if isinstance(first, Failure) and first.reason.startswith("no column"):
@@ -351,12 +351,12 @@ class Job:
             self._fill_started_s = time.monotonic()
         return self._pool
 
-    def _settle(self, batch: Batch, outcome: Outcome) -> None:
+    def _settle(self, batch: ChunkBatch, outcome: Outcome) -> None:
         progress = self.progress
         if outcome is None:
             progress.worker_deaths += 1
             self._strike(Unavailable("workers die one after another; look into their log, or at memory"))
-            self._fail(self._batches.died(batch))
+            self._fail(self._batches.split_after_death(batch))
             return
         if isinstance(outcome, KintsugiError):
             self._batches.returned(batch)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.schema import load
-from kintsugi.precompute.database import Database, locked
+from kintsugi.precompute.database import Database, lock_state
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 
@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS job (
 
 
 @dataclass(frozen=True)
-class Line:
+class JournalRecord:
     """One job as it was last written down."""
 
     job_id: str
@@ -48,7 +48,7 @@ class Journal:
         self._held = ExitStack()
         try:
             self._held.enter_context(
-                locked(
+                lock_state(
                     folder / "jobs.lock",
                     f"another server has the jobs of {folder}; stop it, or name another --state",
                 )
@@ -62,7 +62,7 @@ class Journal:
         self._database.close()
         self._held.close()
 
-    def write(self, line: Line) -> None:
+    def write(self, line: JournalRecord) -> None:
         """Add a job, or replace what was written of it."""
         with self._database.transaction() as db:
             db.execute(
@@ -79,7 +79,7 @@ class Journal:
         with self._database.transaction() as db:
             db.executemany("DELETE FROM job WHERE job_id=?", [(job_id,) for job_id in job_ids])
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[JournalRecord]:
         """The oldest first. What another version wrote and this one cannot read is logged and stays."""
         with self._database.reading() as db:
             rows = db.execute(
@@ -93,5 +93,5 @@ class Journal:
             except KintsugiError as error:
                 log.error("job %s is left alone, it was written by another version: %s", job_id, error)
                 continue
-            lines.append(Line(job_id, spec, bool(dry), bool(paused), bool(cancelled), progress))
+            lines.append(JournalRecord(job_id, spec, bool(dry), bool(paused), bool(cancelled), progress))
         return lines

@@ -26,7 +26,7 @@ import numpy as np
 
 from kintsugi.core.errors import NotFound
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.precompute.database import Database, locked
+from kintsugi.precompute.database import Database, lock_state
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.precompute.sources.readers import Failure
 
@@ -65,7 +65,7 @@ CREATE TABLE IF NOT EXISTS failure (
 """
 
 
-def packed(tokens: bytes) -> bytes:
+def pack_tokens(tokens: bytes) -> bytes:
     """Little-endian u32 as the ledger keeps them. Readers pack, workers unpack: the driver, of which there is
     one, only hands on."""
     return zlib.compress(tokens, 1)
@@ -77,7 +77,7 @@ class ScannedChunk:
 
     key: bytes
     tokens: bytes
-    """See `packed`."""
+    """See `pack_tokens`."""
     num_tokens: int
     start: int
     stop: int
@@ -102,15 +102,15 @@ class PendingChunk:
 
     key: ChunkKey
     tokens: bytes
-    """See `packed`."""
+    """See `pack_tokens`."""
     num_tokens: int
 
     @property
     def token_ids(self) -> list[int]:
-        return _unpacked(self.tokens)
+        return _unpack_tokens(self.tokens)
 
 
-def _unpacked(tokens: bytes) -> list[int]:
+def _unpack_tokens(tokens: bytes) -> list[int]:
     ids: list[int] = np.frombuffer(zlib.decompress(tokens), "<u4").tolist()
     return ids
 
@@ -156,7 +156,7 @@ class Ledger(DocumentIndex):
     def exclusive(self, corpus: str) -> Iterator[None]:
         """No other process runs a job on this corpus. Ends with the process. Raises `Unavailable`."""
         path = self.folder / f"{blake3.blake3(corpus.encode()).hexdigest()[:16]}.lock"
-        with locked(path, f"another job is running on corpus {corpus!r}; wait for it"):
+        with lock_state(path, f"another job is running on corpus {corpus!r}; wait for it"):
             yield
 
     def open_edition(self, corpus: str, space: ChunkSpace, source: str, model: str, chunking: str) -> int:
@@ -237,7 +237,7 @@ class Ledger(DocumentIndex):
                 unchanged += same
                 if failure is None or failure.url != document.url or failure.place != document.place:
                     chunks += len(document.chunks)
-                    fresh += _unchecked_of(db, run, namespace, document)
+                    fresh += _claim_unchecked(db, run, namespace, document)
         return Recorded(fresh, duplicates, unchanged, chunks)
 
     def _record_one(
@@ -423,7 +423,7 @@ class Ledger(DocumentIndex):
                 (after, fingerprint, limit),
             ).fetchall()
         return [
-            IndexedChunk(number, namespace, ChunkKey(key), tuple(_unpacked(tokens)))
+            IndexedChunk(number, namespace, ChunkKey(key), tuple(_unpack_tokens(tokens)))
             for number, namespace, key, tokens in rows
         ]
 
@@ -437,10 +437,10 @@ def _resolved(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownCh
     ).fetchone()
     if row is None or ref.version not in (None, row[0]):
         return None
-    return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(_unpacked(row[2])))
+    return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(_unpack_tokens(row[2])))
 
 
-def _unchecked_of(
+def _claim_unchecked(
     db: sqlite3.Connection, run: int, namespace: str, document: ScannedDocument
 ) -> list[PendingChunk]:
     """The document's chunks that were not checked in this run; they count as checked from here on."""

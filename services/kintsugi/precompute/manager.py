@@ -15,7 +15,7 @@ from typing import Any
 
 from kintsugi.core.errors import KintsugiError, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute.job import Job
-from kintsugi.precompute.journal import Journal, Line
+from kintsugi.precompute.journal import Journal, JournalRecord
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.spec import JobSpec
@@ -29,7 +29,7 @@ KEPT_MAX = 256
 
 
 @dataclass
-class Entry:
+class JobEntry:
     """One submitted job."""
 
     job_id: str
@@ -66,16 +66,16 @@ class JobManager:
             raise
         self._factory = factory
         self._lock = threading.RLock()
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._queue: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
+        self._entries: OrderedDict[str, JobEntry] = OrderedDict()
+        self._queue: queue.SimpleQueue[JobEntry | None] = queue.SimpleQueue()
         self._closing = False
         for line in self._journal.lines():
             self._take_up(line)
         self._thread = threading.Thread(target=self._run, name="kintsugi-precompute", daemon=True)
         self._thread.start()
 
-    def _take_up(self, line: Line) -> None:
-        entry = Entry(line.job_id, line.spec, line.dry, line.progress)
+    def _take_up(self, line: JournalRecord) -> None:
+        entry = JobEntry(line.job_id, line.spec, line.dry, line.progress)
         entry.cancelled, entry.paused = line.cancelled, line.paused
         self._entries[line.job_id] = entry
         if line.cancelled and not line.progress.state.is_final:
@@ -84,9 +84,9 @@ class JobManager:
             entry.progress = Progress(corpus=line.spec.corpus_name, dry=line.dry)
             self._queue.put(entry)
 
-    def submit(self, spec: JobSpec, dry: bool = False) -> Entry:
+    def submit(self, spec: JobSpec, dry: bool = False) -> JobEntry:
         """Raises `ResourceExhausted` where too many wait."""
-        entry = Entry(uuid.uuid4().hex, spec, dry, Progress(corpus=spec.corpus_name, dry=dry))
+        entry = JobEntry(uuid.uuid4().hex, spec, dry, Progress(corpus=spec.corpus_name, dry=dry))
         with self._lock:
             if sum(other.waits for other in self._entries.values()) >= QUEUED_MAX:
                 raise ResourceExhausted(f"{QUEUED_MAX} jobs wait already; submit later, or cancel some")
@@ -100,18 +100,18 @@ class JobManager:
         self._queue.put(entry)
         return entry
 
-    def get(self, job_id: str) -> Entry:
+    def get(self, job_id: str) -> JobEntry:
         with self._lock:
             if job_id not in self._entries:
                 raise NotFound(f"job {job_id!r} is not known here; List says which are")
             return self._entries[job_id]
 
-    def list(self) -> list[Entry]:
+    def list(self) -> list[JobEntry]:
         """The newest first."""
         with self._lock:
             return list(reversed(self._entries.values()))
 
-    def cancel(self, job_id: str) -> Entry:
+    def cancel(self, job_id: str) -> JobEntry:
         """At once for one that waits; of one that runs, once its batches are done."""
         with self._lock:
             entry = self.get(job_id)
@@ -125,7 +125,7 @@ class JobManager:
             entry.job.cancel()
         return entry
 
-    def pause(self, job_id: str, paused: bool) -> Entry:
+    def pause(self, job_id: str, paused: bool) -> JobEntry:
         with self._lock:
             entry = self.get(job_id)
             entry.paused = paused
@@ -134,7 +134,7 @@ class JobManager:
             (entry.job.pause if paused else entry.job.resume)()
         return entry
 
-    def wait(self, entry: Entry, version: int, timeout_s: float) -> int:
+    def wait(self, entry: JobEntry, version: int, timeout_s: float) -> int:
         """The entry's version once it is another than `version`, or after the timeout."""
         with entry.changed:
             entry.changed.wait_for(lambda: entry.version != version, timeout_s)
@@ -149,20 +149,20 @@ class JobManager:
             try:
                 self._run_one(entry)
             except KintsugiError as error:
-                self._failed(entry, f"{type(error).__name__}: {error}")
+                self._mark_failed(entry, f"{type(error).__name__}: {error}")
             except Exception as defect:
                 log.exception("job %s broke", entry.job_id)
-                self._failed(entry, f"defect: {type(defect).__name__}: {defect}")
+                self._mark_failed(entry, f"defect: {type(defect).__name__}: {defect}")
             self._write_end(entry)
 
-    def _failed(self, entry: Entry, error: str) -> None:
+    def _mark_failed(self, entry: JobEntry, error: str) -> None:
         _tell(entry, replace(entry.progress, state=State.FAILED, error=error))
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: JobEntry) -> None:
         flags = (entry.dry, entry.paused, entry.cancelled)
-        self._journal.write(Line(entry.job_id, entry.spec, *flags, progress=entry.progress))
+        self._journal.write(JournalRecord(entry.job_id, entry.spec, *flags, progress=entry.progress))
 
-    def _write_end(self, entry: Entry) -> None:
+    def _write_end(self, entry: JobEntry) -> None:
         """Not of a job that only stopped because we do: it goes on when we are back."""
         if entry.progress.state is State.CANCELLED and not entry.cancelled:
             return
@@ -172,9 +172,11 @@ class JobManager:
             # The job ran, and is told about; after a restart it would run again and find everything done.
             log.exception("the end of job %s could not be written down", entry.job_id)
 
-    def _run_one(self, entry: Entry) -> None:
+    def _run_one(self, entry: JobEntry) -> None:
         if entry.dry:
-            survey(entry.spec, lambda progress: _tell(entry, progress), lambda job: self._started(entry, job))
+            survey(
+                entry.spec, lambda progress: _tell(entry, progress), lambda job: self._attach_job(entry, job)
+            )
             return
         job = Job(
             entry.spec,
@@ -182,10 +184,10 @@ class JobManager:
             factory=self._factory,
             on_progress=lambda progress: _tell(entry, progress),
         )
-        self._started(entry, job)
+        self._attach_job(entry, job)
         job.run()
 
-    def _started(self, entry: Entry, job: Job) -> None:
+    def _attach_job(self, entry: JobEntry, job: Job) -> None:
         with self._lock:
             entry.job = job
             if entry.paused:
@@ -209,7 +211,7 @@ class JobManager:
         self._journal.close()
 
 
-def _tell(entry: Entry, progress: Progress) -> None:
+def _tell(entry: JobEntry, progress: Progress) -> None:
     with entry.changed:
         entry.progress = progress
         entry.version += 1

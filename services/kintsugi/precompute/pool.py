@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from kintsugi.core.errors import KintsugiError, Unavailable
-from kintsugi.precompute.batches import Batch
+from kintsugi.precompute.batches import ChunkBatch
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import PrefillerFactory, Worker, WorkerSpec
 
@@ -58,7 +58,7 @@ class Pool:
         self._spec = spec
         self._factory = factory
         self._workers: list[Any] = []
-        self._running: dict[Any, tuple[Any, Batch]] = {}
+        self._running: dict[Any, tuple[Any, ChunkBatch]] = {}
         self.engine_start_s = 0.0
         """Of the slowest worker that has answered."""
 
@@ -70,7 +70,7 @@ class Pool:
     def has_room(self) -> bool:
         return self.in_flight < self._job.workers * BATCHES_PER_WORKER
 
-    def submit(self, batch: Batch) -> None:
+    def submit(self, batch: ChunkBatch) -> None:
         """To the worker with the least to do; started here where there are fewer than asked for."""
         load = dict.fromkeys(self._workers, 0)
         for worker, _ in self._running.values():
@@ -93,16 +93,16 @@ class Pool:
         )
         return actor.remote(self._spec, self._factory)
 
-    def wait(self, timeout_s: float) -> list[tuple[Batch, Outcome]]:
+    def wait(self, timeout_s: float) -> list[tuple[ChunkBatch, Outcome]]:
         """What finished, waiting at most so long for the first. A dead worker takes its batches along."""
         import ray
 
         if not self._running:
             return []
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        return [self._taken(reference) for reference in done]
+        return [self._take_result(reference) for reference in done]
 
-    def _taken(self, reference: Any) -> tuple[Batch, Outcome]:
+    def _take_result(self, reference: Any) -> tuple[ChunkBatch, Outcome]:
         import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError
 

@@ -23,13 +23,13 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.schema import load
-from kintsugi.precompute.manager import Entry, JobManager
+from kintsugi.precompute.manager import JobEntry, JobManager
 from kintsugi.precompute.progress import State
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
 from kintsugi.store.protocol.status import ERROR_METADATA, error_name, status_of
-from kintsugi.store.protocol.tls import checked_listen
+from kintsugi.store.protocol.tls import check_listen
 
 SERVICE = "kintsugi.rpc.v1.Precompute"
 SPEC_BYTES_MAX = 1 << 20
@@ -65,7 +65,7 @@ def spec_of(text: str) -> JobSpec:
     return load(JobSpec, values, "spec")
 
 
-def job_to_wire(entry: Entry) -> pb.Job:
+def job_to_wire(entry: JobEntry) -> pb.Job:
     progress = entry.progress
     return pb.Job(
         job_id=entry.job_id,
@@ -86,25 +86,25 @@ class PrecomputeServicer(precompute_pb2_grpc.PrecomputeServicer):
     def __init__(self, manager: JobManager) -> None:
         self._manager = manager
 
-    async def _answered(self, context: Any, answer: Callable[[], Entry]) -> pb.Job:
+    async def _answer_with_job(self, context: Any, answer: Callable[[], JobEntry]) -> pb.Job:
         return job_to_wire(await _or_abort(context, answer))
 
     async def Submit(self, request: pb.SubmitJobRequest, context: Any) -> pb.Job:  # noqa: N802
-        return await self._answered(
+        return await self._answer_with_job(
             context, lambda: self._manager.submit(spec_of(request.spec_json), request.dry_run)
         )
 
     async def Get(self, request: pb.GetJobRequest, context: Any) -> pb.Job:  # noqa: N802
-        return await self._answered(context, lambda: self._manager.get(request.job_id))
+        return await self._answer_with_job(context, lambda: self._manager.get(request.job_id))
 
     async def Cancel(self, request: pb.CancelJobRequest, context: Any) -> pb.Job:  # noqa: N802
-        return await self._answered(context, lambda: self._manager.cancel(request.job_id))
+        return await self._answer_with_job(context, lambda: self._manager.cancel(request.job_id))
 
     async def Pause(self, request: pb.PauseJobRequest, context: Any) -> pb.Job:  # noqa: N802
-        return await self._answered(context, lambda: self._manager.pause(request.job_id, True))
+        return await self._answer_with_job(context, lambda: self._manager.pause(request.job_id, True))
 
     async def Resume(self, request: pb.ResumeJobRequest, context: Any) -> pb.Job:  # noqa: N802
-        return await self._answered(context, lambda: self._manager.pause(request.job_id, False))
+        return await self._answer_with_job(context, lambda: self._manager.pause(request.job_id, False))
 
     async def List(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
         entries = await asyncio.to_thread(self._manager.list)
@@ -145,7 +145,7 @@ async def serve(
     Raises `Unavailable` where the address cannot be had, `InvalidField` for one beyond loopback.
     """
     try:
-        checked_listen(listen, None, False)
+        check_listen(listen, None, False)
     except InvalidField:
         raise InvalidField(
             "listen",

@@ -13,7 +13,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec, KVLayout, codec_named
 from kintsugi.core.schema import STRICT
 from kintsugi.core.sizing import engine_dtype, model_size, text_config
-from kintsugi.core.spaces import ChunkSpace, checked_namespace
+from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.models.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
 from kintsugi.models.hub import is_hub_name
 from kintsugi.precompute.chunking import ChunkingConfig
@@ -74,7 +74,7 @@ class JobSpec:
     """Further arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization."""
 
     def __post_init__(self) -> None:
-        checked_namespace(self.namespace)
+        check_namespace(self.namespace)
         codec_named(self.codec)
         if is_process_local(self.store):
             raise InvalidField(

@@ -13,7 +13,7 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinCounts:
     """What `pin` held."""
 
     chunks: int
@@ -21,7 +21,7 @@ class Pinned:
     """Fewer than `chunks` where some are not in the store: precompute first."""
 
 
-def serving(ledger: Ledger, corpus: str) -> Edition:
+def newest_complete_edition(ledger: Ledger, corpus: str) -> Edition:
     """The newest edition that is complete. Raises `NotFound`."""
     complete = [edition for edition in ledger.editions(corpus) if edition.completed]
     if not complete:
@@ -29,12 +29,12 @@ def serving(ledger: Ledger, corpus: str) -> Edition:
     return complete[-1]
 
 
-def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> Pinned:
+def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> PinCounts:
     """Keep the corpus's chunks from being evicted for `lease_s`; do it again before they end.
 
     Raises `NotFound`, and `InvalidField` for a store that has no pins.
     """
-    edition = serving(ledger, corpus)
+    edition = newest_complete_edition(ledger, corpus)
     store = open_store(store_url)
     try:
         if not isinstance(store, BlockingStore):
@@ -43,7 +43,7 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> Pinned:
         for page in ledger.keys(edition.id):
             chunks += len(page)
             pinned += store.pin(edition.namespace, page, lease_s).chunks
-        return Pinned(chunks, pinned)
+        return PinCounts(chunks, pinned)
     finally:
         store.close()
 
@@ -54,7 +54,7 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
     The number deleted. Raises `NotFound` where no edition is complete: nothing is retired before its
     successor serves. Raises `Unavailable` where a shard does not answer: the same again goes on.
     """
-    keep = serving(ledger, corpus)
+    keep = newest_complete_edition(ledger, corpus)
     old = [edition for edition in ledger.editions(corpus) if edition.id < keep.id]
     store = open_store(store_url)
     try:

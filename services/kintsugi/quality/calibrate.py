@@ -17,13 +17,21 @@ from dataclasses import dataclass, replace
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import Binding, CalibrationReport, Entry, Noise, Thresholds, described, shortfalls
+from kintsugi.core.report import (
+    Binding,
+    CalibrationReport,
+    Noise,
+    ReportEntry,
+    Thresholds,
+    describe_selection,
+    shortfalls,
+)
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
-from kintsugi.models.passages import BUNDLED_QUESTIONS, bundled_passages
+from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 from kintsugi.quality import grid
-from kintsugi.quality.measure import Bench, Scores, answer_tokens, measured, tokenised
-from kintsugi.quality.questions import Question, asked
+from kintsugi.quality.measure import Bench, Scores, answer_tokens, measure_selection, tokenize_questions
+from kintsugi.quality.questions import Question, format_question
 
 CONFIRMATIONS_PER_SELECTOR_MAX = 8
 """Two ratios that only seemed right, at every check layer, leave the next ratio its chance."""
@@ -63,7 +71,7 @@ def check_budget(budget: Budget, thresholds: Thresholds) -> None:
         )
 
 
-def prepared(
+def prepare_bench(
     engine: LocalEngine,
     given: Sequence[Question] | None,
     budget: Budget,
@@ -79,7 +87,7 @@ def prepared(
         budget.seed,
     )
     max_tokens = answer_tokens(questions, tokenizer)
-    cases, warnings = tokenised(
+    cases, warnings = tokenize_questions(
         questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
     )
     bench = Bench(engine, cases, max_tokens)
@@ -102,7 +110,7 @@ def calibrate(
     Raises `InvalidField` for too few questions or prompts, and for a model whose full prefill answers none
     of them.
     """
-    chosen = _sampled(len(bench.cases), budget, thresholds)
+    chosen = _sample_cases(len(bench.cases), budget, thresholds)
     screening, rest = chosen[: budget.screened], chosen[budget.screened :]
     tell("full prefill")
     bench.full(chosen)
@@ -117,26 +125,28 @@ def calibrate(
     )
     screened: dict[Selection, Scores] = {}
     for number, selection in enumerate(candidates, 1):
-        tell(f"screening {number} of {len(candidates)}, {described(selection)}")
-        screened[selection] = measured(bench, selection, screening)
+        tell(f"screening {number} of {len(candidates)}, {describe_selection(selection)}")
+        screened[selection] = measure_selection(bench, selection, screening)
     entries = {selection: scores.entry for selection, scores in screened.items()}
-    promising = _promising(entries, noise, thresholds)
-    entries |= _confirmed(bench, promising, screened, rest, noise, thresholds, tell)
+    promising = _filter_promising(entries, noise, thresholds)
+    entries |= _confirm_selections(bench, promising, screened, rest, noise, thresholds, tell)
     report = CalibrationReport.of(
         binding, created, source, budget.seed, noise, thresholds, list(entries.values())
     )
     return Calibration(report, warnings)
 
 
-def _promising(entries: dict[Selection, Entry], noise: Noise, thresholds: Thresholds) -> list[Selection]:
+def _filter_promising(
+    entries: dict[Selection, ReportEntry], noise: Noise, thresholds: Thresholds
+) -> list[Selection]:
     """What passed on the few screening prompts, cheapest first."""
     lenient = replace(thresholds, prompts_min=1)
     passed = [entry for entry in entries.values() if not shortfalls(entry, noise, lenient)]
-    passed.sort(key=lambda entry: (entry.cost, described(entry.selection)))
+    passed.sort(key=lambda entry: (entry.cost, describe_selection(entry.selection)))
     return [entry.selection for entry in passed]
 
 
-def _confirmed(
+def _confirm_selections(
     bench: Bench,
     promising: Sequence[Selection],
     screened: dict[Selection, Scores],
@@ -144,25 +154,25 @@ def _confirmed(
     noise: Noise,
     thresholds: Thresholds,
     tell: Tell,
-) -> dict[Selection, Entry]:
+) -> dict[Selection, ReportEntry]:
     """Entries on all prompts: of each selector cheapest first, until one passes."""
-    confirmed: dict[Selection, Entry] = {}
+    confirmed: dict[Selection, ReportEntry] = {}
     passed: set[SelectorName] = set()
     tried: Counter[SelectorName] = Counter()
     for selection in promising:
         name = selection.selector
         if name in passed or tried[name] == CONFIRMATIONS_PER_SELECTOR_MAX:
             continue
-        tell(f"confirming {described(selection)}")
+        tell(f"confirming {describe_selection(selection)}")
         tried[name] += 1
-        entry = screened[selection].joined(measured(bench, selection, rest)).entry if rest else None
+        entry = screened[selection].joined(measure_selection(bench, selection, rest)).entry if rest else None
         confirmed[selection] = entry or screened[selection].entry
         if not shortfalls(confirmed[selection], noise, thresholds):
             passed.add(name)
     return confirmed
 
 
-def _sampled(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
+def _sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
     """Indices of the cases to use, shuffled by the seed."""
     check_budget(budget, thresholds)
     if count < thresholds.prompts_min:
@@ -206,13 +216,16 @@ def passage_questions(
 
     Each is `PASSAGE_CHUNKS` passages in an order of its own, each cut to about `chunk_tokens`.
     """
-    texts = [passage.text for passage in bundled_passages()]
+    texts = [passage.text for passage in read_bundled_passages()]
     words_max = max(8, chunk_tokens * len(texts[0].split()) // max(1, count_tokens(texts[0])))
     cut = [" ".join(text.split()[:words_max]) + "\n" for text in texts]
     picks = random.Random(seed)
     return [
         Question(
-            tuple(picks.sample(cut, PASSAGE_CHUNKS)), asked(picks.choice(BUNDLED_QUESTIONS)), (), "passages"
+            tuple(picks.sample(cut, PASSAGE_CHUNKS)),
+            format_question(picks.choice(BUNDLED_QUESTIONS)),
+            (),
+            "passages",
         )
         for _ in range(count)
     ]

@@ -40,7 +40,7 @@ class Observation:
     """Share of positions whose best token differs."""
 
 
-class Watch:
+class MeanBoundTest:
     """Bets on the mean of one variable in [0, 1] being above `bound`."""
 
     def __init__(self, bound: float, alarm: float) -> None:
@@ -63,12 +63,12 @@ class DriftDetector:
 
     def __init__(self, thresholds: Thresholds, noise: Noise, kl_usual: float | None = None) -> None:
         self._kl_usual = math.inf if kl_usual is None else max(kl_usual, 2 * noise.kl_p99, USUAL_KL_MIN)
-        self._unusual = Watch(UNUSUAL_MAX, FALSE_ALARM / 3)
+        self._unusual = MeanBoundTest(UNUSUAL_MAX, FALSE_ALARM / 3)
         self._kl_bound = max(thresholds.kl_mean_max, 2 * noise.kl_mean)
         agreement = min(thresholds.top1_agreement_min, noise.top1_agreement)
         self._disagreement_bound = min(0.5, max(1 - agreement, 1e-3))
-        self._kl = Watch(min(0.5, self._kl_bound / KL_CAP), FALSE_ALARM / 3)
-        self._disagreement = Watch(self._disagreement_bound, FALSE_ALARM / 3)
+        self._kl = MeanBoundTest(min(0.5, self._kl_bound / KL_CAP), FALSE_ALARM / 3)
+        self._disagreement = MeanBoundTest(self._disagreement_bound, FALSE_ALARM / 3)
         self.observations = 0
 
     def observe(self, observation: Observation) -> str | None:

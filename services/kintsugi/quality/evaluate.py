@@ -16,11 +16,11 @@ from typing import Any
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import Chunk, RagPrompt
-from kintsugi.core.report import described
+from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.report import describe_selection
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import metrics
-from kintsugi.quality.measure import Bench, Case, Scores, measured
+from kintsugi.quality.measure import Bench, Case, Scores, measure_selection
 from kintsugi.quality.metrics import Interval
 
 FULL = "full prefill"
@@ -79,7 +79,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Row:
+class EvaluationRow:
     """One configuration in one setting. Intervals are 95 %, prompts resampled; losses are paired."""
 
     setting: Setting
@@ -114,7 +114,7 @@ class RateRow:
     num_prompts: int
 
 
-def reshaped(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int | None) -> list[Case]:
+def reshape_cases(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int | None) -> list[Case]:
     """The same text in chunks of `chunk_tokens` (the last shorter), of which the first `chunk_count` stay."""
     changed = []
     for case in cases:
@@ -122,7 +122,7 @@ def reshaped(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int |
         if chunk_tokens is not None:
             ids = [token for chunk in prompt.chunks for token in chunk.token_ids]
             pieces = range(0, len(ids), chunk_tokens)
-            chunks = tuple(Chunk("", tuple(ids[start : start + chunk_tokens])) for start in pieces)
+            chunks = tuple(PromptChunk("", tuple(ids[start : start + chunk_tokens])) for start in pieces)
             prompt = RagPrompt(prompt.prefix, chunks, prompt.question)
         if chunk_count is not None:
             prompt = RagPrompt(prompt.prefix, prompt.chunks[:chunk_count], prompt.question)
@@ -138,12 +138,12 @@ def evaluate(
     speed: float | None,
     max_tokens: int,
     tell: Tell = lambda text: None,
-) -> list[Row]:
+) -> list[EvaluationRow]:
     """Every row that this engine can give."""
-    rows: list[Row] = []
+    rows: list[EvaluationRow] = []
     for chunk_tokens in axes.chunk_tokens:
         for chunk_count in axes.chunk_counts:
-            shaped = reshaped(cases, chunk_tokens, chunk_count)
+            shaped = reshape_cases(cases, chunk_tokens, chunk_count)
             Bench(engine, shaped, max_tokens).store_chunks(
                 lambda done, total: tell(f"storing chunks, {done} of {total}")
             )
@@ -153,28 +153,31 @@ def evaluate(
     return rows
 
 
-def _setting_rows(bench: Bench, setting: Setting, axes: Axes, tell: Tell) -> list[Row]:
+def _setting_rows(bench: Bench, setting: Setting, axes: Axes, tell: Tell) -> list[EvaluationRow]:
     everything = range(len(bench.cases))
     # The first prompts of an engine pay for kernels that are compiled on first use.
     Bench(bench.engine, bench.cases[:2], bench.max_tokens, bench.batch).full(range(min(2, len(everything))))
     tell(FULL)
     full = bench.full(everything)
     rows = [row_of(FULL, None, setting, Scores(Selection(1.0), bench.cases, full, full))]
-    for method, selection in [(REUSE, REUSE_SELECTION), *((described(s), s) for s in axes.selections)]:
+    for method, selection in [
+        (REUSE, REUSE_SELECTION),
+        *((describe_selection(s), s) for s in axes.selections),
+    ]:
         tell(method)
-        rows.append(row_of(method, selection, setting, measured(bench, selection, everything)))
+        rows.append(row_of(method, selection, setting, measure_selection(bench, selection, everything)))
     return rows
 
 
-def row_of(method: str, selection: Selection | None, setting: Setting, scores: Scores) -> Row:
+def row_of(method: str, selection: Selection | None, setting: Setting, scores: Scores) -> EvaluationRow:
     entry = scores.entry
-    exact = scores.scored(metrics.exact_match)
+    exact = scores.score_cases(metrics.exact_match)
     losses = [
         before - after
-        for before, after in zip(scores.scored(metrics.exact_match, of_blend=False), exact, strict=True)
+        for before, after in zip(scores.score_cases(metrics.exact_match, of_blend=False), exact, strict=True)
     ]
     tasks = sorted({case.question.task for case in scores.cases})
-    return Row(
+    return EvaluationRow(
         setting,
         method,
         selection,
@@ -185,8 +188,8 @@ def row_of(method: str, selection: Selection | None, setting: Setting, scores: S
         entry.kl_p99,
         entry.top1_agreement,
         _interval(exact),
-        _interval(scores.scored(metrics.f1)),
-        _interval(scores.scored(metrics.rouge_l)),
+        _interval(scores.score_cases(metrics.f1)),
+        _interval(scores.score_cases(metrics.rouge_l)),
         _interval(losses),
         {task: _task_row(scores.of_task(task)) for task in tasks} if len(tasks) > 1 else {},
     )
@@ -197,14 +200,14 @@ def _interval(values: Sequence[float]) -> Interval | None:
 
 
 def _task_row(scores: Scores) -> dict[str, float]:
-    exact = scores.scored(metrics.exact_match)
+    exact = scores.score_cases(metrics.exact_match)
     values = {"kl_mean": scores.entry.kl_mean, "top1_agreement": scores.entry.top1_agreement}
     return {**values, "exact_match": metrics.mean(exact)} if exact else values
 
 
-def best_by_selector(rows: Sequence[Row]) -> list[Selection]:
+def best_by_selector(rows: Sequence[EvaluationRow]) -> list[Selection]:
     """Of each selector in the first setting, the closest to full prefill among those of half its cost."""
-    best: dict[str, Row] = {}
+    best: dict[str, EvaluationRow] = {}
     for row in rows:
         if row.selection is None or row.method == REUSE or row.setting != rows[0].setting:
             continue
@@ -214,7 +217,7 @@ def best_by_selector(rows: Sequence[Row]) -> list[Selection]:
     return [row.selection for row in best.values() if row.selection is not None]
 
 
-def _preference(row: Row) -> tuple[float, float]:
+def _preference(row: EvaluationRow) -> tuple[float, float]:
     return max(0.0, row.cost - RATE_COST_MAX), row.kl_mean
 
 
@@ -229,7 +232,7 @@ def rate_rows(
     rows = []
     count = min(RATE_PROMPTS_MAX, len(bench.cases))
     methods: list[tuple[str, Selection | None]] = [(FULL, None), (REUSE, REUSE_SELECTION)]
-    methods += [(described(selection), selection) for selection in selections]
+    methods += [(describe_selection(selection), selection) for selection in selections]
     for rate in rates_per_s:
         picks = random.Random(1)
         arrivals_s, now_s = [], 0.0

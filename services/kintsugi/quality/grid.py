@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
-from kintsugi.fusor.control.cost import Workload, configuration_cost
+from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
 from kintsugi.fusor.selectors import make_selector
 from kintsugi.quality.measure import Case
 
@@ -51,17 +51,17 @@ def selections(
     ]
 
 
-def workload_of(cases: Sequence[Case], num_layers: int) -> Workload:
+def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
     """The mean prompt. A projection's share of a layer is taken as 0.05: this only ranks candidates."""
     hit = sum(len(chunk.token_ids) for case in cases for chunk in case.prompt.chunks)
     other = sum(len(case.prompt.token_ids) for case in cases) - hit
     exact = sum(len(case.prompt.chunks[0].token_ids) for case in cases)
     count = len(cases)
-    return Workload(max(1, hit // count), max(1, other // count), num_layers, 0.05, exact // count)
+    return PassWorkload(max(1, hit // count), max(1, other // count), num_layers, 0.05, exact // count)
 
 
 def affordable(
-    candidates: Sequence[Selection], work: Workload, cost_max: float = COST_MAX
+    candidates: Sequence[Selection], work: PassWorkload, cost_max: float = COST_MAX
 ) -> list[Selection]:
     """Those predicted to cost at most `cost_max`, cheapest first."""
     priced = [(configuration_cost(one, work), index) for index, one in enumerate(candidates)]

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import Chunk, RagPrompt
-from kintsugi.core.report import Entry, Noise
+from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.report import Noise, ReportEntry
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import metrics
@@ -37,7 +37,7 @@ Say = Callable[[int, int], None]
 """Done and total, in prompts."""
 
 
-class Engine(Protocol):
+class MeasuredEngine(Protocol):
     """What is needed of `engine.local.LocalEngine`."""
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
@@ -60,7 +60,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CaseAnswer:
     """What one method said to one case."""
 
     text: str
@@ -82,7 +82,7 @@ def answer_tokens(questions: Sequence[Question], tokenizer: Any) -> int:
     return longest if longest == 1 else longest + ANSWER_SLACK_TOKENS
 
 
-def tokenised(
+def tokenize_questions(
     questions: Sequence[Question],
     tokenizer: Any,
     prefix: tuple[int, ...],
@@ -102,7 +102,7 @@ def tokenised(
 
     cases, warnings = [], []
     for number, question in enumerate(questions, 1):
-        chunks = tuple(Chunk("", encoded(chunk)) for chunk in question.chunks)
+        chunks = tuple(PromptChunk("", encoded(chunk)) for chunk in question.chunks)
         prompt = RagPrompt(prefix, tuple(c for c in chunks if c.token_ids), encoded(question.tail))
         length = len(prompt.token_ids) + max_tokens
         if length > positions_max:
@@ -124,12 +124,14 @@ def tokenised(
 class Bench:
     """Cases on one engine, whose chunks are stored. One thread at a time."""
 
-    def __init__(self, engine: Engine, cases: Sequence[Case], max_tokens: int, batch: int = 64) -> None:
+    def __init__(
+        self, engine: MeasuredEngine, cases: Sequence[Case], max_tokens: int, batch: int = 64
+    ) -> None:
         self.engine = engine
         self.cases = list(cases)
         self.max_tokens = max_tokens
         self.batch = batch
-        self._full: dict[int, Answer] = {}
+        self._full: dict[int, CaseAnswer] = {}
         """By index, the reference answers."""
 
     def store_chunks(self, say: Say) -> int:
@@ -145,7 +147,7 @@ class Bench:
             say(min(start + SAVE_BATCH, len(distinct)), len(distinct))
         return len(distinct)
 
-    def full(self, indices: Sequence[int], say: Say = lambda done, total: None) -> list[Answer]:
+    def full(self, indices: Sequence[int], say: Say = lambda done, total: None) -> list[CaseAnswer]:
         """Full prefill's answers to some cases; computed once."""
         missing = [index for index in indices if index not in self._full]
         for index, generation in self._run(missing, None, {}, say):
@@ -170,7 +172,7 @@ class Bench:
 
     def blend(
         self, selection: Selection, indices: Sequence[int], say: Say = lambda done, total: None
-    ) -> list[Answer]:
+    ) -> list[CaseAnswer]:
         """Blended answers to some cases, with distributions along full prefill's answers."""
         full = dict(zip(indices, self.full(indices), strict=True))
         self.engine.plan_with(selection)
@@ -225,9 +227,9 @@ def _insist_on_a_blend(generation: Generation) -> None:
         )
 
 
-def _answer(free: Generation, forced: Generation) -> Answer:
+def _answer(free: Generation, forced: Generation) -> CaseAnswer:
     cost = 1.0 if free.accounting is None else float(free.accounting.get("cost", 1.0))
-    return Answer(free.text, tuple(free.token_ids), tuple(forced.top_logprobs), cost, free.ttft_s)
+    return CaseAnswer(free.text, tuple(free.token_ids), tuple(forced.top_logprobs), cost, free.ttft_s)
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,8 @@ class Scores:
 
     selection: Selection
     cases: Sequence[Case]
-    full: Sequence[Answer]
-    blend: Sequence[Answer]
+    full: Sequence[CaseAnswer]
+    blend: Sequence[CaseAnswer]
     elapsed_s: float = 0.0
 
     @property
@@ -260,7 +262,7 @@ class Scores:
     def cost(self) -> float:
         return metrics.mean([answer.cost for answer in self.blend])
 
-    def scored(self, score: Callable[[str, Sequence[str]], float], of_blend: bool = True) -> list[float]:
+    def score_cases(self, score: Callable[[str, Sequence[str]], float], of_blend: bool = True) -> list[float]:
         """A score per case that has answers."""
         answers = self.blend if of_blend else self.full
         return [
@@ -270,12 +272,12 @@ class Scores:
         ]
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ReportEntry:
         """For a calibration report."""
         divergences = self.divergences
-        right = self.scored(accuracy_of(self.cases))
-        right_full = self.scored(accuracy_of(self.cases), of_blend=False)
-        return Entry(
+        right = self.score_cases(accuracy_of(self.cases))
+        right_full = self.score_cases(accuracy_of(self.cases), of_blend=False)
+        return ReportEntry(
             selection=self.selection,
             cost=round(self.cost, 6),
             kl_mean=round(metrics.mean(divergences), 6),
@@ -317,7 +319,7 @@ def accuracy_of(cases: Sequence[Case]) -> Callable[[str, Sequence[str]], float]:
     return metrics.exact_match if one_word else metrics.f1
 
 
-def measured(
+def measure_selection(
     bench: Bench, selection: Selection, indices: Sequence[int], say: Say = lambda done, total: None
 ) -> Scores:
     """Run and compare."""

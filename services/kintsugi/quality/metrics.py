@@ -16,18 +16,20 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 
-def normalised(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Lower case, without punctuation and articles: as SQuAD and LongBench compare answers."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(text: str, answers: Sequence[str]) -> float:
-    return float(any(normalised(text) == normalised(answer) for answer in answers))
+    return float(any(normalize_answer(text) == normalize_answer(answer) for answer in answers))
 
 
 def f1(text: str, answers: Sequence[str]) -> float:
     """Best token F1 over the answers."""
-    return max((_f1(normalised(text).split(), normalised(a).split()) for a in answers), default=0.0)
+    return max(
+        (_f1(normalize_answer(text).split(), normalize_answer(a).split()) for a in answers), default=0.0
+    )
 
 
 def _f1(mine: list[str], theirs: list[str]) -> float:
@@ -37,7 +39,9 @@ def _f1(mine: list[str], theirs: list[str]) -> float:
 
 def rouge_l(text: str, answers: Sequence[str]) -> float:
     """Best F-measure of the longest common subsequence of words. Cost: words x words of each answer."""
-    return max((_rouge_l(normalised(text).split(), normalised(a).split()) for a in answers), default=0.0)
+    return max(
+        (_rouge_l(normalize_answer(text).split(), normalize_answer(a).split()) for a in answers), default=0.0
+    )
 
 
 def _rouge_l(mine: list[str], theirs: list[str]) -> float:

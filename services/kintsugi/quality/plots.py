@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kintsugi.quality.evaluate import FULL, REUSE, RateRow, Row
+from kintsugi.quality.evaluate import FULL, REUSE, EvaluationRow, RateRow
 from kintsugi.quality.figures import figure_and_axes, prepare, save
 from kintsugi.quality.metrics import Interval
 
@@ -17,7 +17,7 @@ SPAN_MIN = 0.1
 """Of the quality axis: a smaller one would make noise look like a difference."""
 
 
-def draw(folder: Path, rows: Sequence[Row], rates: Sequence[RateRow]) -> list[Path]:
+def draw(folder: Path, rows: Sequence[EvaluationRow], rates: Sequence[RateRow]) -> list[Path]:
     """Write every picture that the rows allow; their paths."""
     prepare(folder)
     paths = []
@@ -29,7 +29,7 @@ def draw(folder: Path, rows: Sequence[Row], rates: Sequence[RateRow]) -> list[Pa
     return paths
 
 
-def quality_of(row: Row) -> tuple[Interval, str]:
+def quality_of(row: EvaluationRow) -> tuple[Interval, str]:
     """What is drawn upwards: F1 or exact match where answers are known, else agreement."""
     if row.f1 is None or row.exact_match is None:
         return Interval(row.top1_agreement, row.top1_agreement, row.top1_agreement), "top-1 agreement"
@@ -38,7 +38,7 @@ def quality_of(row: Row) -> tuple[Interval, str]:
     return row.f1, "F1"
 
 
-def _quality(rows: Sequence[Row], against_cost: bool) -> Any:
+def _quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     """One line per family of configurations, in the first setting; baselines as dashed lines and a star."""
     figure, axes = figure_and_axes()
     first = rows[0].setting
@@ -99,9 +99,9 @@ class _Looks:
         }
 
 
-def _families(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _families(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
     """Rows of selectors by what they share but the ratio, in order of appearance."""
-    families: dict[str, list[Row]] = {}
+    families: dict[str, list[EvaluationRow]] = {}
     for row in rows:
         if row.selection is not None and row.method != REUSE:
             one = row.selection

@@ -53,7 +53,7 @@ class Question:
             raise InvalidField("question", "is empty; ask something about the chunks")
 
 
-def asked(question: str) -> str:
+def format_question(question: str) -> str:
     """The tail for a bare question."""
     if not question.strip():
         raise InvalidField("question", "is empty; ask something about the chunks")
@@ -119,7 +119,10 @@ def question_of(record: Any) -> Question:
         )
     if "chunks" in record:
         return Question(
-            _texts(record, "chunks"), asked(_text(record, "question")), _answers(record), _task(record)
+            _texts(record, "chunks"),
+            format_question(_text(record, "question")),
+            _answers(record),
+            _task(record),
         )
     raise InvalidField(
         "record",
@@ -138,7 +141,7 @@ def _of_contexts(record: dict[str, Any]) -> Question:
         f"{context['title']}\n{context['text']}\n" if context.get("title") else f"{context['text']}\n"
         for context in contexts
     )
-    return Question(chunks, asked(_text(record, "question")), _answers(record), _task(record))
+    return Question(chunks, format_question(_text(record, "question")), _answers(record), _task(record))
 
 
 def _of_longbench(record: dict[str, Any]) -> Question:
@@ -146,7 +149,7 @@ def _of_longbench(record: dict[str, Any]) -> Question:
     context, question = _text(record, "context"), record["input"]
     if not isinstance(question, str):
         raise InvalidField("input", f"is {type(question).__name__}, not text")
-    tail = asked(question) if question.strip() else "\nSummary:"
+    tail = format_question(question) if question.strip() else "\nSummary:"
     return Question(tuple(cut_context(context)), tail, _answers(record), task)
 
 

@@ -18,7 +18,7 @@ PATIENCE_MS = 120_000
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class MeasuringEngineSpec:
     """What to measure. It has to be started as it will serve: dtype, KV dtype and prefix are bound."""
 
     model: str
@@ -64,7 +64,7 @@ def prefix_of_file(model: str, path: Path) -> tuple[int, ...]:
 
 
 @contextmanager
-def measuring_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
+def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
     """Start and close. Nothing is gated or refused for its speed here, and no prefix is cached: a method
     answers from the start."""
     extra: dict[str, object] = {

@@ -7,10 +7,10 @@
     print(answer.text, answer.outcome)
 
 Both clients are one body of coroutines over a transport; the blocking one's calls are over before they
-return, so nothing ever suspends (see `store.client.calls`). Errors are those of `kintsugi.core.errors`. A call
-is sent again only where the gateway cannot be reached or says UNAVAILABLE, and where that cannot do anything
-twice: puts, deletes and reads are idempotent, an answer is asked for again only if nothing of it had arrived.
-No torch.
+return, so nothing ever suspends (see `store.client.calls`). Errors are those of `kintsugi.core.errors`. A
+call is sent again only where the gateway cannot be reached or says UNAVAILABLE, and where that cannot do
+anything twice: puts, deletes and reads are idempotent, an answer is asked for again only if nothing of it had
+arrived. No torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tenacity import (
 )
 
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownField
-from kintsugi.core.spaces import checked_namespace
+from kintsugi.core.spaces import check_namespace
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk import messages
 from kintsugi.sdk.types import (
@@ -52,9 +52,9 @@ from kintsugi.sdk.types import (
     TokenizedText,
     Tokens,
 )
-from kintsugi.store.client.calls import finished, iterate
+from kintsugi.store.client.calls import iterate, run_to_completion
 from kintsugi.store.protocol.status import errors_of
-from kintsugi.store.protocol.tls import checked_address, is_loopback
+from kintsugi.store.protocol.tls import is_loopback, parse_address
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
 MESSAGE_BYTES_MAX = 64 << 20
@@ -93,7 +93,7 @@ class ClientOptions:
 
     def checked(self, address: str) -> Self:
         """The options themselves. Raises `InvalidField`."""
-        checked_address("address", address)
+        parse_address("address", address)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidField("tls_cert", "and tls_key belong together")
         if self.token and not (self.encrypted or self.insecure or is_loopback(address)):
@@ -236,7 +236,7 @@ class _Core:
 
     def __init__(self, transport: _Transport, namespace: str) -> None:
         self.transport = transport
-        self.namespace = checked_namespace(namespace)
+        self.namespace = check_namespace(namespace)
 
     async def _again(
         self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
@@ -316,7 +316,7 @@ class _Core:
         request = self._request(segments, question, options)
         timeout_s = options.get("timeout_s") or self.transport.options.timeout_s
         answer = messages.Assembled()
-        first, rest = await self._again(self._begun, request, timeout_s=timeout_s)
+        first, rest = await self._again(self._begin_answer, request, timeout_s=timeout_s)
         async with aclosing(rest):
             answer.take(first)
             async for message in rest:
@@ -325,7 +325,7 @@ class _Core:
                     yield delta
         yield answer.answer()
 
-    async def _begun(
+    async def _begin_answer(
         self, request: pb.GenerateRequest, timeout_s: float
     ) -> tuple[pb.GenerateResponse, AsyncGenerator[Any, None]]:
         """The first message of an answer and the others."""
@@ -450,17 +450,17 @@ class Client:
         timeout_s: float | None = None,
     ) -> list[PutChunk]:
         """As `AsyncClient.put_chunks`."""
-        return finished(self._core.put_chunks(chunks, tier, wait, timeout_s))
+        return run_to_completion(self._core.put_chunks(chunks, tier, wait, timeout_s))
 
     def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
         """As `AsyncClient.prefetch`."""
-        return finished(self._core.prefetch(segments))
+        return run_to_completion(self._core.prefetch(segments))
 
     def generate(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> Answer:
         """As `AsyncClient.generate`."""
-        return finished(self._core.generate(segments, question, options))
+        return run_to_completion(self._core.generate(segments, question, options))
 
     def stream(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
@@ -470,7 +470,7 @@ class Client:
 
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
         """As `AsyncClient.tokenize`."""
-        return finished(self._core.tokenize(texts))
+        return run_to_completion(self._core.tokenize(texts))
 
     def list_chunks(self) -> Iterator[StoredChunk]:
         """As `AsyncClient.list_chunks`."""
@@ -478,15 +478,15 @@ class Client:
 
     def get_chunk(self, key: str) -> StoredChunk | None:
         """As `AsyncClient.get_chunk`."""
-        return finished(self._core.get_chunk(key))
+        return run_to_completion(self._core.get_chunk(key))
 
     def delete_chunk(self, key: str) -> bool:
         """As `AsyncClient.delete_chunk`."""
-        return finished(self._core.delete_chunk(key))
+        return run_to_completion(self._core.delete_chunk(key))
 
     def close(self) -> None:
         """Idempotent."""
-        finished(self._core.transport.close())
+        run_to_completion(self._core.transport.close())
 
     def __enter__(self) -> Self:
         return self

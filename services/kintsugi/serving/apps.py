@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kintsugi.core.deploy import ENGINE_DEPLOYMENT, GATEWAY_DEPLOYMENT, SHARD_DEPLOYMENT
-from kintsugi.serving.engine_replica import Engine
-from kintsugi.serving.gateway_replica import Gateway
+from kintsugi.serving.engine_replica import EngineReplica
+from kintsugi.serving.gateway_replica import GatewayReplica
 from kintsugi.serving.store_shard import StoreShard
 
 
@@ -21,7 +21,9 @@ def service_app(args: dict[str, Any]) -> Any:
     """`core.deploy.service_application`. The gateway is the ingress: it holds the engines' handle."""
     from ray import serve
 
-    engine = serve.deployment(Engine, name=ENGINE_DEPLOYMENT).bind(
+    engine = serve.deployment(EngineReplica, name=ENGINE_DEPLOYMENT).bind(
         args["model"], args["engines"], args["store_url"], args["host"]
     )
-    return serve.deployment(Gateway, name=GATEWAY_DEPLOYMENT).bind(engine, args["model"], args["store_url"])
+    return serve.deployment(GatewayReplica, name=GATEWAY_DEPLOYMENT).bind(
+        engine, args["model"], args["store_url"]
+    )

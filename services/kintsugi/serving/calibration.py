@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.deploy import EngineSpec, ModelSpec
-from kintsugi.core.report import Binding, CalibrationReport, Thresholds, described
+from kintsugi.core.report import Binding, CalibrationReport, Thresholds, describe_selection
 from kintsugi.core.schema import load
 
 NOT_CALIBRATED = "not_calibrated"
@@ -54,8 +54,8 @@ class Calibrator:
         read.
         """
         from kintsugi.quality import reports
-        from kintsugi.quality.session import EngineSpec as MeasuredSpec
-        from kintsugi.quality.session import measuring_engine
+        from kintsugi.quality.session import MeasuringEngineSpec as MeasuredSpec
+        from kintsugi.quality.session import start_measuring_engine
         from kintsugi.serving.engine_replica import async_spec
         from kintsugi.store.client.registry import open_store
 
@@ -68,7 +68,7 @@ class Calibrator:
             extra_config=connector,
             vllm_args=serving.vllm_args,
         )
-        with measuring_engine(spec) as engine:
+        with start_measuring_engine(spec) as engine:
             report = self._measured(engine)
         store = open_store(self._store_url)
         try:
@@ -76,17 +76,17 @@ class Calibrator:
         finally:
             store.close()
         chosen = report.choice.selection
-        return Calibrated(None if chosen is None else described(chosen), report.choice.why)
+        return Calibrated(None if chosen is None else describe_selection(chosen), report.choice.why)
 
     def _measured(self, engine: Any) -> CalibrationReport:
-        from kintsugi.quality.calibrate import Budget, calibrate, prepared
+        from kintsugi.quality.calibrate import Budget, calibrate, prepare_bench
         from kintsugi.quality.questions import read_questions
         from kintsugi.quality.shadow import utc_now
 
         budget, thresholds = Budget(), Thresholds()
         file = questions_file(self._model, self._engines)
         given = None if file is None else read_questions(file)
-        bench, _ = prepared(engine, given, budget, self._say)
+        bench, _ = prepare_bench(engine, given, budget, self._say)
         calibration = calibrate(
             bench,
             engine.num_layers,

@@ -22,11 +22,11 @@ from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.ramp import share_at
 from kintsugi.core.schema import load
-from kintsugi.gateway.addresses import is_wildcard, joined, tls_of
+from kintsugi.gateway.addresses import format_address, is_wildcard, tls_of
 from kintsugi.serving.directory_service import DirectoryService
 from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.grpc_store import options_of
-from kintsugi.store.protocol.tls import ServerTls, TlsFiles, checked_listen
+from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Membership(ShardDirectory):
         """Shards that are to hold each chunk."""
         self._map = ShardMap(0)
 
-    def heard(self, shard_id: str, address: str, instance: str, is_empty: bool = False) -> None:
+    def record_heartbeat(self, shard_id: str, address: str, instance: str, is_empty: bool = False) -> None:
         """A shard is alive, and holds nothing if it says so. ``instance`` names its process: another one is a
         shard that was started again. Raises `ResourceExhausted` for one too many."""
         now_s = self._clock()
@@ -94,14 +94,14 @@ class Membership(ShardDirectory):
         if known is None:
             if len(self._members) >= SHARDS_MAX:
                 raise ResourceExhausted(f"{SHARDS_MAX} shards are there already")
-            known = self._returned(shard_id, instance) or _Member(
+            known = self._restore_member(shard_id, instance) or _Member(
                 address, instance, now_s, now_s, is_empty and self._holds_chunks_of(shard_id, now_s)
             )
         elif known.instance != instance and is_empty and self._is_ramping(known, now_s):
             known = replace(known, joined_s=now_s)
         self._members[shard_id] = replace(known, address=address, instance=instance, heard_s=now_s)
 
-    def _returned(self, shard_id: str, instance: str) -> _Member | None:
+    def _restore_member(self, shard_id: str, instance: str) -> _Member | None:
         """A shard that was merely not heard of: it holds what it held, and was on its way all the time."""
         left = self._left.get(shard_id)
         if left is None or left.member.instance != instance:
@@ -165,7 +165,7 @@ class DirectoryActor:
         again = ray.get_runtime_context().was_current_actor_reconstructed
         # The default until a shard has been told: shards that start together are to find that they do.
         self._membership = Membership(settling=again, ramp_s=spec.ramp_s)
-        self._listen = joined(spec.host, spec.directory_port)
+        self._listen = format_address(spec.host, spec.directory_port)
         self._tls = tls_of(spec)
         self._insecure = spec.insecure
         self._server: Any = None
@@ -173,7 +173,7 @@ class DirectoryActor:
     async def start(self) -> str:
         """Listen, once; the address for clients of other hosts. Raises `Unavailable`, `InvalidField`."""
         if self._server is None:
-            checked_listen(self._listen, self._tls, self._insecure)
+            check_listen(self._listen, self._tls, self._insecure)
             server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
             server.add_generic_rpc_handlers((DirectoryService(self._membership).generic_handler(),))
             try:
@@ -205,7 +205,7 @@ class DirectoryActor:
         if configured is not None:
             self._membership.replicas = configured.replicas
             self._membership.ramp_s = configured.ramp_s
-        self._membership.heard(shard_id, address, instance, is_empty)
+        self._membership.record_heartbeat(shard_id, address, instance, is_empty)
 
     async def leave(self, shard_id: str) -> None:
         self._membership.left(shard_id)
@@ -219,7 +219,7 @@ def ensure_directory(store: dict[str, Any]) -> Any:
     try:
         handle = ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE)
     except ValueError:
-        handle = _made(store)
+        handle = _create_actor(store)
     try:
         ray.get(handle.start.remote(), timeout=START_TIMEOUT_S)
     except RayTaskError as error:
@@ -231,7 +231,7 @@ def ensure_directory(store: dict[str, Any]) -> Any:
     return handle
 
 
-def _made(store: dict[str, Any]) -> Any:
+def _create_actor(store: dict[str, Any]) -> Any:
     import ray
 
     actor = ray.remote(DirectoryActor).options(

@@ -1,4 +1,4 @@
-"""The deployment `Engine`: one vLLM engine per replica, called through Serve's handles."""
+"""The deployment `EngineReplica`: one vLLM engine per replica, called through Serve's handles."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kintsugi.core.report import Binding
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
 from kintsugi.engine.load import LoadStats
-from kintsugi.gateway.addresses import free_port, joined
+from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.local_backend import LocalBackend
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
-from kintsugi.serving.shadowing import shadowing_of
+from kintsugi.serving.shadowing import make_shadowing
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def end_with_core() -> None:
     os._exit(1)
 
 
-class Engine:
+class EngineReplica:
     """One replica. `serving.ray_backend` calls it."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -92,12 +92,12 @@ class Engine:
         engine.when_ended(end_with_core)
         self._engine: AsyncEngine | None = engine
         self._backend = LocalBackend(engine)
-        self._shadowing = shadowing_of(spec, engine, REGISTRY)
+        self._shadowing = make_shadowing(spec, engine, REGISTRY)
         self._host = ray.util.get_node_ip_address()
         if spec.metrics_port:
             port = free_port(host, spec.metrics_port, METRICS_PORTS)
             engine.serve_metrics(host, port)
-            log.info("metrics are on %s", joined(host, port))
+            log.info("metrics are on %s", format_address(host, port))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         async with aclosing(self._backend.generate(request)) as deltas:

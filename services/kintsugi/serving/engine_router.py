@@ -21,7 +21,7 @@ from kintsugi.serving.routing import (
     RouteCosts,
     Wanted,
     prefix_digests,
-    ranked,
+    rank_engines,
     text_digests,
     tokens_by_host,
     tokens_in,
@@ -87,7 +87,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
-        order = ranked(views, self._wanted(pending_request), self._memory, self._costs)
+        order = rank_engines(views, self._wanted(pending_request), self._memory, self._costs)
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
@@ -127,7 +127,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         wanted = self._wanted(pending_request)
-        self._memory.routed(wanted.prefix, replica_id.unique_id)
+        self._memory.record_route(wanted.prefix, replica_id.unique_id)
         sent = self._sent.setdefault(replica_id.unique_id, Sent())
         sent.add(pending_request.metadata.internal_request_id, wanted.num_tokens)
 

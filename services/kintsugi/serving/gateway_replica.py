@@ -1,4 +1,4 @@
-"""The deployment `Gateway`: gRPC and HTTP on ports of its own, and the engines through Serve's handle.
+"""The deployment `GatewayReplica`: gRPC and HTTP on ports of its own, and the engines through Serve's handle.
 
 No request passes through Serve's proxy. A change of the gateway's configuration opens its ports anew in the
 same process: engines do not notice.
@@ -15,7 +15,7 @@ from kintsugi.core.deploy import GatewaySpec, ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
 from kintsugi.gateway.backend import EngineBackend
-from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S, GatewayServer, served_files
+from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S, GatewayServer, load_gateway_tls
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway as Front
@@ -40,7 +40,7 @@ class OpenGateway:
         """Raises `Unavailable` where a port cannot be had, `InvalidField` for what is refused."""
         front = await Front.open(spec, backend, store_url, model)
         grpc = GatewayServer(front, spec)
-        http = HttpServer(HttpFront.of(front).app, spec.host, spec.http_port, served_files(spec))
+        http = HttpServer(HttpFront.of(front).app, spec.host, spec.http_port, load_gateway_tls(spec))
         opened = OpenGateway(front, grpc, http)
         try:
             await grpc.start()
@@ -56,7 +56,7 @@ class OpenGateway:
         await self.front.close()
 
 
-class Gateway:
+class GatewayReplica:
     """One replica."""
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
@@ -79,20 +79,20 @@ class Gateway:
         await self._close()
         self._opened = await OpenGateway.open(spec, self._backend, self._store_url, self._model)
         self._spec = spec
-        log.info("gRPC is on %s, HTTP on %s", *self._opened_addresses())
+        log.info("gRPC is on %s, HTTP on %s", *self._open_addresses())
 
-    def _opened_addresses(self) -> tuple[str, str]:
+    def _open_addresses(self) -> tuple[str, str]:
         if self._opened is None:
             raise Unavailable("the gateway is not open")
         return self._opened.grpc.address, self._opened.http.address
 
     def addresses(self) -> dict[str, str]:
         """`host:port` by protocol, for whoever started the service."""
-        grpc, http = self._opened_addresses()
+        grpc, http = self._open_addresses()
         return {"grpc": grpc, "http": http}
 
     def check_health(self) -> None:
-        self._opened_addresses()
+        self._open_addresses()
 
     async def _close(self) -> None:
         opened, self._opened = self._opened, None

@@ -66,7 +66,7 @@ class RayBackend(EngineBackend):
             async for piece in answer:
                 yield piece
         except Exception as failure:
-            raise _translated(failure) from failure
+            raise _translate_ray_error(failure) from failure
         finally:
             # Ends the work in the engine where nobody reads on; nothing once it has ended.
             answer.cancel()
@@ -75,10 +75,10 @@ class RayBackend(EngineBackend):
         try:
             return await answer
         except Exception as failure:
-            raise _translated(failure) from failure
+            raise _translate_ray_error(failure) from failure
 
 
-def _translated(failure: Exception) -> Exception:
+def _translate_ray_error(failure: Exception) -> Exception:
     """What an engine raised, as it raised it; Ray's own errors as ours."""
     from ray.exceptions import RayActorError, RayTaskError
     from ray.serve.exceptions import BackPressureError, RayServeException

@@ -144,7 +144,7 @@ class PrefixMemory:
         self._engines: OrderedDict[int, dict[str, None]] = OrderedDict()
         self._remembered_max = remembered_max
 
-    def routed(self, prefix: Sequence[int], engine: str) -> None:
+    def record_route(self, prefix: Sequence[int], engine: str) -> None:
         for digest in prefix:
             self._engines.setdefault(digest, {})[engine] = None
             self._engines.move_to_end(digest)
@@ -178,7 +178,7 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: Route
     return per_token_ms * view.waiting_tokens + own_ms
 
 
-def ranked(
+def rank_engines(
     views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory, costs: RouteCosts
 ) -> list[str]:
     """Engines, the best first, those of another model last; equals in the order of their names' digests,

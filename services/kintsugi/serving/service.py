@@ -38,7 +38,7 @@ MESSAGE_CHARS_MAX = 2000
 
 
 @dataclass(frozen=True)
-class Progress:
+class DeploymentProgress:
     """One deployment."""
 
     deployment: str
@@ -101,21 +101,23 @@ class Service:
         )
         client.deploy_apps(schema)
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[DeploymentProgress]:
         """All deployments that Serve knows by now, shards first."""
         from ray import serve
 
-        found: list[Progress] = []
+        found: list[DeploymentProgress] = []
         for name in (STORE_APP, SERVICE_APP):
             application = serve.status().applications.get(name)
             if application is None:
                 continue
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY") and not application.deployments:
-                found.append(Progress(name, 0, 1, application.status, application.message))
+                found.append(DeploymentProgress(name, 0, 1, application.status, application.message))
             for deployment, state in application.deployments.items():
                 running = state.replica_states.get("RUNNING", 0)
                 message = state.message or application.message
-                found.append(Progress(deployment, running, self._wanted(deployment), state.status, message))
+                found.append(
+                    DeploymentProgress(deployment, running, self._wanted(deployment), state.status, message)
+                )
         return found
 
     def _wanted(self, deployment: str) -> int:
@@ -128,7 +130,7 @@ class Service:
     def wait(
         self,
         timeout_s: float,
-        say: Callable[[list[Progress]], None],
+        say: Callable[[list[DeploymentProgress]], None],
         gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """Until everything runs, or ``gives_up`` says so.

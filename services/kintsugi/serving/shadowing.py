@@ -116,7 +116,7 @@ class _InFull:
             return self._answer
 
 
-def shadowing_of(
+def make_shadowing(
     spec: EngineSpec, engine: AsyncEngine, registry: CollectorRegistry | None = None
 ) -> Shadowing | None:
     """As a configuration says. None where nothing is to be shadowed, or there is nothing to hold a blend to:

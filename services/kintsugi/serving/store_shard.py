@@ -15,7 +15,7 @@ from typing import Any
 from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
-from kintsugi.gateway.addresses import free_port, is_wildcard, joined, tls_of
+from kintsugi.gateway.addresses import format_address, free_port, is_wildcard, tls_of
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.directory import Announcer, Configured
 from kintsugi.store.client.directory import SHARDS_MAX
@@ -29,7 +29,7 @@ SWITCH_INTERVAL_S = 0.0005
 """A tenth of Python's own: a lookup must not wait 5 ms for a thread that reads the disk."""
 
 
-def claimed(spec: StoreSpec) -> Shard:
+def claim_shard(spec: StoreSpec) -> Shard:
     """Open the first shard of this host that nobody holds. Raises what `open_shard` raises."""
     if not spec.data_dir:
         return open_shard(ShardSpec(int(spec.ram_gib * (1 << 30))))
@@ -54,14 +54,14 @@ def serve_shard(spec: StoreSpec, shard: Shard) -> ShardServer:
     """A shard's server, listening. Raises `Unavailable`, `InvalidField`."""
     metrics = ""
     if spec.metrics_port:
-        metrics = joined(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
+        metrics = format_address(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
     options = ServerOptions(
         share_arena=spec.share_arena,
         tls=tls_of(spec),
         insecure=spec.insecure,
         metrics_listen=metrics,
     )
-    server = ShardServer(shard, joined(spec.host, spec.port), options)
+    server = ShardServer(shard, format_address(spec.host, spec.port), options)
     server.start()
     return server
 
@@ -76,7 +76,7 @@ class StoreShard:
         spec = load(StoreSpec, store, "store")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._drain_s = spec.drain_s
-        self._shard = claimed(spec)
+        self._shard = claim_shard(spec)
         self._server = serve_shard(spec, self._shard)
         host, _, port = self._server.address.rpartition(":")
         address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address

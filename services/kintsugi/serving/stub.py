@@ -108,7 +108,7 @@ class StubBackend(EngineBackend):
         self._check_up()
         if request.fingerprint not in ("", self._info.fingerprint):
             raise Unavailable("the stub serves another model than the prompt is for; ask again")
-        max_tokens = self._checked(request)
+        max_tokens = self._check_request(request)
         if len(self.seen.requests) < REMEMBERED_MAX:
             self.seen.requests.append(request)
         accounting = await self._accounting(request)
@@ -133,7 +133,7 @@ class StubBackend(EngineBackend):
             self.seen.running -= 1
             self.seen.ended_early += not complete
 
-    def _checked(self, request: EngineRequest) -> int:
+    def _check_request(self, request: EngineRequest) -> int:
         """How many tokens to answer. Raises `InvalidField` and `UnknownField`."""
         for name in request.sampling:
             if name not in _SAMPLING:

@@ -34,7 +34,7 @@ from kintsugi_operator.deployed import Revision
 from kintsugi_operator.names import FINALIZER, LABEL_SERVICE
 from kintsugi_operator.observed import digest_of
 from kintsugi_operator.pods import Manifest
-from kintsugi_operator.rbac import LEASE_RULES, RULES, Rule
+from kintsugi_operator.rbac import LEASE_RULES, RULES, PolicyRule
 from tests.e2e.kubernetes.clusters import (
     SMALL,
     Kube,
@@ -432,7 +432,7 @@ def test_its_rights_suffice_and_are_no_more(team: Team, tmp_path: Path) -> None:
         assert not may(team, who, group, resource, verb), f"{verb} {resource}"
 
 
-def grant(team: Team, name: str, rules: tuple[Rule, ...]) -> None:
+def grant(team: Team, name: str, rules: tuple[PolicyRule, ...]) -> None:
     """A Role, bound to the ServiceAccount `operator`."""
     role = {
         "apiVersion": "rbac.authorization.k8s.io/v1",

@@ -13,7 +13,7 @@ from typing import Any
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 
@@ -48,7 +48,7 @@ class EngineSlot:
                 **vllm_args,
             }
             config = {"store": f"ram://{shape}", **PATIENT, **UNCALIBRATED, **(extra_config or {})}
-            self.engine = LocalEngine.start(cached_checkpoint(shape), extra_config=config, **arguments)
+            self.engine = LocalEngine.start(make_checkpoint_once(shape), extra_config=config, **arguments)
             self.wanted = wanted
         assert self.engine is not None
         return self.engine

@@ -19,7 +19,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 els
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -102,7 +102,7 @@ def listed(shard: Shard) -> list[ChunkManifest]:
 def main(shape: str) -> None:
     with ShardServer(Shard(RamTier(64 << 20)), "127.0.0.1:0") as server:
         engine = LocalEngine.start(
-            cached_checkpoint(shape),
+            make_checkpoint_once(shape),
             extra_config={
                 "store": f"grpc://{server.address}",
                 "layer_deadline_ms": 20_000,

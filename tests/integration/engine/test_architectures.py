@@ -13,7 +13,7 @@ import pytest
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import (
@@ -182,7 +182,7 @@ def worst_against(
 
 @pytest.fixture(scope="module")
 def oracle(shape: str) -> Oracle:
-    return Oracle(cached_checkpoint(shape))
+    return Oracle(make_checkpoint_once(shape))
 
 
 @pytest.mark.parametrize("seed", ONE_SEED)

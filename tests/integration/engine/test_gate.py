@@ -9,7 +9,7 @@ import pytest
 
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import CalibrationReport, Entry, Noise, Thresholds
+from kintsugi.core.report import CalibrationReport, Noise, ReportEntry, Thresholds
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.scheduler.gate import StoreReports
@@ -33,7 +33,7 @@ CLOSED = {"allow_uncalibrated": False, "report_poll_ms": 600_000}
 
 
 def passing_report(engine: LocalEngine) -> CalibrationReport:
-    entry = Entry(Selection(0.3, SelectorName.HKVD, 2), 0.6, 0.01, 0.1, 1.0, 40, 40)
+    entry = ReportEntry(Selection(0.3, SelectorName.HKVD, 2), 0.6, 0.01, 0.1, 1.0, 40, 40)
     noise = Noise(0.0, 0.0, 1.0)
     return CalibrationReport.of(engine.binding, "2026-01-01", "test", 1, noise, Thresholds(), [entry])
 

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.checkpoint import checkpoint_folder, model_fingerprint
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from tests.fakes.hub import COMMIT, FakeHub, point_library, serving
 from tests.integration.engine.conftest import PATIENT, UNCALIBRATED, EngineSlot
 
@@ -19,7 +19,7 @@ def test_an_engine_and_a_reader_agree_on_the_fingerprint(
     engine_slot: EngineSlot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine_slot.close()
-    folder = cached_checkpoint("tiny-llama")
+    folder = make_checkpoint_once("tiny-llama")
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     # A file of the tokenizer that its class does not read.
     files["vocab.txt"] = b"tea\n"

@@ -12,13 +12,13 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Noise, Thresholds, family
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate
 from kintsugi.quality.evaluate import Axes, evaluate, rate_rows
-from kintsugi.quality.measure import NAMESPACE, Bench, measured, tokenised
+from kintsugi.quality.measure import NAMESPACE, Bench, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
-from kintsugi.quality.session import EngineSpec, measuring_engine
+from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
@@ -33,12 +33,12 @@ TOKENS = 3
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> Iterator[LocalEngine]:
     engine_slot.close()
-    spec = EngineSpec(
-        str(cached_checkpoint("tiny-llama")),
+    spec = MeasuringEngineSpec(
+        str(make_checkpoint_once("tiny-llama")),
         store=STORE,
         vllm_args={"dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 128 << 20},
     )
-    with measuring_engine(spec) as engine:
+    with start_measuring_engine(spec) as engine:
         yield engine
 
 
@@ -52,7 +52,7 @@ def bench(engine: LocalEngine) -> Bench:
         )
         for i in range(36)
     ]
-    cases, warnings = tokenised(questions, engine.tokenizer, engine.prefix_token_ids, 2048, TOKENS)
+    cases, warnings = tokenize_questions(questions, engine.tokenizer, engine.prefix_token_ids, 2048, TOKENS)
     assert not warnings
     bench = Bench(engine, cases, TOKENS, batch=18)
     assert 0 < bench.store_chunks(lambda done, total: None) <= 7 * 3
@@ -60,14 +60,14 @@ def bench(engine: LocalEngine) -> Bench:
 
 
 def test_a_full_ratio_measures_as_no_loss(bench: Bench) -> None:
-    entry = measured(bench, Selection(1.0), range(6)).entry
+    entry = measure_selection(bench, Selection(1.0), range(6)).entry
     assert entry.kl_mean < 1e-4
     assert (entry.top1_agreement, entry.num_positions) == (1.0, 6 * TOKENS)
     assert entry.cost == pytest.approx(1.0, abs=0.01)
 
 
 def test_full_reuse_measures_as_a_loss_along_the_same_tokens(bench: Bench) -> None:
-    scores = measured(bench, Selection(0.0), range(6))
+    scores = measure_selection(bench, Selection(0.0), range(6))
     assert scores.entry.kl_mean > 1e-5
     assert scores.entry.cost < 0.5
     assert all(len(blend.steps) == TOKENS for blend in scores.blend)
@@ -131,7 +131,7 @@ def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalE
     """Held to thresholds of full ratio's noise, full reuse is damage enough."""
     store = RamStore()
     strict = Thresholds(kl_mean_max=1e-6, kl_p99_max=1e-5, top1_agreement_min=0.99)
-    quiet = measured(bench, Selection(1.0), range(32)).entry
+    quiet = measure_selection(bench, Selection(1.0), range(32)).entry
     report = CalibrationReport.of(engine.binding, "now", "test", 0, Noise(0.0, 0.0, 1.0), strict, [quiet])
     reports.publish(store, report)
     shadow = Shadow(engine, store, engine.binding, ShadowConfig(share=1.0, positions=TOKENS))

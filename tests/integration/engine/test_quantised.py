@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kintsugi.engine.local import LocalEngine
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import UNCALIBRATED, EngineSlot
 from tests.integration.engine.test_architectures import assert_exact, saved
@@ -53,7 +53,7 @@ def quantise(folder: Path) -> None:
 def engine(engine_slot: EngineSlot, tmp_path: Path) -> Iterator[LocalEngine]:
     engine_slot.close()
     folder = tmp_path / "model"
-    shutil.copytree(cached_checkpoint(SHAPE), folder)
+    shutil.copytree(make_checkpoint_once(SHAPE), folder)
     quantise(folder)
     with LocalEngine.start(
         folder,

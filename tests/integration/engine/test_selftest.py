@@ -11,7 +11,7 @@ import torch
 from kintsugi.core.errors import SelfTestFailed
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.worker import selftest
-from kintsugi.engine.worker.model import Model
+from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.fusor import loader
 from kintsugi.fusor.rope import Rotary
 from tests.integration.engine.conftest import EngineSlot
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def model(engine_slot: EngineSlot) -> Model:
+def model(engine_slot: EngineSlot) -> LoadedModel:
     engine: LocalEngine = engine_slot.get("tiny-llama")
     engine.reset_prefix_cache()
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
-    model: Model = connector._worker._model
+    model: LoadedModel = connector._worker._model
     return model
 
 
@@ -59,15 +59,16 @@ def keys_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     placements_of = loader.placements_of
 
-    def moved(*arguments: Any) -> list[loader.Placement]:
+    def moved(*arguments: Any) -> list[loader.ChunkPlacement]:
         return [
-            loader.Placement(p.manifest, p.first_row, p.positions.roll(1)) for p in placements_of(*arguments)
+            loader.ChunkPlacement(p.manifest, p.first_row, p.positions.roll(1))
+            for p in placements_of(*arguments)
         ]
 
     monkeypatch.setattr(selftest, "placements_of", moved)
 
 
-def test_a_sound_engine_passes(model: Model) -> None:
+def test_a_sound_engine_passes(model: LoadedModel) -> None:
     selftest.self_test(model)
 
 
@@ -76,7 +77,7 @@ def test_a_sound_engine_passes(model: Model) -> None:
     [shifted_by_one, keys_and_values_swapped, another_rope_base, keys_not_rotated, rows_in_the_wrong_place],
 )
 def test_a_defect_fails(
-    model: Model, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None]
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     damage(monkeypatch)
     with pytest.raises(SelfTestFailed, match="relative error"):

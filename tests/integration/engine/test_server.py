@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from kintsugi.engine.local import save_prompt, transfer_config
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -44,7 +44,7 @@ def server(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--model", str(cached_checkpoint("tiny-llama")), "--enforce-eager"]
+    command += ["--port", str(port), "--model", str(make_checkpoint_once("tiny-llama")), "--enforce-eager"]
     command += [
         "--served-model-name",
         "tiny",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.request import SelectorName
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import PREFIX, chunks_of, rag
@@ -94,7 +94,7 @@ def test_ranks_put_their_attention_together(seen: dict[str, Any], shape: str, se
     if selector is not SelectorName.QUERY:
         return
     prompt = rag(*chunks_of(*SIZES, seed=3))
-    oracle = Oracle(cached_checkpoint(shape))
+    oracle = Oracle(make_checkpoint_once(shape))
     attended = oracle.attended(
         prompt.token_ids, PREFIX, [(s.start, s.end) for s in prompt.spans], QUERY_LAYERS
     )

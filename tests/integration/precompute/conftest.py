@@ -14,8 +14,8 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.models.factory import cached_checkpoint
-from kintsugi.models.passages import bundled_passages
+from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
@@ -39,7 +39,7 @@ def shard() -> Iterator[ShardServer]:
 
 def passages(count: int) -> list[str]:
     """Distinct paragraphs of the passages that ship with Kintsugi."""
-    paragraphs = [part.strip() for passage in bundled_passages() for part in passage.text.split("\n\n")]
+    paragraphs = [part.strip() for passage in read_bundled_passages() for part in passage.text.split("\n\n")]
     found = [text for text in dict.fromkeys(paragraphs) if len(text) >= PASSAGE_CHARS_MIN]
     assert len(found) >= count
     return found[:count]
@@ -63,7 +63,7 @@ class Bench:
     def spec(self, **values: Any) -> JobSpec:
         base: dict[str, Any] = {
             "source": str(self.source),
-            "model": str(cached_checkpoint("tiny-llama")),
+            "model": str(make_checkpoint_once("tiny-llama")),
             "store": f"grpc://{self.server.address}",
             "namespace": "acme",
             "corpus": "tea",

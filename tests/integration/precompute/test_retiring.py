@@ -15,10 +15,10 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute import job as job_module
 from kintsugi.precompute.job import Job
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.warm import retire
 from kintsugi.store.client.ram import RamStore
@@ -33,7 +33,7 @@ CHUNKS = 12
 
 def complete_edition(ledger: Ledger, space: ChunkSpace, keys: Sequence[ChunkKey]) -> None:
     chunks = tuple(
-        ScannedChunk(key.digest, packed(token_bytes([number])), 1, number, number + 1)
+        ScannedChunk(key.digest, pack_tokens(token_bytes([number])), 1, number, number + 1)
         for number, key in enumerate(keys)
     )
     edition = ledger.open_edition("tea", space, "src", "model", "cut")
@@ -110,7 +110,7 @@ def test_a_job_waits_for_a_shard_to_delete_what_is_invalid(
 ) -> None:
     monkeypatch.setattr(job_module, "STORE_WAIT_S", (0.0,))
     ledger = Ledger(tmp_path / "state")
-    model = str(cached_checkpoint("tiny-llama"))
+    model = str(make_checkpoint_once("tiny-llama"))
     job = Job(JobSpec("nowhere", model, "grpc://127.0.0.1:1", "acme", "tea"), ledger)
     space = job.facts.space
     keys = [ChunkKey.of(space, [number]) for number in range(CHUNKS)]

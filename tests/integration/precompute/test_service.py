@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.errors import InvalidField
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.manager import JobManager
 from kintsugi.precompute.service import serve
 from kintsugi.precompute.worker import StubPrefiller
@@ -135,7 +135,7 @@ def test_the_command_line(bench: Bench, tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(command, "Job", partial(command.Job, factory=partial(StubPrefiller)))
     write_corpus(bench.source, TEXTS)
-    model = str(cached_checkpoint("tiny-llama"))
+    model = str(make_checkpoint_once("tiny-llama"))
     at = ["--store", f"grpc://{bench.server.address}"]
     state = ["--state", str(tmp_path / "cli")]
     what = [str(bench.source), "-m", model, "-n", "acme", *at, "--tokens-max", "64"]

@@ -25,7 +25,7 @@ from kintsugi.core.deploy import (
     directory_url,
 )
 from kintsugi.gateway.addresses import free_port
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.serving.service import Service
 from tests.integration.engine.conftest import PATIENT
 
@@ -85,7 +85,7 @@ class Deployed:
 def deployed(running_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     folder = tmp_path_factory.mktemp("service")
     spec = ServiceSpec(
-        ModelSpec(str(cached_checkpoint(MODEL)), MODEL),
+        ModelSpec(str(make_checkpoint_once(MODEL)), MODEL),
         EngineSpec(
             allow_uncalibrated=True,
             kv_cache_gib=0.25,

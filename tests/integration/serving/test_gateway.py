@@ -27,14 +27,14 @@ from kintsugi.gateway import gateway as gateway_module
 from kintsugi.gateway.access import ANYONE, TokenFile
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import grpc_server
-from kintsugi.gateway.fronts.grpc_server import GatewayServer, served_files
+from kintsugi.gateway.fronts.grpc_server import GatewayServer, load_gateway_tls
 from kintsugi.gateway.gateway import Gateway, GatewayLimits
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
@@ -200,7 +200,7 @@ def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> 
         "another of them, which ends in a smile 🙂",
     ]
     scanned = [
-        ScannedChunk(ChunkKey.of(space, ids).digest, packed(token_bytes(ids)), len(ids), 0, len(text))
+        ScannedChunk(ChunkKey.of(space, ids).digest, pack_tokens(token_bytes(ids)), len(ids), 0, len(text))
         for text in texts
         for ids in [tokenize(text)]
     ]
@@ -516,7 +516,7 @@ def test_tls_with_and_without_a_certificate_of_the_client(tmp_path: Path) -> Non
 
 
 def test_a_port_that_is_taken_and_files_that_are_none() -> None:
-    assert served_files(GatewaySpec()) is None
+    assert load_gateway_tls(GatewaySpec()) is None
     with running() as gateway:
         port = int(gateway.address.rsplit(":", 1)[1])
         second = GatewayServer(gateway.gateway, GatewaySpec(grpc_port=port))

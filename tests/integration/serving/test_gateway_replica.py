@@ -153,12 +153,12 @@ def test_who_watches_the_health_holds_up_no_stop() -> None:
 
 
 @pytest.fixture
-def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], gateway_replica.Gateway]]:
+def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], gateway_replica.GatewayReplica]]:
     """As Serve makes it, with a stub in place of the engines' handle. Its `__del__` is Serve's to await."""
     monkeypatch.setattr(gateway_replica, "RayBackend", lambda engines: StubBackend())
-    monkeypatch.delattr(gateway_replica.Gateway, "__del__")
+    monkeypatch.delattr(gateway_replica.GatewayReplica, "__del__")
     with own_logging():
-        yield lambda: gateway_replica.Gateway(None, changed(MODEL), STORE_URL)
+        yield lambda: gateway_replica.GatewayReplica(None, changed(MODEL), STORE_URL)
 
 
 def told(drain_s: float = 60.0, read_only: bool = False) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def told(drain_s: float = 60.0, read_only: bool = False) -> dict[str, Any]:
 
 
 def test_a_replica_logs_a_line_for_every_request(
-    replica: Callable[[], gateway_replica.Gateway], capfd: pytest.CaptureFixture[str]
+    replica: Callable[[], gateway_replica.GatewayReplica], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing else has turned its logger on."""
 
@@ -195,7 +195,7 @@ def test_a_replica_logs_a_line_for_every_request(
 
 
 def test_a_gateway_that_is_configured_anew_drains_for_as_long_as_its_engines(
-    replica: Callable[[], gateway_replica.Gateway],
+    replica: Callable[[], gateway_replica.GatewayReplica],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graces: list[float] = []

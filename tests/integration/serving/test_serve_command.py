@@ -21,7 +21,7 @@ pytest.importorskip("starlette", reason="install the extra `serving`")
 
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
 from tests.integration.engine.conftest import PATIENT
@@ -143,7 +143,7 @@ def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: P
 
 @pytest.mark.full
 def test_a_new_model_is_calibrated_while_it_serves_full_prefill(tmp_path: Path) -> None:
-    model = str(cached_checkpoint("tiny-llama"))
+    model = str(make_checkpoint_once("tiny-llama"))
     with serving(tmp_path, "--model", model) as command:
         ready = command.event("ready", START_S)
         assert ready["blending"].startswith("not_calibrated")

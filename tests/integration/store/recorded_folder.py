@@ -25,7 +25,7 @@ import blake3
 
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
-from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
@@ -112,7 +112,7 @@ def make(folder: Path) -> dict[str, Any]:
     }
 
 
-def _put(shard: Shard, recipe: Recipe) -> Entry:
+def _put(shard: Shard, recipe: Recipe) -> ChunkEntry:
     manifest, frames = recipe.made()
     begun = shard.begin_put(manifest, recipe.options, wait_s=10.0)
     assert begun is not None
@@ -148,7 +148,7 @@ def contents(
     }
 
 
-def packed(folder: Path) -> bytes:
+def pack_tokens(folder: Path) -> bytes:
     """The folder's files as a `.tar.gz`, the same bytes for the same files."""
     buffer = io.BytesIO()
     with (
@@ -174,7 +174,7 @@ def record() -> None:
     RECORDED.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         held = make(Path(folder))
-        (RECORDED / f"format-{FORMAT_VERSION}.tar.gz").write_bytes(packed(Path(folder)))
+        (RECORDED / f"format-{FORMAT_VERSION}.tar.gz").write_bytes(pack_tokens(Path(folder)))
     (RECORDED / f"format-{FORMAT_VERSION}.json").write_text(json.dumps(held, indent=1) + "\n")
 
 

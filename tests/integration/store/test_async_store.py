@@ -15,7 +15,7 @@ from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client import blocking
 from kintsugi.store.client.blocking import BlockingStore
-from kintsugi.store.client.calls import AsyncCalls, finished
+from kintsugi.store.client.calls import AsyncCalls, run_to_completion
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import AsyncGrpcStore, GrpcOptions
 from kintsugi.store.client.sharded import AsyncShardedStore
@@ -175,5 +175,5 @@ def test_a_core_that_suspends_is_not_driven_blindly() -> None:
 
     coroutine = suspends()
     with pytest.raises(AssertionError, match="suspended"):
-        finished(coroutine)
+        run_to_completion(coroutine)
     coroutine.close()

@@ -20,7 +20,7 @@ from kintsugi.core.errors import VersionMismatch
 from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
-from kintsugi.serving.store_shard import claimed
+from kintsugi.serving.store_shard import claim_shard
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.tiers.catalog import _decoded, _encoded
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec
@@ -172,6 +172,6 @@ def test_a_replica_does_not_take_another_folder_instead(
     filled(shard_0)
     become(monkeypatch, FORMAT_VERSION)
     with pytest.raises(VersionMismatch, match="name another folder") as refused:
-        claimed(folders)
+        claim_shard(folders)
     assert "\n" not in str(refused.value), "what Serve says is searched for one line"
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["shard-0"]

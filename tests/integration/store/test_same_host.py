@@ -16,7 +16,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.client.same_host import Lease, LeasedFrame
+from kintsugi.store.client.same_host import FrameLease, LeasedFrame
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.store.shard import service as service_module
 from kintsugi.store.shard.local import ArenaDoor
@@ -158,7 +158,7 @@ def test_what_would_lie_outside_the_arena_is_not_read(beyond: str) -> None:
     try:
         opened = pb.OpenArenaResponse(socket_path=str(door.path), token=door.issue(), arena_bytes=end)
         first = pb.LeaseLayersResponse(generation_offset=end - 4 if beyond == "generation" else 0)
-        lease = Lease(ArenaMap(opened), first)
+        lease = FrameLease(ArenaMap(opened), first)
     finally:
         door.close()
     manifest, frames = make_chunk(range(40))

@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.protocol import tls as tls_module
-from kintsugi.store.protocol.tls import TlsFiles, checked_listen, is_loopback
+from kintsugi.store.protocol.tls import TlsFiles, check_listen, is_loopback
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -140,5 +140,5 @@ def test_beyond_loopback_tls_is_mandatory() -> None:
         *(False, False),
     ]
     with pytest.raises(InvalidField, match="--insecure"):
-        checked_listen("0.0.0.0:7400", None, insecure=False)
-    checked_listen("0.0.0.0:7400", None, insecure=True)
+        check_listen("0.0.0.0:7400", None, insecure=False)
+    check_listen("0.0.0.0:7400", None, insecure=True)

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 from kintsugi.bench.plot import draw
 from kintsugi.bench.profile import (
-    Workload,
+    RagWorkload,
     corpus,
     poisson_arrivals,
     prompt_of,
     requests,
     trace_arrivals,
 )
-from kintsugi.bench.report import Sample, hit_rate, percentile, summarised
-from kintsugi.bench.run import Endpoint, client_of, run, served_model
+from kintsugi.bench.report import Sample, hit_rate, percentile, summarize_samples
+from kintsugi.bench.run import Endpoint, client_of, fetch_model_name, run
 from kintsugi.cli.commands.bench import app
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
@@ -36,7 +36,7 @@ from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from tests.fakes.openai_backend import STREAM, Item, ScriptedBackend
 
-SMALL = Workload(documents=20, chunks=3, chunk_tokens=40, answer_tokens=2)
+SMALL = RagWorkload(documents=20, chunks=3, chunk_tokens=40, answer_tokens=2)
 
 
 def test_poisson_arrivals_have_their_rate_and_their_spread() -> None:
@@ -69,12 +69,12 @@ def test_traces_start_at_their_first_request(tmp_path: Path) -> None:
 
 
 def test_popular_documents_are_asked_for_as_zipf_says() -> None:
-    workload = Workload(documents=50, zipf=0.9, chunks=1)
+    workload = RagWorkload(documents=50, zipf=0.9, chunks=1)
     drawn = Counter(one.documents[0] for one in requests(workload, [0.0] * 20_000))
     shares = [count / 20_000 for _, count in drawn.most_common(10)]
     total = sum(k**-0.9 for k in range(1, 51))
     assert shares == pytest.approx([k**-0.9 / total for k in range(1, 11)], rel=0.12)
-    even = Counter(one.documents[0] for one in requests(Workload(4, 0.0, 1), [0.0] * 8000))
+    even = Counter(one.documents[0] for one in requests(RagWorkload(4, 0.0, 1), [0.0] * 8000))
     assert min(even.values()) > 1800
 
 
@@ -94,7 +94,7 @@ def test_documents_are_as_long_as_a_chunk() -> None:
     assert all(30 < len(text) // 3 <= 40 for text in texts)
     guessed = corpus(SMALL)
     assert all(25 <= len(text.split()) <= 40 for text in guessed)
-    assert corpus(Workload(1, chunks=1, chunk_tokens=1), lambda text: len(text))[0]
+    assert corpus(RagWorkload(1, chunks=1, chunk_tokens=1), lambda text: len(text))[0]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_documents_are_as_long_as_a_chunk() -> None:
 )
 def test_workloads_that_cannot_be(change: dict[str, int], field: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        Workload(**change)  # type: ignore[arg-type]
+        RagWorkload(**change)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 
@@ -126,7 +126,7 @@ def test_a_summary_counts_what_came_in_time() -> None:
         Sample(5.0, 3.0, 5.0, (1.0,), 100, 2),
         Sample(10.0, None, 1.0, error="HTTP 503"),
     ]
-    summary = summarised(samples, slo_s=2.0)
+    summary = summarize_samples(samples, slo_s=2.0)
     assert (summary.requests, summary.errors, summary.error_kinds) == (3, 1, {"HTTP 503": 1})
     assert summary.duration_s == 11.0
     assert summary.rate_per_s == pytest.approx(0.2)
@@ -136,7 +136,7 @@ def test_a_summary_counts_what_came_in_time() -> None:
     assert summary.in_time_share == pytest.approx(1 / 3)
     assert summary.output_tokens_per_s == pytest.approx(5 / 11)
     assert summary.hit_rate == pytest.approx(0.9)
-    empty = summarised([])
+    empty = summarize_samples([])
     assert (empty.requests, empty.ttft_s, empty.goodput_per_s) == (0, {}, None)
 
 
@@ -172,7 +172,7 @@ def test_a_load_against_a_server() -> None:
         prompts = [prompt_of(one, texts) for one in coming]
         samples = await run(endpoint, coming, prompts, 2, ended.append)
         async with client_of(endpoint) as client:
-            assert await served_model(client) == "scripted"
+            assert await fetch_model_name(client) == "scripted"
         await server.stop()
         assert ended == [1, 2, 3]
         assert [sample.error for sample in samples] == ["", "broken", ""]
@@ -188,7 +188,7 @@ def test_a_load_against_a_server() -> None:
         assert not gone.is_ok
         async with client_of(endpoint) as client:
             with pytest.raises(Unavailable, match="OpenAI endpoint"):
-                await served_model(client)
+                await fetch_model_name(client)
 
     asyncio.run(measured())
 
@@ -227,7 +227,7 @@ def test_no_answer_of_an_endpoint_costs_the_others(tmp_path: Path) -> None:
     assert [sample.error for sample in samples] == errors
     assert [sample.text for sample in samples[4::2]] == ["well", "well"]
     assert (samples[4].prompt_tokens, samples[4].completion_tokens, samples[4].accounting) == (0, 0, None)
-    assert summarised(samples).errors == 5
+    assert summarize_samples(samples).errors == 5
 
 
 @pytest.mark.parametrize("answer", ['{"data": null}', "[]", '{"data": ["gpt"]}', '{"data": []}', "null", "?"])
@@ -235,7 +235,7 @@ def test_an_endpoint_that_lists_no_model(answer: str) -> None:
     async def asked() -> str:
         transport = httpx.MockTransport(lambda request: httpx.Response(200, text=answer))
         async with httpx.AsyncClient(transport=transport, base_url="http://endpoint/v1") as client:
-            return await served_model(client)
+            return await fetch_model_name(client)
 
     with pytest.raises(Unavailable, match="OpenAI endpoint"):
         asyncio.run(asked())
@@ -253,7 +253,10 @@ def test_a_url_that_is_none(url: str) -> None:
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     samples = [Sample(float(index), 0.1 * index + 0.1, 1.0) for index in range(5)]
-    series = {"plain": [summarised(samples)], "ours": [summarised(samples[:3]), summarised([])]}
+    series = {
+        "plain": [summarize_samples(samples)],
+        "ours": [summarize_samples(samples[:3]), summarize_samples([])],
+    }
     paths = draw(tmp_path / "folder" / "rate", series, slo_s=0.3)
     assert [path.name for path in paths] == ["rate.svg", "rate.png"]
     assert all(path.stat().st_size > 1000 for path in paths)

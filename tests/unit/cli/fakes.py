@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from kintsugi.core.prompt import Chunk, RagPrompt
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.request import Op
 from kintsugi.engine.local import Generation, Prompt
 
 PROMPT = RagPrompt(
     prefix=(0,),
-    chunks=(Chunk("A & <b>", (10, 11, 12)), Chunk("Second", (20, 21))),
+    chunks=(PromptChunk("A & <b>", (10, 11, 12)), PromptChunk("Second", (20, 21))),
     question=(30, 31),
 )
 NUM_LAYERS = 4

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from kintsugi import __version__
 from kintsugi.cli import session
 from kintsugi.cli.commands import demo, doctor, generate
-from kintsugi.cli.commands.doctor import Check, Verdict
+from kintsugi.cli.commands.doctor import Check, CheckResult
 from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
 from kintsugi.cli.rag import build_prompt
-from kintsugi.cli.session import Model, Session, Trust
+from kintsugi.cli.session import ModelSource, Session, Trust
 from kintsugi.core import errors
 from kintsugi.models.bundled import BUNDLED_REPORT, Showcase
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
@@ -41,7 +41,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
     @contextmanager
     def opened(
         screen: Any,
-        model: Model,
+        model: ModelSource,
         texts: Sequence[tuple[str, str]],
         ending: str,
         namespace: str,
@@ -55,8 +55,8 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
 
     for module in (demo, generate, doctor):
         monkeypatch.setattr(module, "opened", opened)
-        monkeypatch.setattr(module, "named_model", lambda model: Model("m", "m"))
-    monkeypatch.setattr(demo, "random_model", lambda screen: Model("m", "m"))
+        monkeypatch.setattr(module, "named_model", lambda model: ModelSource("m", "m"))
+    monkeypatch.setattr(demo, "random_model", lambda screen: ModelSource("m", "m"))
     return trusted
 
 
@@ -244,13 +244,13 @@ def test_an_answer_that_was_not_blended_is_code_3(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("verdict", "code"),
     [
-        (Verdict.OK, ExitCode.OK),
-        (Verdict.WARNING, ExitCode.OK),
-        (Verdict.FAILED, ExitCode.NOT_BLENDABLE),
+        (CheckResult.OK, ExitCode.OK),
+        (CheckResult.WARNING, ExitCode.OK),
+        (CheckResult.FAILED, ExitCode.NOT_BLENDABLE),
     ],
 )
 def test_doctor_fails_where_a_check_does(
-    monkeypatch: pytest.MonkeyPatch, verdict: Verdict, code: ExitCode
+    monkeypatch: pytest.MonkeyPatch, verdict: CheckResult, code: ExitCode
 ) -> None:
     monkeypatch.setattr(doctor, "installation_checks", lambda: [Check("memory", verdict, "[b]8[/b] GiB")])
     result = RUNNER.invoke(app, ["doctor"])

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kintsugi.cli.html import LEGEND, Page, depth_class, parts_of, rendered, tick_step, timeline_of
-from kintsugi.core.prompt import Chunk, RagPrompt
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 from tests.unit.cli.fakes import NUM_LAYERS, PROMPT, explained_accounting
 
 
@@ -114,7 +114,7 @@ def test_ticks_are_round(end_ms: float, step_ms: float) -> None:
 
 
 def test_four_thousand_tokens_stay_a_page_that_a_browser_opens() -> None:
-    prompt = RagPrompt((0,), (Chunk("long", tuple(range(4000))),), (1,))
+    prompt = RagPrompt((0,), (PromptChunk("long", tuple(range(4000))),), (1,))
     layers = {layer: list(range(4002)) for layer in range(32)}
     page = page_of(prompt, explained_accounting() | {"recomputed_positions": layers})
     assert len(page) < 1_000_000

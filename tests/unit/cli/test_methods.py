@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.cli.methods import BlendChoice, Method, blend_once, compare, leading_equal
+from kintsugi.cli.methods import BlendChoice, Method, blend_once, compare, count_equal_prefix
 from kintsugi.core.request import SelectorName
 from tests.unit.cli.fakes import PROMPT, FakeEngine
 
@@ -51,4 +51,4 @@ def test_the_json_form_has_the_speed_up() -> None:
     [([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 2, 3], 2), ([2], [1], 0), ([], [1], 0)],
 )
 def test_leading_equal(mine: list[int], reference: list[int], length: int) -> None:
-    assert leading_equal(mine, reference) == length
+    assert count_equal_prefix(mine, reference) == length

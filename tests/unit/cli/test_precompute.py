@@ -31,7 +31,7 @@ class StubJob:
 def test_the_first_ctrl_c_waits_and_says_so_and_the_second_does_not_wait() -> None:
     job, notes = StubJob(), list[str]()
     before = signal.getsignal(signal.SIGINT)
-    with command._cancelled_by_signals(job, notes.append):  # type: ignore[arg-type]
+    with command._cancel_on_signals(job, notes.append):  # type: ignore[arg-type]
         signal.raise_signal(signal.SIGINT)
         assert job.cancelled == 1
         assert "once the batches that run are done" in notes[0]

@@ -20,7 +20,7 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import figures as drawing
 from kintsugi.quality import reports
-from kintsugi.quality.session import EngineSpec, prefix_of_file
+from kintsugi.quality.session import MeasuringEngineSpec, prefix_of_file
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
 
@@ -33,7 +33,7 @@ class RunningEngine(FakeEngine):
     prefix_token_ids = (0,)
     num_layers = 8
     binding = BINDING
-    spec: EngineSpec | None = None
+    spec: MeasuringEngineSpec | None = None
     """As it was started."""
 
     def generate(self, prompts: Any, arrivals_s: list[float] | None = None) -> Any:
@@ -46,12 +46,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
     engine.right_from = lambda selection, index: selection.ratio >= 0.15
 
     @contextmanager
-    def measuring_engine(spec: EngineSpec) -> Iterator[RunningEngine]:
+    def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[RunningEngine]:
         engine.spec = spec
         yield engine
 
     for module in (calibrate, evaluate):
-        monkeypatch.setattr(module, "measuring_engine", measuring_engine)
+        monkeypatch.setattr(module, "measuring_engine", start_measuring_engine)
     return engine
 
 
@@ -137,7 +137,7 @@ def test_a_report_needs_somewhere_to_go(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(spec: EngineSpec) -> None:
+    def started(spec: MeasuringEngineSpec) -> None:
         raise AssertionError("what cannot end well is found before an engine is started")
 
     for module in (calibrate, evaluate):
@@ -194,7 +194,7 @@ def test_a_system_prompt_that_is_no_text_or_of_no_model_is_explained(tmp_path: P
 
 def test_calibrating_in_a_codec_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidField, match="codec"):
-        EngineSpec("m", codec="int9")
+        MeasuringEngineSpec("m", codec="int9")
 
 
 def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_an_engine_that_fails_costs_only_its_own_rows(
     engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def one_that_starts(spec: EngineSpec) -> Iterator[RunningEngine]:
+    def one_that_starts(spec: MeasuringEngineSpec) -> Iterator[RunningEngine]:
         if spec.codec == "int8":
             raise Unavailable("vLLM did not start")
         yield engine

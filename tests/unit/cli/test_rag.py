@@ -9,7 +9,7 @@ import pytest
 from kintsugi.cli.rag import CHUNK_BYTES_MAX, build_prompt, read_chunk
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.spaces import Span
-from kintsugi.quality.questions import asked
+from kintsugi.quality.questions import format_question
 from tests.unit.cli.fakes import PROMPT, FakeTokenizer
 
 
@@ -20,7 +20,7 @@ def test_spans_tile_the_prompt_between_prefix_and_question() -> None:
 
 
 def test_chunks_are_tokenised_alone() -> None:
-    prompt = build_prompt(FakeTokenizer(), [("a", "one two"), ("b", "three")], asked("why?"))
+    prompt = build_prompt(FakeTokenizer(), [("a", "one two"), ("b", "three")], format_question("why?"))
     assert prompt.prefix == (0,)
     assert [chunk.token_ids for chunk in prompt.chunks] == [(5, 5), (7,)]
     assert prompt.question == (11, 6, 9)
@@ -28,9 +28,9 @@ def test_chunks_are_tokenised_alone() -> None:
 
 def test_nothing_to_ask_is_refused() -> None:
     with pytest.raises(InvalidField, match="question"):
-        asked("  ")
+        format_question("  ")
     with pytest.raises(InvalidField, match="0 chunks"):
-        build_prompt(FakeTokenizer(), [], asked("why?"))
+        build_prompt(FakeTokenizer(), [], format_question("why?"))
 
 
 def test_a_chunk_file_is_named_in_errors(tmp_path: Path) -> None:

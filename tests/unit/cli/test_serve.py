@@ -11,7 +11,14 @@ import yaml
 from typer.testing import CliRunner
 
 from kintsugi.cli.commands import serve as command
-from kintsugi.cli.commands.serve import Events, Task, Watch, described, read_yaml, specified
+from kintsugi.cli.commands.serve import (
+    Events,
+    ServeTask,
+    ServiceMonitor,
+    build_service_spec,
+    described,
+    read_yaml,
+)
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.cli.screen import Screen
@@ -20,11 +27,11 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
-from kintsugi.serving.service import Progress
+from kintsugi.serving.service import DeploymentProgress
 
 
 def test_without_anything_the_bundled_model_is_served() -> None:
-    spec = specified(Task())
+    spec = build_service_spec(ServeTask())
     assert spec.model == ModelSpec(str(BUNDLED_CHECKPOINT), BUNDLED_NAME)
     assert spec.gateway.host == spec.store.host == "127.0.0.1"
 
@@ -32,7 +39,7 @@ def test_without_anything_the_bundled_model_is_served() -> None:
 def test_options_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text("model: {path: other}\nstore: {ram_gib: 1, shards: 3}\ngateway: {grpc_port: 1}\n")
-    spec = specified(Task(model="mine", config=file, ram="2GiB", engines=2, grpc_port=0))
+    spec = build_service_spec(ServeTask(model="mine", config=file, ram="2GiB", engines=2, grpc_port=0))
     assert spec.model.path == "mine"
     assert (spec.store.ram_gib, spec.store.shards) == (2.0, 3)
     assert spec.engines.replicas == Scale(2, 2)
@@ -44,12 +51,12 @@ def test_options_of_the_gateway_win_over_the_file_and_name_files_absolutely(
 ) -> None:
     file = tmp_path / "service.yaml"
     file.write_text("model: {path: other}\ngateway: {tokens_file: old, read_only: true, http_port: 1}\n")
-    asked: list[Task] = []
+    asked: list[ServeTask] = []
     monkeypatch.setattr(command, "run", lambda screen, task: asked.append(task) or ExitCode.OK)
     options = [*("--tokens-file", "t.json"), *("--tls-cert", "c.pem"), *("--tls-key", "k.pem"), "--insecure"]
     for more in (["--config", str(file), *options], ["--read-only"]):
         assert CliRunner().invoke(app, ["serve", *more]).exit_code == 0
-    first, second = (specified(task).gateway for task in asked)
+    first, second = (build_service_spec(task).gateway for task in asked)
     assert first == GatewaySpec(
         http_port=1,
         tokens_file=str(Path("t.json").resolve()),
@@ -62,15 +69,17 @@ def test_options_of_the_gateway_win_over_the_file_and_name_files_absolutely(
 
 
 def test_ssd_tiers_keep_the_shards_identities_on_the_first(tmp_path: Path) -> None:
-    store = specified(Task(ssd=[f"{tmp_path}/a:1GiB", f"{tmp_path}/b:512MiB"])).store
+    store = build_service_spec(ServeTask(ssd=[f"{tmp_path}/a:1GiB", f"{tmp_path}/b:512MiB"])).store
     assert store.tiers == (TierSpec(f"{tmp_path}/a", 1.0), TierSpec(f"{tmp_path}/b", 0.5))
     assert store.data_dir == f"{tmp_path}/a/shards"
-    assert specified(Task(ssd=[f"{tmp_path}/a:1GiB"], data_dir=tmp_path)).store.data_dir == str(tmp_path)
+    assert build_service_spec(ServeTask(ssd=[f"{tmp_path}/a:1GiB"], data_dir=tmp_path)).store.data_dir == str(
+        tmp_path
+    )
 
 
 def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="not a folder"):
-        specified(Task(model=str(tmp_path / "nothing")))
+        build_service_spec(ServeTask(model=str(tmp_path / "nothing")))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +155,10 @@ def test_what_the_gateway_would_refuse_is_refused_at_once(
 
 
 def test_what_is_missing_is_said_while_it_starts() -> None:
-    found = [Progress("StoreShard", 1, 1, "HEALTHY"), Progress("Engine", 0, 2, "UPDATING")]
+    found = [
+        DeploymentProgress("StoreShard", 1, 1, "HEALTHY"),
+        DeploymentProgress("Engine", 0, 2, "UPDATING"),
+    ]
     assert described(found) == "StoreShard 1 of 1, Engine 0 of 2"
     assert described([]) == "asking Serve"
 
@@ -164,8 +176,8 @@ class StubService:
             raise Unavailable("no engine answers; Serve starts it again")
         return EngineInfo("m", "00", (), True, 100, self.blending)
 
-    def progress(self) -> list[Progress]:
-        return [Progress("Engine", self.running, 1, "HEALTHY" if self.running else "UPDATING")]
+    def progress(self) -> list[DeploymentProgress]:
+        return [DeploymentProgress("Engine", self.running, 1, "HEALTHY" if self.running else "UPDATING")]
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -174,7 +186,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     service, now_s = StubService(), [0.0]
-    watch = Watch(service, Events(Screen(as_json=True)), clock=lambda: now_s[0])  # type: ignore[arg-type]
+    watch = ServiceMonitor(service, Events(Screen(as_json=True)), clock=lambda: now_s[0])  # type: ignore[arg-type]
 
     def look() -> list[dict[str, Any]]:
         now_s[0] += 10.0

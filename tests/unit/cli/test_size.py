@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kintsugi.cli.commands.size import parsed_count, parsed_speed
+from kintsugi.cli.commands.size import parse_count, parse_speed
 from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
@@ -87,12 +87,12 @@ def test_bad_input_is_one_line(model: Path, change: list[str], message: str) -> 
 
 
 def test_a_small_b_is_a_bit() -> None:
-    assert parsed_speed("8Gbit/s") == parsed_speed("8Gbps") == parsed_speed("1GB/s") == 1e9
+    assert parse_speed("8Gbit/s") == parse_speed("8Gbps") == parse_speed("1GB/s") == 1e9
     with pytest.raises(InvalidField):
-        parsed_speed("1e9")
+        parse_speed("1e9")
 
 
 def test_counts() -> None:
-    assert parsed_count("n", "1.5B") == parsed_count("n", "1500M") == 1_500_000_000
+    assert parse_count("n", "1.5B") == parse_count("n", "1500M") == 1_500_000_000
     with pytest.raises(InvalidField):
-        parsed_count("n", "-4")
+        parse_count("n", "-4")

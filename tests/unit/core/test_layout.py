@@ -17,7 +17,7 @@ from kintsugi.core.layout import (
     Codec,
     HeadRange,
     KVLayout,
-    checked_frames,
+    check_frames,
     codec_named,
     digests_of,
 )
@@ -200,11 +200,11 @@ class TestManifest:
     def test_frames_are_counted_and_measured(self) -> None:
         manifest = manifest_of(frames_of_bytes())
         size = manifest.frame_bytes
-        checked_frames(manifest, [size, size])
+        check_frames(manifest, [size, size])
         with pytest.raises(InvalidField, match="frames: 1 frames for a layout of 2"):
-            checked_frames(manifest, [size])
+            check_frames(manifest, [size])
         with pytest.raises(InvalidField) as raised:
-            checked_frames(manifest, [size, size + 1])
+            check_frames(manifest, [size, size + 1])
         assert raised.value.field == "frames[1]"
 
 

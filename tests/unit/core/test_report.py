@@ -14,8 +14,8 @@ from kintsugi.core.report import (
     Binding,
     CalibrationReport,
     Choice,
-    Entry,
     Noise,
+    ReportEntry,
     Thresholds,
     _digest,
     choose,
@@ -35,7 +35,7 @@ HKVD, RANDOM = SelectorName.HKVD, SelectorName.RANDOM
 
 def entry(
     ratio: float = 0.15, selector: SelectorName = HKVD, check_layer: int = 1, **changes: float | int | None
-) -> Entry:
+) -> ReportEntry:
     """One that passes, but for the changes."""
     values: dict[str, float | int | None] = {
         "cost": ratio,
@@ -46,10 +46,10 @@ def entry(
         "num_positions": 50,
         **changes,
     }
-    return Entry(Selection(ratio, selector, check_layer), **values)  # type: ignore[arg-type]
+    return ReportEntry(Selection(ratio, selector, check_layer), **values)  # type: ignore[arg-type]
 
 
-def report(*entries: Entry) -> CalibrationReport:
+def report(*entries: ReportEntry) -> CalibrationReport:
     return CalibrationReport.of(BINDING, "2026-01-02T03:04:05Z", "test", 7, QUIET, BARS, entries)
 
 

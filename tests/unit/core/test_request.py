@@ -16,8 +16,8 @@ from kintsugi.core.request import (
     KintsugiParams,
     Op,
     SelectorName,
-    checked_spans,
-    parsed_spans,
+    check_spans,
+    parse_spans,
 )
 from kintsugi.core.spaces import ChunkKey, Span
 
@@ -124,25 +124,25 @@ def test_no_namespace_finds_nothing() -> None:
 )
 def test_impossible_spans_are_named(spans: list[tuple[int, int]], index: int, problem: str) -> None:
     with pytest.raises(InvalidSpan, match=problem) as raised:
-        checked_spans([Span(*span) for span in spans], num_tokens=10)
+        check_spans([Span(*span) for span in spans], num_tokens=10)
     assert raised.value.field == f"spans[{index}]"
 
 
 def test_no_span_fits_an_empty_prompt() -> None:
-    checked_spans([], num_tokens=0)
+    check_spans([], num_tokens=0)
     with pytest.raises(InvalidSpan, match="prompt of 0"):
-        checked_spans([Span(0, 1)], num_tokens=0)
+        check_spans([Span(0, 1)], num_tokens=0)
 
 
 def test_adjacent_spans_and_gaps_are_fine() -> None:
-    checked_spans([Span(0, 3), Span(3, 5), Span(7, 10)], num_tokens=10)
+    check_spans([Span(0, 3), Span(3, 5), Span(7, 10)], num_tokens=10)
 
 
 @given(st.lists(st.integers(0, 40), max_size=10, unique=True).map(sorted))
 def test_ordered_bounds_make_valid_spans(bounds: list[int]) -> None:
     spans = [Span(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
-    checked_spans(spans, num_tokens=40)
-    assert parsed_spans([[s.start, s.end] for s in spans]) == tuple(spans)
+    check_spans(spans, num_tokens=40)
+    assert parse_spans([[s.start, s.end] for s in spans]) == tuple(spans)
 
 
 keys = st.none() | st.binary(min_size=32, max_size=32).map(ChunkKey)

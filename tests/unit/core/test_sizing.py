@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.layout import Codec
-from kintsugi.core.sizing import Workload, blend_s, codec_size, engine_dtype, loading_pace, model_size
+from kintsugi.core.sizing import (
+    SizingWorkload,
+    blend_s,
+    codec_size,
+    engine_dtype,
+    model_size,
+    pace_to_hide_loading,
+)
 
 MISTRAL_7B = {
     "hidden_size": 4096,
@@ -46,15 +53,15 @@ def test_prefill_times_are_those_computed_elsewhere(
 @pytest.mark.parametrize(("config", "kib"), [(MISTRAL_7B, 128), (LLAMA_70B, 320)])
 def test_bytes_per_token(config: dict[str, object], kib: int) -> None:
     layout = model_size(config).layout
-    work = Workload(corpus_tokens=512)
+    work = SizingWorkload(corpus_tokens=512)
     assert codec_size(layout, Codec.RAW, work).bytes_per_token == kib * 1024
     assert codec_size(layout, Codec.INT8, work).bytes_per_token == pytest.approx(kib * 512, rel=0.02)
 
 
 def test_a_corpus_takes_whole_chunks_on_every_replica() -> None:
     layout = model_size(MISTRAL_7B).layout
-    one = codec_size(layout, Codec.RAW, Workload(corpus_tokens=512))
-    two = codec_size(layout, Codec.RAW, Workload(corpus_tokens=513, replication=3))
+    one = codec_size(layout, Codec.RAW, SizingWorkload(corpus_tokens=512))
+    two = codec_size(layout, Codec.RAW, SizingWorkload(corpus_tokens=513, replication=3))
     assert two.corpus_bytes == 6 * one.corpus_bytes
     assert one.corpus_bytes == layout.chunk_bytes(Codec.RAW, 512) + layout.digests_bytes
 
@@ -101,7 +108,7 @@ def test_latent_attention_is_not_blended() -> None:
 )
 def test_an_impossible_workload_is_refused(values: dict[str, float], field: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        Workload(corpus_tokens=1000, **values)  # type: ignore[arg-type]
+        SizingWorkload(corpus_tokens=1000, **values)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 
@@ -116,7 +123,7 @@ speeds = st.floats(1e3, 1e13)
 def test_at_the_break_even_speed_a_blend_takes_a_full_prefill(
     prompt_bytes: int, num_layers: int, full_s: float, cost: float
 ) -> None:
-    pace = loading_pace(prompt_bytes, num_layers, full_s, cost)
+    pace = pace_to_hide_loading(prompt_bytes, num_layers, full_s, cost)
     at = blend_s(prompt_bytes, num_layers, full_s, cost, pace.pays_bytes_per_s)
     assert at == pytest.approx(full_s, rel=1e-6)
     assert blend_s(prompt_bytes, num_layers, full_s, cost, pace.pays_bytes_per_s * 1.01) < full_s
@@ -137,7 +144,7 @@ def test_a_faster_network_never_slows_a_blend(
 def test_where_loading_hides_only_the_first_layer_is_waited_for(
     prompt_bytes: int, num_layers: int, full_s: float, cost: float
 ) -> None:
-    pace = loading_pace(prompt_bytes, num_layers, full_s, cost)
+    pace = pace_to_hide_loading(prompt_bytes, num_layers, full_s, cost)
     at = blend_s(prompt_bytes, num_layers, full_s, cost, pace.hides_bytes_per_s)
     first_layer_s = prompt_bytes / num_layers / pace.hides_bytes_per_s
     assert at == pytest.approx(cost * full_s + first_layer_s, rel=1e-6)
@@ -148,9 +155,9 @@ def test_sizes_grow_with_the_corpus_and_fit_the_tiers(
     corpus_tokens: int, chunk_tokens: int, replication: int, codec: Codec
 ) -> None:
     layout = model_size(MISTRAL_7B).layout
-    work = Workload(corpus_tokens, chunk_tokens, replication=replication)
+    work = SizingWorkload(corpus_tokens, chunk_tokens, replication=replication)
     size = codec_size(layout, codec, work)
-    more = codec_size(layout, codec, Workload(corpus_tokens * 2, chunk_tokens, replication=replication))
+    more = codec_size(layout, codec, SizingWorkload(corpus_tokens * 2, chunk_tokens, replication=replication))
     assert size.corpus_bytes <= more.corpus_bytes <= 2 * size.corpus_bytes
     assert size.ram_bytes <= size.corpus_bytes < size.ssd_bytes
     assert size.corpus_bytes >= size.bytes_per_token * corpus_tokens * replication * (1 - 1e-9)

@@ -21,7 +21,7 @@ from kintsugi.core.spaces import (
     Span,
     anchor_of,
     anchors_at_every_offset,
-    checked_namespace,
+    check_namespace,
     token_bytes,
     token_ids_of,
 )
@@ -102,7 +102,7 @@ class TestSpace:
 class TestNamespace:
     @pytest.mark.parametrize("name", ["a", "0", "Acme", "a.b_c-d/e", "a" * NAMESPACE_BYTES_MAX])
     def test_valid(self, name: str) -> None:
-        assert checked_namespace(name) == name
+        assert check_namespace(name) == name
 
     @pytest.mark.parametrize(
         "name",
@@ -110,22 +110,22 @@ class TestNamespace:
     )
     def test_invalid(self, name: str) -> None:
         with pytest.raises(InvalidField) as raised:
-            checked_namespace(name)
+            check_namespace(name)
         assert raised.value.field == "namespace"
 
     @pytest.mark.parametrize("name", [None, 3, b"acme"])
     def test_of_another_type(self, name: Any) -> None:
         with pytest.raises(InvalidField, match="mandatory"):
-            checked_namespace(name)
+            check_namespace(name)
 
     @given(st.text(max_size=140))
     def test_a_name_is_accepted_or_refused_by_name(self, name: str) -> None:
         valid = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", name) is not None
         if valid:
-            assert checked_namespace(name) == name
+            assert check_namespace(name) == name
         else:
             with pytest.raises(InvalidField, match="namespace"):
-                checked_namespace(name)
+                check_namespace(name)
 
 
 class TestTokenIds:

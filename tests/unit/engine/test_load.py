@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.engine.load import MEMORY_S, Load
+from kintsugi.engine.load import MEMORY_S, LoadMeter
 
 
 class Clock:
@@ -25,7 +25,7 @@ def clock() -> Clock:
 
 
 def test_an_engine_that_did_nothing_predicts_nothing(clock: Clock) -> None:
-    load = Load(clock)
+    load = LoadMeter(clock)
     load.began("a", 1000)
     stats = load.stats()
     assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 1, 1000)
@@ -33,7 +33,7 @@ def test_an_engine_that_did_nothing_predicts_nothing(clock: Clock) -> None:
 
 
 def test_queueing_is_what_waits_at_the_recent_rate(clock: Clock) -> None:
-    load = Load(clock)
+    load = LoadMeter(clock)
     load.began("a", 1000)
     clock.now_s += 0.5
     load.answered("a")
@@ -43,7 +43,7 @@ def test_queueing_is_what_waits_at_the_recent_rate(clock: Clock) -> None:
 
 
 def test_idle_time_is_no_slowness(clock: Clock) -> None:
-    load = Load(clock)
+    load = LoadMeter(clock)
     for name in "abc":
         load.began(name, 100)
         clock.now_s += 0.1
@@ -55,7 +55,7 @@ def test_idle_time_is_no_slowness(clock: Clock) -> None:
 
 
 def test_the_rate_follows_what_happened_lately(clock: Clock) -> None:
-    load = Load(clock)
+    load = LoadMeter(clock)
     for seconds in [10.0] * 5 + [1.0] * 60:
         load.began("a", 10_000)
         clock.now_s += seconds
@@ -65,7 +65,7 @@ def test_the_rate_follows_what_happened_lately(clock: Clock) -> None:
 
 
 def test_the_busy_share_forgets(clock: Clock) -> None:
-    load = Load(clock)
+    load = LoadMeter(clock)
     load.began("a", 10)
     clock.now_s += MEMORY_S
     assert load.stats().busy_share == pytest.approx(1 - math.exp(-1))
@@ -75,7 +75,7 @@ def test_the_busy_share_forgets(clock: Clock) -> None:
 
 
 def test_a_request_ends_once_however_often_it_is_said(clock: Clock) -> None:
-    load = Load(clock)
+    load = LoadMeter(clock)
     load.began("a", 10)
     load.ended("a")
     load.ended("a")
@@ -87,7 +87,7 @@ def test_a_request_ends_once_however_often_it_is_said(clock: Clock) -> None:
 )
 def test_counts_are_never_negative(events: list[tuple[str, int, float]]) -> None:
     clock = Clock()
-    load = Load(clock)
+    load = LoadMeter(clock)
     for event, name, wait_s in events:
         clock.now_s += wait_s
         if event == "began":

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.engine.sampling import BIASES_MAX, STOPS_MAX, checked_sampling
+from kintsugi.engine.sampling import BIASES_MAX, STOPS_MAX, check_sampling
 
 
 def test_what_is_given_passes_and_nothing_else() -> None:
     values = {"temperature": 0, "max_tokens": 8, "stop": ["\n"], "logit_bias": {"5": 1.0}}
-    assert checked_sampling(values) == {
+    assert check_sampling(values) == {
         "temperature": 0.0,
         "max_tokens": 8,
         "stop": ["\n"],
         "logit_bias": {5: 1.0},
     }
-    assert checked_sampling({}) == {}
+    assert check_sampling({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_is_given_passes_and_nothing_else() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidField) as raised:
-        checked_sampling(values)
+        check_sampling(values)
     assert raised.value.field.startswith(where)
 
 
@@ -44,7 +44,7 @@ def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], where: str) -
 )
 def test_what_an_answer_cannot_carry_is_unknown(name: str) -> None:
     with pytest.raises(UnknownField, match=f"sampling.{name}"):
-        checked_sampling({name: 1})
+        check_sampling({name: 1})
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_what_an_answer_cannot_carry_is_unknown(name: str) -> None:
 )
 def test_numbers_that_no_message_carries_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidField, match=rf"sampling\.{next(iter(values))}"):
-        checked_sampling(values)
+        check_sampling(values)

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks.gpu import scattered_attention as benchmark
-from kintsugi.fusor.attention import scattered_attention
+from benchmarks.gpu import attend_scattered as benchmark
+from kintsugi.fusor.attention import attend_scattered
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -16,7 +16,7 @@ def test_the_ways_are_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(benchmark.SHAPES, "tiny", (4, 2, 16))
     layer = benchmark.layer_of("tiny", 64, "cpu")
     assert len(layer.positions) == 9
-    expected = scattered_attention(
+    expected = attend_scattered(
         layer.query, layer.key_cache, layer.value_cache, layer.block_table, layer.positions, scale=layer.scale
     )
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

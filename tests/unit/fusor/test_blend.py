@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.request import SelectorName
-from kintsugi.fusor.blend import BlendPass, Region
-from kintsugi.fusor.control.cost import Workload, token_layers
+from kintsugi.fusor.blend import BlendPass, PassRegion
+from kintsugi.fusor.control.cost import PassWorkload, token_layers
 from kintsugi.fusor.selectors import quota
-from kintsugi.fusor.sliced import WAITING, Status
+from kintsugi.fusor.sliced import WAITING, PassStatus
 from tests.fakes.toy_chunks import Gate, ToyPrompt
 from tests.fakes.toy_stack import HEAD_DIM, VOCAB, ToyModel, ToyStack
 
@@ -55,7 +55,7 @@ def begin(
 ) -> tuple[BlendPass, ToyStack]:
     stack = stack or ToyStack(model())
     work = BlendPass(
-        Region(scene.token_ids[start:end], start, int(scene.token_ids[end]) if end < LENGTH else NEXT),
+        PassRegion(scene.token_ids[start:end], start, int(scene.token_ids[end]) if end < LENGTH else NEXT),
         plan,
         stack,
         lambda plan: scene.open_loader(plan, start, end),
@@ -65,9 +65,9 @@ def begin(
     return work, stack
 
 
-def finish(work: BlendPass) -> Status:
+def finish(work: BlendPass) -> PassStatus:
     for _ in range(STEPS_MAX):
-        if work.status is not Status.RUNNING:
+        if work.status is not PassStatus.RUNNING:
             break
         work.advance(float("inf"))
     work.close()
@@ -78,7 +78,7 @@ def blended(
     scene: ToyPrompt, plan: BlendPlan, stack: ToyStack | None = None, unit: int = 1000
 ) -> tuple[BlendPass, ToyStack]:
     work, stack = begin(scene, plan, stack, unit)
-    assert finish(work) is Status.DONE
+    assert finish(work) is PassStatus.DONE
     assert stack.open_layer is None
     return work, stack
 
@@ -223,7 +223,7 @@ def test_behind_an_exact_prefix_hit() -> None:
     stack.keys[:, 0, :start], stack.values[:, 0, :start] = full.keys[:, :start], full.values[:, :start]
     stack.written[:, 0, :start] = True
     work, stack = begin(scene, scene.plan(0.0), stack, start=start, end=LENGTH - 1)
-    assert finish(work) is Status.DONE
+    assert finish(work) is PassStatus.DONE
     must = [p for p in range(LENGTH) if p < start or not any(a <= p < b for a, b in SPANS)]
     expected = model().dense(scene.token_ids, fresh=dict.fromkeys(range(LAYERS), must), loaded=scene.loaded)
     assert_cache(stack, expected.keys[:, : LENGTH - 1], expected.values[:, : LENGTH - 1], 1e-5)
@@ -273,7 +273,7 @@ def test_the_tally_is_the_cost_formula(
     assert sum(count for what, _, count in stack.calls if what == "project") == projected
     expected = ran + stack.projection_share * projected
     assert work.tally.token_layers == pytest.approx(expected)
-    workload = Workload(hit, must, LAYERS, stack.projection_share)
+    workload = PassWorkload(hit, must, LAYERS, stack.projection_share)
     assert token_layers(plan.selection, workload) == pytest.approx(expected)
     assert work.tally.tokens_hit == hit
     assert work.tally.tokens_recomputed == active[-1] - must
@@ -315,7 +315,7 @@ def test_exact_tokens_are_neither_recomputed_nor_counted(selector: SelectorName,
     )
     assert work.tally.tokens_hit == 45
     assert work.tally.tokens_recomputed == len(last) - must
-    workload = Workload(45, must, LAYERS, stack.projection_share, exact_tokens=18)
+    workload = PassWorkload(45, must, LAYERS, stack.projection_share, exact_tokens=18)
     assert token_layers(plan.selection, workload) == pytest.approx(work.tally.token_layers)
     full = model().dense(scene.token_ids)
     assert_cache_until(stack, full.keys[:, :20], full.values[:, :20])
@@ -328,7 +328,7 @@ def test_where_everything_loaded_is_exact_so_is_the_blend(ratio: float) -> None:
     full = model().dense(scene.token_ids)
     assert_cache(stack, full.keys, full.values, 1e-4)
     assert work.tally.tokens_recomputed == (18 if ratio == 1 else 0)
-    expected = token_layers(work.plan.selection, Workload(18, LENGTH - 18, LAYERS, 0.25, exact_tokens=18))
+    expected = token_layers(work.plan.selection, PassWorkload(18, LENGTH - 18, LAYERS, 0.25, exact_tokens=18))
     assert work.tally.token_layers == expected
 
 
@@ -342,7 +342,7 @@ def test_a_region_behind_some_exact_tokens_counts_the_others() -> None:
     stack.keys[:, 0, :10], stack.values[:, 0, :10] = full.keys[:, :10], full.values[:, :10]
     stack.written[:, 0, :10] = True
     part, _ = begin(scene, plan, stack, start=10)
-    assert finish(part) is Status.DONE
+    assert finish(part) is PassStatus.DONE
     assert part.tally.active_positions[LAYERS - 1] == [
         p for p in whole.tally.active_positions[LAYERS - 1] if p >= 10
     ]
@@ -352,7 +352,7 @@ def test_work_is_handed_back_after_each_budget() -> None:
     scene = prompt()
     work, _ = begin(scene, scene.plan(1.0), unit=10)
     spent = []
-    while work.status is Status.RUNNING:
+    while work.status is PassStatus.RUNNING:
         spent.append(work.advance(15.0))
     work.close()
     assert max(spent) <= 15 + 10
@@ -373,7 +373,7 @@ def test_it_waits_for_a_slow_loader() -> None:
     assert work.next_unit() == WAITING
     for layer in range(1, LAYERS):
         gate.event(layer).set()
-    assert finish(work) is Status.DONE
+    assert finish(work) is PassStatus.DONE
     assert work.tally.load_wait_s > 0
 
 
@@ -385,7 +385,7 @@ def test_a_store_that_never_answers_is_given_up() -> None:
     while work.tally.token_layers == 0:
         work.next_unit()
     scene.loaders[0].patience_s = 0.01
-    assert finish(work) is Status.FAILED
+    assert finish(work) is PassStatus.FAILED
     assert work.tally.failure == "load_timeout: layer 1 did not arrive within 0.01 s"
     for layer in range(LAYERS):
         gate.event(layer).set()
@@ -430,7 +430,7 @@ def test_a_second_loss_fails() -> None:
     scene = prompt()
     scene.lost = frozenset({(1, scene.hits[0].key), (2, scene.hits[2].key)})
     work, _ = begin(scene, scene.plan(0.3))
-    assert finish(work) is Status.FAILED
+    assert finish(work) is PassStatus.FAILED
     assert work.tally.restarts == 1
     assert str(scene.hits[2].key) in str(work.tally.failure)
 
@@ -449,7 +449,7 @@ def test_losing_everything_fails_at_once() -> None:
     scene = prompt((SPANS[0],))
     scene.lost = frozenset({(2, scene.hits[0].key)})
     work, _ = begin(scene, scene.plan(0.3))
-    assert finish(work) is Status.FAILED
+    assert finish(work) is PassStatus.FAILED
     assert work.tally.restarts == 0
 
 
@@ -495,7 +495,7 @@ def test_a_rank_whose_load_is_late_counts_every_chunk_as_lost() -> None:
         loader.patience_s = 0.01
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kintsugi.fusor.loader.CLOSE_TIMEOUT_S", 0.05)
-        assert finish(work) is Status.FAILED
+        assert finish(work) is PassStatus.FAILED
     for layer in range(LAYERS):
         gate.event(layer).set()
     scene.loaders[0]._thread.join(20)

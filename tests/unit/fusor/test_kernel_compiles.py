@@ -27,7 +27,7 @@ def compiled(
 ) -> Any:
     """Triton's compiled kernel for contiguous heads and aligned strides, as an engine's cache has them."""
     element, element_bytes = ELEMENTS[dtype]
-    tile = scattered.Tile.suited_to(tokens, group, head_dim * element_bytes)
+    tile = scattered.Tile.choose_tile(tokens, group, head_dim * element_bytes)
     constants = {
         "WINDOW": 0,
         "HAS_SOFTCAP": False,

@@ -14,7 +14,7 @@ from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
 from kintsugi.core.layout import Codec, KVLayout
 from kintsugi.core.stream import ChunkLost, LayerFrame
 from kintsugi.fusor.codecs import encode_frame
-from kintsugi.fusor.loader import Frames, LayerLoader, LoadedLayer, LoadFailed, Placement
+from kintsugi.fusor.loader import ChunkPlacement, Frames, LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.rope import Rotary
 from tests.fakes.toy_chunks import Gate, manifest_of
 
@@ -48,9 +48,11 @@ class Chunks:
             for index, n in enumerate(lengths)
         ]
 
-    def placement(self, chunk: int, start: int, first_row: int = 0, rows: int | None = None) -> Placement:
+    def placement(
+        self, chunk: int, start: int, first_row: int = 0, rows: int | None = None
+    ) -> ChunkPlacement:
         rows = self.manifests[chunk].num_tokens - first_row if rows is None else rows
-        return Placement(self.manifests[chunk], first_row, torch.arange(start, start + rows))
+        return ChunkPlacement(self.manifests[chunk], first_row, torch.arange(start, start + rows))
 
     def stream(
         self, order: Sequence[int], wrap: Callable[[memoryview], memoryview] = lambda data: data
@@ -59,7 +61,7 @@ class Chunks:
             for position, chunk in enumerate(order):
                 yield LayerFrame(position, layer, wrap(self.frames[chunk][layer]))
 
-    def expected(self, layer: int, placements: Sequence[tuple[int, Placement]]) -> tuple[Tensor, Tensor]:
+    def expected(self, layer: int, placements: Sequence[tuple[int, ChunkPlacement]]) -> tuple[Tensor, Tensor]:
         keys, values = [], []
         for chunk, placement in placements:
             rows = slice(placement.first_row, placement.first_row + len(placement.positions))
@@ -70,7 +72,7 @@ class Chunks:
 
 
 def loader_of(
-    open_frames: Callable[[], Frames], placements: Sequence[Placement], depth: int = 2
+    open_frames: Callable[[], Frames], placements: Sequence[ChunkPlacement], depth: int = 2
 ) -> LayerLoader:
     rotary = [rotary_of(layer) for layer in range(LAYERS)]
     return LayerLoader(open_frames, placements, rotary, torch.device("cpu"), depth, patience_s=1.0)
@@ -82,7 +84,7 @@ def taken(loader: LayerLoader, layer: int) -> LoadedLayer:
     return loaded
 
 
-def assert_loads(chunks: Chunks, placements: Sequence[tuple[int, Placement]], frames: Frames) -> None:
+def assert_loads(chunks: Chunks, placements: Sequence[tuple[int, ChunkPlacement]], frames: Frames) -> None:
     loader = loader_of(lambda: frames, [placement for _, placement in placements])
     try:
         for layer in range(LAYERS):

@@ -15,7 +15,7 @@ from kintsugi.fusor.control.planner import hits_beyond
 from kintsugi.fusor.loader import LoadedLayer
 from kintsugi.fusor.question import WEIGHTS_MAX, QuestionPass, attention_mass
 from kintsugi.fusor.selectors import quota
-from kintsugi.fusor.sliced import WAITING, Status
+from kintsugi.fusor.sliced import WAITING, PassStatus
 from kintsugi.fusor.stack import AttentionRule
 from tests.fakes.toy_chunks import Gate, ToyPrompt
 from tests.fakes.toy_stack import HEAD_DIM, HEADS, VOCAB, ToyStack
@@ -229,7 +229,7 @@ def test_the_question_waits_for_its_layers_and_no_others() -> None:
     assert max(work.tally.active_positions) == 1
     for layer in range(2, LAYERS):
         gate.event(layer).set()
-    assert finish(work) is Status.DONE
+    assert finish(work) is PassStatus.DONE
 
 
 def test_attention_is_summed_over_ranks() -> None:
@@ -260,7 +260,7 @@ def test_what_the_prefix_cache_holds_of_an_exact_chunk_does_not_change_the_choic
         cached.written[:, 0, :start] = True
         rest = replace(plan, hits=hits_beyond(plan.hits, start))
         part, _ = begin(scene, rest, cached, start=start)
-        assert finish(part) is Status.DONE
+        assert finish(part) is PassStatus.DONE
         for layer, positions in part.tally.active_positions.items():
             assert positions == [p for p in whole.tally.active_positions[layer] if p >= start]
 

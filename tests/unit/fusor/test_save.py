@@ -13,7 +13,7 @@ from torch import Tensor
 from kintsugi.core.layout import Codec, KVLayout
 from kintsugi.fusor.codecs import decode_frame
 from kintsugi.fusor.save import SaveItem, SavePass
-from kintsugi.fusor.sliced import Status
+from kintsugi.fusor.sliced import PassStatus
 from tests.fakes.toy_stack import HEAD_DIM, KV_HEADS, VOCAB, ToyModel, ToyStack
 
 LAYERS = 3
@@ -33,11 +33,11 @@ def tokens(count: int, seed: int) -> Tensor:
 def saved(items: list[SaveItem], unit: int, stack: ToyStack | None = None) -> SavePass:
     work = SavePass(items, stack or ToyStack(model(), len(items)), unit, Codec.RAW)
     for _ in range(STEPS_MAX):
-        if work.status is not Status.RUNNING:
+        if work.status is not PassStatus.RUNNING:
             break
         assert work.advance(10.0) <= 10 + unit
     work.close()
-    assert work.status is Status.DONE
+    assert work.status is PassStatus.DONE
     return work
 
 

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, NotBlendable
-from kintsugi.fusor.attention import _check_device, scattered_attention
+from kintsugi.fusor.attention import _check_device, attend_scattered
 from kintsugi.fusor.reference import reference_attention
-from tests.contracts.scattered_attention import PATTERNS, TOLERANCE, Case, problem_of
+from tests.contracts.attend_scattered import PATTERNS, TOLERANCE, Case, problem_of
 
 REPOSITORY = Path(__file__).parents[3]
 Verdict = Callable[[str, Case], float]
@@ -174,13 +174,13 @@ def test_reference_matches_a_loop_over_positions(case: Case) -> None:
 
 def test_a_cpu_runs_the_reference() -> None:
     problem = problem_of(Case(), "cpu")
-    assert torch.equal(problem.solve(scattered_attention), problem.solve(reference_attention))
+    assert torch.equal(problem.solve(attend_scattered), problem.solve(reference_attention))
 
 
 def test_no_queries_give_no_output() -> None:
     problem = problem_of(Case(), "cpu")
     problem.query, problem.positions = problem.query[:0], problem.positions[:0]
-    assert problem.solve(scattered_attention).shape == problem.query.shape
+    assert problem.solve(attend_scattered).shape == problem.query.shape
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_no_queries_give_no_output() -> None:
 def test_arguments_that_do_not_fit_are_named(field: str, changes: dict[str, Any]) -> None:
     problem = dataclasses.replace(problem_of(Case(), "cpu"), **changes)
     with pytest.raises(InvalidField) as raised:
-        problem.solve(scattered_attention)
+        problem.solve(attend_scattered)
     assert raised.value.field == field
 
 
@@ -206,12 +206,12 @@ def test_sinks_and_byte_caches_that_do_not_fit_are_named() -> None:
     problem = problem_of(Case(sinks=True), "cpu")
     problem.options["sinks"] = torch.zeros(3)
     with pytest.raises(InvalidField, match="sinks"):
-        problem.solve(scattered_attention)
+        problem.solve(attend_scattered)
     problem = problem_of(Case(cache_dtype="float8_e4m3fn"), "cpu")
     problem.key_cache = problem.key_cache.view(torch.uint8)
     problem.value_cache = problem.value_cache.view(torch.uint8)
     with pytest.raises(InvalidField, match="fp8"):
-        problem.solve(scattered_attention)
+        problem.solve(attend_scattered)
 
 
 def test_a_gpu_that_cannot_read_the_cache_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from kintsugi.fusor.selectors import (
     Selector,
     Signal,
     asks,
-    holding,
+    count_covering,
     make_selector,
-    mixed,
     quota,
+    splitmix64,
     top,
 )
 
@@ -196,7 +196,7 @@ def test_random_knows_no_pattern() -> None:
 def test_mixing_is_splitmix64() -> None:
     """The first outputs of the generator seeded with 0, whose state moves by one step a call."""
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [int(value) % (1 << 64) for value in mixed(torch.arange(1, 4))] == expected
+    assert [int(value) % (1 << 64) for value in splitmix64(torch.arange(1, 4))] == expected
 
 
 def test_chunk_heads_are_as_many_of_each_chunk() -> None:
@@ -301,7 +301,7 @@ def test_without_a_signal_the_ratio_is_as_it_is(name: SelectorName) -> None:
 
 @given(st.floats(0.01, 1.0), st.lists(st.floats(0, 1e6, width=32), max_size=50))
 def test_holding_is_the_smallest_such_set(mass: float, scores: list[float]) -> None:
-    count = holding(mass, torch.tensor(scores))
+    count = count_covering(mass, torch.tensor(scores))
     ordered = sorted(scores, reverse=True)
     assert count <= len(scores)
     if scores:

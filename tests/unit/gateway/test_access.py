@@ -15,11 +15,11 @@ from kintsugi.gateway.access import (
     OpenAccess,
     TokenFile,
     add_grant,
-    checked_exposure,
-    checked_pattern,
+    check_exposure,
+    check_namespace_pattern,
     grants_of,
     new_token,
-    opened_access,
+    open_access,
 )
 
 
@@ -149,7 +149,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["", "a b*", "/a", "-*", "a*b"])
 def test_what_is_no_pattern_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidField, match="namespaces"):
-        checked_pattern(pattern)
+        check_namespace_pattern(pattern)
 
 
 def test_every_token_is_compared_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,16 +162,16 @@ def test_every_token_is_compared_in_constant_time(tmp_path: Path, monkeypatch: p
 
 
 def test_without_a_file_everyone_is_anyone() -> None:
-    assert isinstance(opened_access(""), OpenAccess)
+    assert isinstance(open_access(""), OpenAccess)
     assert OpenAccess().caller(None) == ANYONE
     assert ANYONE.checked("whatever") == "whatever"
 
 
 def test_beyond_loopback_tokens_and_tls_are_needed() -> None:
-    checked_exposure("127.0.0.1:7500", False, False, False)
-    checked_exposure("0.0.0.0:7500", True, True, False)
-    checked_exposure("0.0.0.0:7500", False, False, True)
+    check_exposure("127.0.0.1:7500", False, False, False)
+    check_exposure("0.0.0.0:7500", True, True, False)
+    check_exposure("0.0.0.0:7500", False, False, True)
     with pytest.raises(InvalidField, match="--tokens-file and --tls-cert with --tls-key, or say --insecure"):
-        checked_exposure("0.0.0.0:7500", False, False, False)
+        check_exposure("0.0.0.0:7500", False, False, False)
     with pytest.raises(InvalidField, match="give --tls-cert with --tls-key"):
-        checked_exposure("0.0.0.0:7500", True, False, False)
+        check_exposure("0.0.0.0:7500", True, False, False)

@@ -8,12 +8,12 @@ import socket
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.gateway.addresses import free_port, is_wildcard, joined
+from kintsugi.gateway.addresses import format_address, free_port, is_wildcard
 
 
 def test_ipv6_is_bracketed() -> None:
-    assert joined("127.0.0.1", 7) == "127.0.0.1:7"
-    assert joined("::1", 7) == joined("[::1]", 7) == "[::1]:7"
+    assert format_address("127.0.0.1", 7) == "127.0.0.1:7"
+    assert format_address("::1", 7) == format_address("[::1]", 7) == "[::1]:7"
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]"])

@@ -8,49 +8,53 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.fill import Address, FillConfig, FillQueue, Verdict
+from kintsugi.gateway.fill import Address, FillConfig, FillQueue, MissDecision
 
 
 def address(number: int, namespace: str = "tenant") -> Address:
     return namespace, ChunkKey(number.to_bytes(32, "little"))
 
 
-def queued(queue: FillQueue, number: int, namespace: str = "tenant", now_s: float = 0.0) -> Verdict:
+def queued(queue: FillQueue, number: int, namespace: str = "tenant", now_s: float = 0.0) -> MissDecision:
     queue.missed(address(number, namespace), b"", now_s)
     return queue.missed(address(number, namespace), b"", now_s)
 
 
 def test_the_second_miss_is_worth_a_fill() -> None:
     queue = FillQueue()
-    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.COUNTED
-    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.QUEUED
-    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.DUPLICATE
+    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.COUNTED
+    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.DUPLICATE
     assert queue.take() == [(address(1), b"tokens")]
-    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.DUPLICATE, "it is being filled"
+    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.DUPLICATE, "it is being filled"
     queue.done(address(1), saved=True)
-    assert queue.missed(address(1), b"tokens", 0.0) is Verdict.COUNTED, "evicted since, it starts anew"
+    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.COUNTED, "evicted since, it starts anew"
 
 
 def test_the_first_is_where_that_is_wanted() -> None:
-    assert FillQueue(FillConfig(sights=1)).missed(address(1), b"", 0.0) is Verdict.QUEUED
+    assert FillQueue(FillConfig(sights=1)).missed(address(1), b"", 0.0) is MissDecision.QUEUED
 
 
 def test_a_full_queue_drops_and_takes_up_again() -> None:
     queue = FillQueue(FillConfig(queue_max=2, batch=1))
-    assert [queued(queue, number) for number in range(3)] == [Verdict.QUEUED, Verdict.QUEUED, Verdict.FULL]
+    assert [queued(queue, number) for number in range(3)] == [
+        MissDecision.QUEUED,
+        MissDecision.QUEUED,
+        MissDecision.FULL,
+    ]
     queue.take()
-    assert queue.missed(address(2), b"", 0.0) is Verdict.QUEUED
+    assert queue.missed(address(2), b"", 0.0) is MissDecision.QUEUED
 
 
 def test_a_queue_is_full_by_tokens_too() -> None:
     queue = FillQueue(FillConfig(sights=1, queue_tokens_max=3))
-    assert queue.missed(address(1), bytes(8), 0.0) is Verdict.QUEUED
-    assert queue.missed(address(2), bytes(8), 0.0) is Verdict.FULL
-    assert queue.missed(address(3), bytes(4), 0.0) is Verdict.QUEUED
+    assert queue.missed(address(1), bytes(8), 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(2), bytes(8), 0.0) is MissDecision.FULL
+    assert queue.missed(address(3), bytes(4), 0.0) is MissDecision.QUEUED
     queue.forget(address(1))
-    assert queue.missed(address(2), bytes(8), 0.0) is Verdict.QUEUED
+    assert queue.missed(address(2), bytes(8), 0.0) is MissDecision.QUEUED
     assert len(queue.take()) == 2
-    assert queue.missed(address(4), bytes(12), 0.0) is Verdict.QUEUED
+    assert queue.missed(address(4), bytes(12), 0.0) is MissDecision.QUEUED
 
 
 def test_it_waits_for_an_idle_moment_but_not_for_ever() -> None:
@@ -76,11 +80,11 @@ def test_a_batch_is_of_one_namespace_and_bounded() -> None:
 def test_what_keeps_failing_is_given_up() -> None:
     queue = FillQueue(FillConfig(failures_max=2))
     for _ in range(2):
-        assert queued(queue, 1) is Verdict.QUEUED
+        assert queued(queue, 1) is MissDecision.QUEUED
         queue.done(queue.take()[0][0], saved=False)
-    assert queued(queue, 1) is Verdict.GIVEN_UP
+    assert queued(queue, 1) is MissDecision.GIVEN_UP
     queue.forget(address(1))
-    assert queued(queue, 1) is Verdict.QUEUED
+    assert queued(queue, 1) is MissDecision.QUEUED
 
 
 def test_what_found_no_room_has_not_failed() -> None:
@@ -89,14 +93,14 @@ def test_what_found_no_room_has_not_failed() -> None:
         queued(queue, 1)
         assert len(queue.take()) == 1
         queue.dropped(address(1))
-    assert queue.missed(address(1), b"", 0.0) is Verdict.QUEUED, "its next miss is enough"
+    assert queue.missed(address(1), b"", 0.0) is MissDecision.QUEUED, "its next miss is enough"
 
 
 def test_the_oldest_counts_are_forgotten_first() -> None:
     queue = FillQueue(FillConfig(sighted_max=2))
     for number in range(3):
         queue.missed(address(number), b"", 0.0)
-    assert queue.missed(address(0), b"", 0.0) is Verdict.COUNTED
+    assert queue.missed(address(0), b"", 0.0) is MissDecision.COUNTED
 
 
 @pytest.mark.parametrize(
@@ -123,11 +127,11 @@ class Filling(RuleBasedStateMachine):
         one = address(number, "ab"[number % 2])
         verdict = self.queue.missed(one, b"", 0.0)
         self.misses[one] = self.misses.get(one, 0) + 1
-        if verdict is Verdict.QUEUED:
+        if verdict is MissDecision.QUEUED:
             assert self.misses[one] >= 2
             assert one not in self.running
         if one in self.running:
-            assert verdict is Verdict.DUPLICATE
+            assert verdict is MissDecision.DUPLICATE
 
     @rule()
     def take(self) -> None:

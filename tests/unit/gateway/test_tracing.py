@@ -185,7 +185,7 @@ def test_layers_are_recorded_again_later(exported: InMemorySpanExporter) -> None
         assert [timelines.wanted(engine) for _ in range(2)] == [True, False]
         now_s = 100.0
         assert [timelines.wanted(engine) for _ in range(3)] == [True, True, False]
-        assert not timelines.wanted(tracing.Span(None, None))
+        assert not timelines.wanted(tracing.TraceSpan(None, None))
 
 
 @pytest.mark.parametrize("begin", ["data: ", ""])

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kintsugi.core.errors import InvalidField
 from kintsugi.models import factory
 from kintsugi.models.cache import cache_folder
-from kintsugi.models.factory import cached_checkpoint, make_checkpoint
-from kintsugi.models.passages import bundled_passages
-from kintsugi.models.shapes import SHAPES, TINY_SHAPES, ModelShape, named_shape
+from kintsugi.models.factory import make_checkpoint, make_checkpoint_once
+from kintsugi.models.passages import read_bundled_passages
+from kintsugi.models.shapes import SHAPES, TINY_SHAPES, ModelShape, find_shape
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_tiny_shape_loads_and_generates(name: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert type(model).__name__ == shape.architecture.value
     assert json.loads((folder / "config.json").read_text())["architectures"] == [shape.architecture.value]
-    inputs = tokenizer(bundled_passages()[0].text, return_tensors="pt")
+    inputs = tokenizer(read_bundled_passages()[0].text, return_tensors="pt")
     assert inputs.input_ids[0, 0] == tokenizer.bos_token_id
     generated = model.generate(**inputs, max_new_tokens=32)[0, inputs.input_ids.shape[1] :]
     assert len(generated) == 32, "greedy decoding must not stop by chance"
@@ -39,10 +39,10 @@ def test_a_tiny_shape_loads_and_generates(name: str, tmp_path: Path) -> None:
 
 
 def test_attention_is_neither_uniform_nor_a_copy(tmp_path: Path) -> None:
-    folder = make_checkpoint(named_shape("tiny-llama"), tmp_path)
+    folder = make_checkpoint(find_shape("tiny-llama"), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer(bundled_passages()[1].text, return_tensors="pt")
+    inputs = tokenizer(read_bundled_passages()[1].text, return_tensors="pt")
     with torch.no_grad():
         attentions = model(**inputs, output_attentions=True).attentions
     last_rows = torch.stack([layer[0, :, -1] for layer in attentions])
@@ -52,7 +52,7 @@ def test_attention_is_neither_uniform_nor_a_copy(tmp_path: Path) -> None:
 
 
 def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
-    shape = named_shape("tiny-llama")
+    shape = find_shape("tiny-llama")
     first, again, other = (
         make_checkpoint(shape, tmp_path / name, seed) for name, seed in (("a", 7), ("b", 7), ("c", 8))
     )
@@ -65,7 +65,7 @@ def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
 
 
 def test_a_layer_does_not_depend_on_how_many_there_are(tmp_path: Path) -> None:
-    shape = named_shape("tiny-llama")
+    shape = find_shape("tiny-llama")
     short, long = (
         AutoModelForCausalLM.from_pretrained(make_checkpoint(shape.with_layers(n), tmp_path / str(n)))
         for n in (1, 2)
@@ -74,10 +74,10 @@ def test_a_layer_does_not_depend_on_how_many_there_are(tmp_path: Path) -> None:
 
 
 def test_a_cached_checkpoint_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cached_checkpoint("tiny-llama", layers=1)
+    first = make_checkpoint_once("tiny-llama", layers=1)
     assert first.is_relative_to(cache)
     monkeypatch.setattr(factory, "make_checkpoint", _must_not_run)
-    assert cached_checkpoint("tiny-llama", layers=1) == first
+    assert make_checkpoint_once("tiny-llama", layers=1) == first
     assert [path.name for path in first.parent.iterdir()] == [first.name], "no draft is left behind"
 
 
@@ -90,11 +90,11 @@ def test_a_race_for_the_cache_has_one_winner(cache: Path, monkeypatch: pytest.Mo
 
     def beaten(shape: ModelShape, folder: Path, seed: int = 0) -> Path:
         monkeypatch.setattr(factory, "make_checkpoint", real)
-        cached_checkpoint("tiny-llama", layers=1)
+        make_checkpoint_once("tiny-llama", layers=1)
         return real(shape, folder, seed)
 
     monkeypatch.setattr(factory, "make_checkpoint", beaten)
-    folder = cached_checkpoint("tiny-llama", layers=1)
+    folder = make_checkpoint_once("tiny-llama", layers=1)
     assert (folder / "config.json").is_file()
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
@@ -102,7 +102,7 @@ def test_a_race_for_the_cache_has_one_winner(cache: Path, monkeypatch: pytest.Mo
 def test_a_failed_build_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "make_checkpoint", _must_not_run)
     with pytest.raises(AssertionError):
-        cached_checkpoint("tiny-llama")
+        make_checkpoint_once("tiny-llama")
     assert list((cache / "checkpoints").iterdir()) == []
 
 
@@ -114,9 +114,9 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_shapes_are_refused() -> None:
     with pytest.raises(InvalidField, match="tiny-llama"):
-        named_shape("tiny-lama")
+        find_shape("tiny-lama")
     with pytest.raises(InvalidField, match="layers"):
-        named_shape("tiny-llama").with_layers(0)
+        find_shape("tiny-llama").with_layers(0)
 
 
 def test_the_benchmark_model_has_210_million_parameters() -> None:

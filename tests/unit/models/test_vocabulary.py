@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kintsugi.models.passages import BUNDLED_QUESTIONS, bundled_passages
+from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 
 TOKENIZER = train_tokenizer(1024, 8192)
@@ -25,7 +25,7 @@ def test_any_text_round_trips(text: str) -> None:
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     loaded: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(tmp_path)
-    for passage in bundled_passages():
+    for passage in read_bundled_passages():
         assert loaded(passage.text).input_ids == TOKENIZER(passage.text).input_ids
     assert (loaded.bos_token_id, loaded.eos_token_id) == (BOS_ID, EOS_ID)
 
@@ -38,7 +38,7 @@ def test_every_id_of_the_model_decodes(vocab: int) -> None:
 
 
 def test_the_passages_are_of_the_promised_size() -> None:
-    passages = bundled_passages()
+    passages = read_bundled_passages()
     assert 8 <= len(passages) <= 10
     assert len(BUNDLED_QUESTIONS) == 3
     assert len({passage.title for passage in passages}) == len(passages)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.core.spaces import checked_namespace
+from kintsugi.core.spaces import check_namespace
 from kintsugi_operator.api import (
     BlendServiceSpec,
     CorpusPrecomputeSpec,
@@ -142,7 +142,7 @@ def test_a_corpus_that_cannot_work_says_what_to_change(values: dict[str, Any], s
 def test_a_tenants_name_is_the_cores(name: str) -> None:
     base = {"service": "acme", "namespace": name, "source": "/corpus"}
     try:
-        checked_namespace(name)
+        check_namespace(name)
     except InvalidField:
         with pytest.raises(InvalidField, match=r"spec\.namespace"):
             check_corpus(from_manifest(CorpusPrecomputeSpec, base))

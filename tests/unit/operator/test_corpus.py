@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from kintsugi.cli.main import app
 from kintsugi_operator.api import CorpusPrecomputeSpec, from_manifest
-from kintsugi_operator.corpus import CorpusDesired, CorpusObserved, Target, desired_corpus, figures_in
+from kintsugi_operator.corpus import CorpusDesired, CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.deployed import Revision
 from kintsugi_operator.jobs import calibration_job
 from kintsugi_operator.names import LABEL_SERVICE
@@ -46,7 +46,7 @@ def decide(
 ) -> CorpusDesired:
     jobs = {before.job: JobView(state, name=before.job)} if before.job else {}
     observed = CorpusObserved(at or target(), jobs, figures)
-    return desired_corpus(corpus, OWNER, before, observed, now)
+    return plan_corpus(corpus, OWNER, before, observed, now)
 
 
 def job_of(desired: CorpusDesired) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_nothing_is_started_before_the_store() -> None:
 
 
 def test_without_a_service_it_says_so() -> None:
-    result = desired_corpus(corpus_of(), OWNER, FRESH, CorpusObserved(), NOW)
+    result = plan_corpus(corpus_of(), OWNER, FRESH, CorpusObserved(), NOW)
     assert not result.objects
     assert any("acme" in one.message for one in result.status.conditions)
 

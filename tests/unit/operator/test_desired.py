@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from kintsugi.gateway.access import checked_exposure
+from kintsugi.gateway.access import check_exposure
 from kintsugi_operator.api import BlendServiceSpec
 from kintsugi_operator.deployed import Revision, service_spec
 from kintsugi_operator.desired import desired
@@ -488,7 +488,7 @@ def test_what_is_told_to_gateways_and_shards_lets_them_listen(spec: BlendService
     gateway, store = told.gateway, told.store
     for port in (gateway.grpc_port, gateway.http_port):
         listen = f"{gateway.host}:{port}"
-        checked_exposure(listen, bool(gateway.tokens_file), bool(gateway.tls_cert), gateway.insecure)
+        check_exposure(listen, bool(gateway.tokens_file), bool(gateway.tls_cert), gateway.insecure)
     assert store.insecure or store.tls_cert
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kintsugi_operator.deployed import Revision
-from kintsugi_operator.rbac import LEASE_RULES, RULES, Rule, granted
+from kintsugi_operator.rbac import LEASE_RULES, RULES, PolicyRule, expand_rules
 from kintsugi_operator.rollout import RETIRE_AFTER_S
 from tests.unit.operator.specs import spec_of
 from tests.unit.operator.test_reconcile import OLD, World, run
@@ -55,7 +55,7 @@ def test_every_right_is_used_and_every_use_is_a_right() -> None:
     world.look()
     assert world.cluster.named("BlendService") == []
 
-    rights, used = granted(RULES), world.cluster.used
+    rights, used = expand_rules(RULES), world.cluster.used
     assert used <= rights
     unused = rights - used - UNSEEN - {(*one, verb) for one in WATCHED for verb in ("list", "watch")}
     assert {verb for _, _, verb in unused} <= ALIKE
@@ -66,16 +66,16 @@ def test_the_charts_role_says_the_same() -> None:
     text = (ROOT / "charts/kintsugi/templates/rbac.yaml").read_text()
     blocks = re.findall(r"^rules:\n(.*?)^---", text, re.S | re.M)
     roles = [
-        granted(
+        expand_rules(
             tuple(
-                Rule(group, tuple(rule["resources"]), tuple(rule["verbs"]))
+                PolicyRule(group, tuple(rule["resources"]), tuple(rule["verbs"]))
                 for rule in yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", block))
                 for group in rule["apiGroups"]
             )
         )
         for block in blocks
     ]
-    assert roles[0] == granted(RULES)
-    lease: Any = granted(LEASE_RULES)
+    assert roles[0] == expand_rules(RULES)
+    lease: Any = expand_rules(LEASE_RULES)
     assert roles[1] == lease
     assert len(roles) == 2

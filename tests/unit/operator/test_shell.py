@@ -19,14 +19,14 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator.api import API_VERSION
 from kintsugi_operator.cluster import ApiServer, Refused
-from kintsugi_operator.election import Candidate, LeaseLost, Move, Sight, Terms, decided, lead
+from kintsugi_operator.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
 from kintsugi_operator.operator import Settings, _until_served, operate
 from kintsugi_operator.pulse import Pulse
-from kintsugi_operator.queue import KEYS_MAX, Key, WorkQueue
+from kintsugi_operator.queue import KEYS_MAX, ObjectKey, WorkQueue
 from tests.fakes.cluster import FakeCluster
 from tests.unit.operator.conversation import Asked, Conversation, held
 
-ACME = Key("BlendService", "team", "acme")
+ACME = ObjectKey("BlendService", "team", "acme")
 QUICK = Terms(lease_s=0.6, renew_deadline_s=0.4, retry_s=0.05)
 
 
@@ -45,9 +45,9 @@ async def stopped(task: asyncio.Task[Any]) -> None:
 
 def test_a_queue_looks_once_for_many_events_and_again_when_told() -> None:
     async def main() -> None:
-        looks: list[Key] = []
+        looks: list[ObjectKey] = []
 
-        async def look(key: Key) -> float | None:
+        async def look(key: ObjectKey) -> float | None:
             looks.append(key)
             return 0.05 if len(looks) < 3 else None
 
@@ -65,7 +65,7 @@ def test_no_object_is_looked_at_by_two_workers() -> None:
     async def main() -> None:
         busy, looks = 0, 0
 
-        async def look(key: Key) -> float | None:
+        async def look(key: ObjectKey) -> float | None:
             nonlocal busy, looks
             busy, looks = busy + 1, looks + 1
             assert busy == 1
@@ -93,7 +93,7 @@ def test_what_fails_is_tried_again_later_and_later(
     async def main() -> list[float]:
         now, waits = 0.0, []
 
-        async def look(key: Key) -> float | None:
+        async def look(key: ObjectKey) -> float | None:
             raise error
 
         queue = WorkQueue(look, lambda: now)
@@ -110,12 +110,12 @@ def test_what_fails_is_tried_again_later_and_later(
 
 def test_a_queue_is_bounded() -> None:
     async def main() -> None:
-        async def look(key: Key) -> float | None:
+        async def look(key: ObjectKey) -> float | None:
             return None
 
         queue = WorkQueue(look, lambda: 0.0)
         for index in range(KEYS_MAX + 10):
-            queue.add(Key("BlendService", "team", str(index)))
+            queue.add(ObjectKey("BlendService", "team", str(index)))
         assert len(queue) == KEYS_MAX
 
     asyncio.run(main())
@@ -230,7 +230,7 @@ def test_of_two_who_write_at_once_one_is_refused() -> None:
     ],
 )
 def test_who_may_take_the_lease(there: bool, holder: str, age_s: float, move: Move) -> None:
-    assert decided(there, Sight(holder, "then", 100.0), "me", 15.0, 100.0 + age_s) is move
+    assert decide_move(there, Sight(holder, "then", 100.0), "me", 15.0, 100.0 + age_s) is move
 
 
 def test_a_renewal_starts_the_wait_anew() -> None:

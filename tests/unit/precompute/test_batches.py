@@ -10,29 +10,29 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.spaces import ChunkKey, token_bytes
-from kintsugi.precompute.batches import DEATHS_MAX, Batch, Batches, Verdict, verdict_on
-from kintsugi.precompute.ledger import PendingChunk, packed
+from kintsugi.precompute.batches import DEATHS_MAX, Batches, ChunkBatch, OutcomeVerdict, verdict_on
+from kintsugi.precompute.ledger import PendingChunk, pack_tokens
 from kintsugi.precompute.worker import FILLED, PRESENT
 
 
 def chunk(number: int, size: int = 10) -> PendingChunk:
-    return PendingChunk(ChunkKey(number.to_bytes(32, "big")), packed(token_bytes([number] * size)), size)
+    return PendingChunk(ChunkKey(number.to_bytes(32, "big")), pack_tokens(token_bytes([number] * size)), size)
 
 
 @pytest.mark.parametrize(
     ("outcome", "verdict"),
     [
-        (FILLED, Verdict.FILLED),
-        (PRESENT, Verdict.PRESENT),
-        ("Unavailable: shard: gone", Verdict.RETRY),
-        ("DeadlineExceeded: late", Verdict.RETRY),
-        ("ResourceExhausted: quota", Verdict.FULL),
-        ("ForeignChunkKey: spans[0].key: x", Verdict.FOREIGN),
-        ("lora: chunk KV belongs to the base model", Verdict.FAILED),
-        ("", Verdict.FAILED),
+        (FILLED, OutcomeVerdict.FILLED),
+        (PRESENT, OutcomeVerdict.PRESENT),
+        ("Unavailable: shard: gone", OutcomeVerdict.RETRY),
+        ("DeadlineExceeded: late", OutcomeVerdict.RETRY),
+        ("ResourceExhausted: quota", OutcomeVerdict.FULL),
+        ("ForeignChunkKey: spans[0].key: x", OutcomeVerdict.FOREIGN),
+        ("lora: chunk KV belongs to the base model", OutcomeVerdict.FAILED),
+        ("", OutcomeVerdict.FAILED),
     ],
 )
-def test_an_outcome_is_judged_by_its_first_word(outcome: str, verdict: Verdict) -> None:
+def test_an_outcome_is_judged_by_its_first_word(outcome: str, verdict: OutcomeVerdict) -> None:
     assert verdict_on(outcome) is verdict
 
 
@@ -42,23 +42,23 @@ def test_batches_fill_up_to_their_tokens_and_flush_the_rest() -> None:
     assert batches.take(flush=False) is None
     batches.add([chunk(3), chunk(4, 100)])
     first, second, third = (batches.take(flush=True) for _ in range(3))
-    assert first == Batch([chunk(1), chunk(2)])
-    assert second == Batch([chunk(3)])
-    assert third == Batch([chunk(4, 100)])  # larger than a batch: alone
+    assert first == ChunkBatch([chunk(1), chunk(2)])
+    assert second == ChunkBatch([chunk(3)])
+    assert third == ChunkBatch([chunk(4, 100)])  # larger than a batch: alone
     assert batches.take(flush=True) is None
     assert batches.num_tokens == 0
 
 
 def test_what_the_store_did_not_take_waits_again() -> None:
     batches = Batches(100)
-    batch = Batch([chunk(n) for n in range(6)])
+    batch = ChunkBatch([chunk(n) for n in range(6)])
     outcomes = [FILLED, PRESENT, "Unavailable: x", "odd", "ResourceExhausted: y", "ForeignChunkKey: z"]
     settled = batches.finished(batch, outcomes)
     assert settled.filled == [chunk(0)]
     assert settled.present == [chunk(1)]
     assert settled.failed == [(chunk(3), "odd")]
     assert (settled.full[:3], settled.foreign[:3], settled.retried) == ("Res", "For", 3)
-    assert batches.take(flush=False) == Batch([chunk(2), chunk(4), chunk(5)])
+    assert batches.take(flush=False) == ChunkBatch([chunk(2), chunk(4), chunk(5)])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,7 +73,7 @@ def test_a_deadly_chunk_is_found_and_costs_only_itself(seed: int) -> None:
     while (batch := batches.take(flush=True)) is not None:
         if chunk(deadly) in batch.chunks:
             deaths += 1
-            given_up += [lost for lost, _ in batches.died(batch)]
+            given_up += [lost for lost, _ in batches.split_after_death(batch)]
         else:
             filled += batches.finished(batch, [FILLED] * len(batch.chunks)).filled
     assert sorted(c.key for c in [*filled, *given_up]) == [chunk(n).key for n in range(count)]

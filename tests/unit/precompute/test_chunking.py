@@ -16,17 +16,17 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `chunkin
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
-from kintsugi.models.factory import cached_checkpoint
-from kintsugi.models.passages import bundled_passages
+from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import SECTION_CHARS, Chunker, ChunkingConfig
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme", (0,))
-TEXT = "\n\n".join(passage.text for passage in bundled_passages())
+TEXT = "\n\n".join(passage.text for passage in read_bundled_passages())
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return cached_checkpoint("tiny-llama")
+    return make_checkpoint_once("tiny-llama")
 
 
 def chunker(folder: Path, **config: int) -> Chunker:

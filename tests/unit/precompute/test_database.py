@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import Corrupted, ResourceExhausted, Unavailable
-from kintsugi.precompute.database import Database, locked
+from kintsugi.precompute.database import Database, lock_state
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS word (text BLOB NOT NULL);"
 
@@ -72,12 +72,12 @@ def test_asking_what_is_closed_is_a_mistake_of_ours(database: Database) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
-        locked(tmp_path / "a.lock", "taken"),
+        lock_state(tmp_path / "a.lock", "taken"),
         pytest.raises(Unavailable, match="taken"),
-        locked(tmp_path / "a.lock", "taken"),
+        lock_state(tmp_path / "a.lock", "taken"),
     ):
         pass
-    with locked(tmp_path / "a.lock", "taken"):
+    with lock_state(tmp_path / "a.lock", "taken"):
         pass
-    with pytest.raises(Unavailable, match="--state"), locked(tmp_path / "nowhere/a.lock", "taken"):
+    with pytest.raises(Unavailable, match="--state"), lock_state(tmp_path / "nowhere/a.lock", "taken"):
         pass

@@ -14,7 +14,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute.documents import DocumentRef
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, packed
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.precompute.sources.readers import Failure
 from kintsugi.precompute.warm import pin
 
@@ -26,7 +26,7 @@ def document(
     name: str, *words: int, url: str = "a.jsonl", place: int = 0, space: ChunkSpace = SPACE
 ) -> ScannedDocument:
     chunks = tuple(
-        ScannedChunk(ChunkKey.of(space, [word]).digest, packed(token_bytes([word])), 1, n, n + 1)
+        ScannedChunk(ChunkKey.of(space, [word]).digest, pack_tokens(token_bytes([word])), 1, n, n + 1)
         for n, word in enumerate(words)
     )
     return ScannedDocument(url, place, name, "", bytes(words), "{}", chunks)

@@ -16,7 +16,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.core.errors import NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute import manager as manager_module
 from kintsugi.precompute.journal import Journal
-from kintsugi.precompute.manager import Entry, JobManager
+from kintsugi.precompute.manager import JobEntry, JobManager
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.sources.readers import Failure
 from kintsugi.precompute.spec import JobSpec
@@ -81,7 +81,7 @@ def spec(corpus: str) -> JobSpec:
     return JobSpec("src", "model", "grpc://127.0.0.1:1", "acme", corpus=corpus)
 
 
-def reached(manager: JobManager, entry: Entry, state: State) -> None:
+def reached(manager: JobManager, entry: JobEntry, state: State) -> None:
     """Wait until the job is in that state."""
     version = -1
     while manager.get(entry.job_id).progress.state is not state:

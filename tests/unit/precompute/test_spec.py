@@ -14,7 +14,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
 from kintsugi.models.checkpoint import model_fingerprint
-from kintsugi.models.factory import cached_checkpoint
+from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.service import spec_of
 from kintsugi.precompute.spec import JobSpec, ModelFacts
@@ -23,7 +23,7 @@ from tests.fakes.hub import FakeHub, point_library, serving
 
 
 def spec(**values: Any) -> JobSpec:
-    model = str(cached_checkpoint("tiny-llama"))
+    model = str(make_checkpoint_once("tiny-llama"))
     return JobSpec(
         **{"source": "/x/docs", "model": model, "store": "grpc://h:1", "namespace": "acme", **values}
     )
@@ -91,7 +91,7 @@ def test_facts_follow_what_the_engines_are_told() -> None:
 
 
 def test_a_hub_name_is_looked_up_by_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = cached_checkpoint("tiny-llama")
+    folder = make_checkpoint_once("tiny-llama")
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with serving(FakeHub({"org/tiny": files})) as hub:
         point_library(monkeypatch, hub.url, tmp_path / "hub")
@@ -111,7 +111,7 @@ def test_models_that_are_none_are_explained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(Corrupted, match="not JSON"):
         ModelFacts.of(spec(model=str(tmp_path)))
-    shutil.copytree(cached_checkpoint("tiny-llama"), tmp_path / "model")
+    shutil.copytree(make_checkpoint_once("tiny-llama"), tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
     for values, word in (
         ({"num_hidden_layers": None}, "num_hidden_layers"),

@@ -10,7 +10,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
-from kintsugi.precompute.ledger import packed
+from kintsugi.precompute.ledger import pack_tokens
 from kintsugi.precompute.worker import FILLED, PRESENT, NotStarted, StubPrefiller, Worker, WorkerSpec
 from kintsugi.store.client.registry import open_store
 
@@ -23,7 +23,7 @@ def spec(name: str) -> WorkerSpec:
 
 
 def batch(*chunks: list[int]) -> list[tuple[bytes, bytes, int]]:
-    return [(ChunkKey.of(SPACE, ids).digest, packed(token_bytes(ids)), len(ids)) for ids in chunks]
+    return [(ChunkKey.of(SPACE, ids).digest, pack_tokens(token_bytes(ids)), len(ids)) for ids in chunks]
 
 
 def test_only_what_the_store_lacks_is_prefilled_and_its_tokens_arrive_whole() -> None:

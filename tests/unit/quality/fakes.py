@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import Chunk, RagPrompt
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.request import Op
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality.measure import Case
@@ -28,7 +28,7 @@ class WordTokenizer:
 
 def case(index: int, answers: tuple[str, ...] = ("w5",), task: str = "alias") -> Case:
     """Every case has a chunk of its own and one that all share."""
-    chunks = (Chunk("", (1, 2, 3)), Chunk("", (4, index + 10)))
+    chunks = (PromptChunk("", (1, 2, 3)), PromptChunk("", (4, index + 10)))
     return Case(Question(("one", "two"), "?", answers, task), RagPrompt((0,), chunks, (7, index)))
 
 

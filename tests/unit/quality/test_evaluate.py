@@ -12,7 +12,7 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import plots
-from kintsugi.quality.evaluate import FULL, REUSE, Axes, best_by_selector, evaluate, rate_rows, reshaped
+from kintsugi.quality.evaluate import FULL, REUSE, Axes, best_by_selector, evaluate, rate_rows, reshape_cases
 from kintsugi.quality.measure import Bench
 from tests.unit.quality.fakes import FakeEngine, case
 
@@ -33,12 +33,12 @@ def rows_of(axes: Axes, engine: FakeEngine | None = None) -> list[Any]:
 
 
 def test_chunks_are_cut_anew_and_counted() -> None:
-    (one,) = reshaped([case(7)], 2, None)
+    (one,) = reshape_cases([case(7)], 2, None)
     assert [chunk.token_ids for chunk in one.prompt.chunks] == [(1, 2), (3, 4), (17,)]
-    (two,) = reshaped([case(7)], 2, 2)
+    (two,) = reshape_cases([case(7)], 2, 2)
     assert [chunk.token_ids for chunk in two.prompt.chunks] == [(1, 2), (3, 4)]
     assert two.prompt.question == (7, 7)
-    assert reshaped([case(7)], None, None) == [case(7)]
+    assert reshape_cases([case(7)], None, None) == [case(7)]
 
 
 def test_baselines_stand_beside_every_configuration() -> None:

@@ -7,7 +7,7 @@ import pytest
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
 from kintsugi.quality import metrics
-from kintsugi.quality.measure import Bench, accuracy_of, answer_tokens, measured, tokenised
+from kintsugi.quality.measure import Bench, accuracy_of, answer_tokens, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from tests.unit.quality.fakes import RIGHT, FakeEngine, WordTokenizer, case, distribution
 
@@ -33,10 +33,10 @@ def test_a_chunk_that_cannot_be_stored_ends_it() -> None:
 
 def test_a_blend_is_compared_with_full_prefill() -> None:
     one = bench(FakeEngine())
-    good = measured(one, GOOD, range(10)).entry
+    good = measure_selection(one, GOOD, range(10)).entry
     assert (good.accuracy, good.accuracy_full, good.top1_agreement) == (1.0, 1.0, 1.0)
     assert (good.kl_mean, good.cost, good.num_prompts, good.num_positions) == (0.0, 0.2, 10, 10)
-    bad = measured(one, BAD, range(10)).entry
+    bad = measure_selection(one, BAD, range(10)).entry
     assert (bad.accuracy, bad.top1_agreement) == (0.5, 0.5)
     wrong = metrics.kl_divergence(distribution(RIGHT, 0.99), distribution(2, 0.99))
     assert bad.kl_mean == pytest.approx(wrong / 2, abs=1e-5)
@@ -46,14 +46,14 @@ def test_a_blend_is_compared_with_full_prefill() -> None:
 def test_full_prefill_runs_once() -> None:
     engine = FakeEngine()
     one = bench(engine)
-    measured(one, GOOD, range(10))
-    measured(one, BAD, range(10))
+    measure_selection(one, GOOD, range(10))
+    measure_selection(one, BAD, range(10))
     assert sum(prompt.params is None for prompt in engine.submitted) == 10
 
 
 def test_an_answer_that_parts_is_forced_along_full_prefills() -> None:
     engine = FakeEngine()
-    scores = measured(bench(engine, max_tokens=3), BAD, range(10))
+    scores = measure_selection(bench(engine, max_tokens=3), BAD, range(10))
     forced = [prompt for prompt in engine.submitted if prompt.forced is not None]
     assert [prompt.forced for prompt in forced] == [(RIGHT,) * 3] * 5
     assert all(prompt.params is not None for prompt in forced)
@@ -80,30 +80,30 @@ def test_what_was_not_blended_is_not_measured(accounting: dict[str, object], err
     engine = FakeEngine()
     engine.accounting = accounting
     with pytest.raises(error):
-        measured(bench(engine), GOOD, range(10))
+        measure_selection(bench(engine), GOOD, range(10))
 
 
 def test_results_by_task_and_of_two_halves() -> None:
     engine = FakeEngine()
     cases = [case(index, task="alias" if index < 4 else "code") for index in range(10)]
     one = Bench(engine, cases, 1)
-    scores = measured(one, BAD, range(10))
+    scores = measure_selection(one, BAD, range(10))
     assert scores.of_task("alias").entry.num_prompts == 4
-    halves = measured(one, BAD, range(5)).joined(measured(one, BAD, range(5, 10)))
+    halves = measure_selection(one, BAD, range(5)).joined(measure_selection(one, BAD, range(5, 10)))
     assert halves.entry == scores.entry
 
 
 def test_prompts_that_do_not_fit_are_left_out_with_a_warning() -> None:
     short = Question(("a b c", "d"), "what is it")
     long = Question(("word " * 50,), "what")
-    cases, warnings = tokenised([short, long], WordTokenizer(), (0,), 20, 2)
+    cases, warnings = tokenize_questions([short, long], WordTokenizer(), (0,), 20, 2)
     assert [one.question for one in cases] == [short]
     assert cases[0].prompt.token_ids == [0, 1, 1, 1, 1, 4, 2, 2]
     assert len(warnings) == 2
     assert "one token" in warnings[0]
     assert "question 2 is left out: 54 tokens" in warnings[1]
     with pytest.raises(InvalidField, match=r"none can be asked; .* fewer or shorter chunks"):
-        tokenised([long], WordTokenizer(), (0,), 20, 2)
+        tokenize_questions([long], WordTokenizer(), (0,), 20, 2)
 
 
 def test_how_long_answers_are() -> None:

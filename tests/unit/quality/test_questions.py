@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.quality.questions import Question, asked, cut_context, question_of, read_questions
+from kintsugi.quality.questions import Question, cut_context, format_question, question_of, read_questions
 
 OWN = {"chunks": ["one ", "two "], "question": "Which?", "answers": ["one"]}
 
@@ -45,7 +45,7 @@ def test_longbenchs_form() -> None:
     record = {"input": "Who?", "context": context, "answers": ["Ada"], "dataset": "hotpotqa", "length": 9}
     question = question_of(record)
     assert question.chunks == ("Passage 1:\nAda\nwas here.\n", "Passage 2:\nBob\nwas there.")
-    assert (question.task, question.tail) == ("hotpotqa", asked("Who?"))
+    assert (question.task, question.tail) == ("hotpotqa", format_question("Who?"))
     summary = question_of({**record, "input": "", "dataset": "multi_news"})
     assert summary.tail == "\nSummary:"
 

@@ -29,8 +29,8 @@ def clock() -> Clock:
 
 def test_shards_come_in_the_order_of_their_names(clock: Clock) -> None:
     members = Membership(clock=clock)
-    members.heard("b", "h:2", "i")
-    members.heard("a", "h:1", "i")
+    members.record_heartbeat("b", "h:2", "i")
+    members.record_heartbeat("a", "h:1", "i")
     assert members.current().shards == (ShardAddress("a", "h:1"), ShardAddress("b", "h:2"))
 
 
@@ -38,9 +38,9 @@ def test_the_version_grows_with_every_change_and_only_then(clock: Clock) -> None
     members = Membership(clock=clock)
     versions = [members.current().version]
     for change in (
-        lambda: members.heard("a", "h:1", "i"),
-        lambda: members.heard("a", "h:1", "i"),
-        lambda: members.heard("a", "h:9", "i"),
+        lambda: members.record_heartbeat("a", "h:1", "i"),
+        lambda: members.record_heartbeat("a", "h:1", "i"),
+        lambda: members.record_heartbeat("a", "h:9", "i"),
         lambda: setattr(members, "replicas", 2),
         lambda: members.left("a"),
         lambda: members.left("a"),
@@ -53,22 +53,22 @@ def test_the_version_grows_with_every_change_and_only_then(clock: Clock) -> None
 
 def test_a_silent_shard_leaves_and_comes_back_under_its_name(clock: Clock) -> None:
     members = Membership(clock=clock)
-    members.heard("a", "h:1", "i")
-    members.heard("b", "h:2", "i")
+    members.record_heartbeat("a", "h:1", "i")
+    members.record_heartbeat("b", "h:2", "i")
     clock.now_s += 0.9 * LEASE_S
-    members.heard("b", "h:2", "i")
+    members.record_heartbeat("b", "h:2", "i")
     clock.now_s += 0.2 * LEASE_S
     assert [shard.shard_id for shard in members.current().shards] == ["b"]
-    members.heard("a", "h:7", "i")
+    members.record_heartbeat("a", "h:7", "i")
     assert members.current().shards == (ShardAddress("a", "h:7"), ShardAddress("b", "h:2"))
 
 
 def test_a_directory_that_was_started_anew_keeps_silent_until_all_were_heard(clock: Clock) -> None:
     members = Membership(settling=True, clock=clock)
-    members.heard("a", "h:1", "i")
+    members.record_heartbeat("a", "h:1", "i")
     with pytest.raises(Unavailable, match="ask again"):
         members.current()
-    members.heard("b", "h:2", "i")
+    members.record_heartbeat("b", "h:2", "i")
     clock.now_s += LEASE_S
     assert len(members.current().shards) == 2
 
@@ -76,10 +76,10 @@ def test_a_directory_that_was_started_anew_keeps_silent_until_all_were_heard(clo
 def test_the_number_of_shards_is_bounded(clock: Clock) -> None:
     members = Membership(clock=clock)
     for index in range(SHARDS_MAX):
-        members.heard(f"s{index}", f"h:{index}", "i")
+        members.record_heartbeat(f"s{index}", f"h:{index}", "i")
     with pytest.raises(ResourceExhausted):
-        members.heard("one more", "h:1", "i")
-    members.heard("s0", "h:0", "i")
+        members.record_heartbeat("one more", "h:1", "i")
+    members.record_heartbeat("s0", "h:0", "i")
     assert len(members.current().shards) == SHARDS_MAX
 
 
@@ -92,7 +92,7 @@ def beating(
     """Every second a heartbeat of each of the shards, empty or not; the shares after it."""
     for _ in range(seconds):
         for name, is_empty in shards.items():
-            members.heard(name, f"{name}:1", instance if name == "b" else "i", is_empty)
+            members.record_heartbeat(name, f"{name}:1", instance if name == "b" else "i", is_empty)
         yield members.current().shares
         clock.now_s += 1.0
 
@@ -169,9 +169,9 @@ def test_what_is_remembered_of_shards_that_left_is_bounded(clock: Clock) -> None
     list(beating(members, clock, 125, a=False, first=False))
     members.left("first")
     for index in range(SHARDS_MAX):
-        members.heard(f"s{index}", "h:1", "i")
+        members.record_heartbeat(f"s{index}", "h:1", "i")
         members.left(f"s{index}")
-    members.heard("first", "h:1", "j", is_empty=True)
+    members.record_heartbeat("first", "h:1", "j", is_empty=True)
     assert members.current().shares == (1.0, 1 / 13), "forgotten, so it counts as new"
 
 

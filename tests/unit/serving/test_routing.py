@@ -18,7 +18,7 @@ from kintsugi.serving.routing import (
     Wanted,
     cost_ms,
     prefix_digests,
-    ranked,
+    rank_engines,
     text_digests,
     tokens_by_host,
     tokens_in,
@@ -40,7 +40,7 @@ def test_digests_are_of_whole_blocks_and_of_one_namespace() -> None:
 
 def test_a_prefix_is_resident_up_to_the_first_block_that_differs() -> None:
     memory = PrefixMemory()
-    memory.routed(prefix_digests("acme", PROMPT), "a")
+    memory.record_route(prefix_digests("acme", PROMPT), "a")
     other = (*PROMPT[:300], *range(5000, 5700))
     assert memory.resident_tokens(prefix_digests("acme", other), "a") == 2 * BLOCK_TOKENS
     assert memory.resident_tokens(prefix_digests("acme", other), "b") == 0
@@ -51,36 +51,36 @@ def test_a_prefix_is_resident_up_to_the_first_block_that_differs() -> None:
 def test_memory_is_bounded() -> None:
     memory = PrefixMemory(remembered_max=10)
     for index in range(100):
-        memory.routed([index], "a")
+        memory.record_route([index], "a")
     assert memory.resident_tokens([0], "a") == 0
     assert memory.resident_tokens([99], "a") == BLOCK_TOKENS
 
 
 def test_an_idle_engine_wins_over_a_busy_one() -> None:
     views = {"busy": EngineView(5000, 10_000.0), "idle": EngineView(0, 10_000.0)}
-    assert ranked(views, Wanted(1000), PrefixMemory(), COSTS) == ["idle", "busy"]
+    assert rank_engines(views, Wanted(1000), PrefixMemory(), COSTS) == ["idle", "busy"]
 
 
 def test_a_resident_prefix_is_worth_waiting_for_as_long_as_computing_it_would_take() -> None:
     digests = prefix_digests("acme", PROMPT)
     memory = PrefixMemory()
-    memory.routed(digests, "warm")
+    memory.record_route(digests, "warm")
     wanted = Wanted(len(PROMPT), digests)
     for waiting, first in ((800, "warm"), (1000, "cold")):
         views = {"warm": EngineView(waiting, 10_000.0), "cold": EngineView(0, 10_000.0)}
-        assert ranked(views, wanted, memory, COSTS)[0] == first
+        assert rank_engines(views, wanted, memory, COSTS)[0] == first
 
 
 def test_chunks_on_the_same_host_decide_between_equals() -> None:
     views = {"here": EngineView(host="1"), "there": EngineView(host="2")}
-    assert ranked(views, Wanted(1000, chunks={"1": 900, "2": 100}), PrefixMemory(), COSTS)[0] == "here"
-    assert ranked(views, Wanted(1000, chunks={"1": 100, "2": 900}), PrefixMemory(), COSTS)[0] == "there"
+    assert rank_engines(views, Wanted(1000, chunks={"1": 900, "2": 100}), PrefixMemory(), COSTS)[0] == "here"
+    assert rank_engines(views, Wanted(1000, chunks={"1": 100, "2": 900}), PrefixMemory(), COSTS)[0] == "there"
 
 
 def test_equals_share_prompts_that_nobody_holds() -> None:
     views = {name: EngineView() for name in "abcd"}
     firsts = [
-        ranked(views, Wanted(500, prefix_digests("acme", range(n, n + 500))), PrefixMemory(), COSTS)[0]
+        rank_engines(views, Wanted(500, prefix_digests("acme", range(n, n + 500))), PrefixMemory(), COSTS)[0]
         for n in range(200)
     ]
     assert all(firsts.count(name) > 20 for name in "abcd")
@@ -153,7 +153,7 @@ def test_cost_grows_with_the_queue_and_falls_with_what_is_resident(
 def test_every_engine_is_ranked_once_and_the_first_costs_least(
     engines: dict[str, EngineView], wanted: Wanted
 ) -> None:
-    order = ranked(engines, wanted, PrefixMemory(), COSTS)
+    order = rank_engines(engines, wanted, PrefixMemory(), COSTS)
     assert sorted(order) == sorted(engines)
     costs = [round(cost_ms(engines[name], wanted, 0, COSTS), 3) for name in order]
     assert costs == sorted(costs)

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import InvalidField
-from kintsugi.serving.store_shard import claimed, serve_shard
+from kintsugi.serving.store_shard import claim_shard, serve_shard
 from kintsugi.store.client.grpc_store import GrpcStore
 
 MIB = 1 / 1024
@@ -19,12 +19,12 @@ def spec(folder: Path, **values: object) -> StoreSpec:
 
 
 def test_shards_of_a_host_take_folders_of_their_own_and_come_back_to_them(tmp_path: Path) -> None:
-    first, second = claimed(spec(tmp_path)), claimed(spec(tmp_path))
+    first, second = claim_shard(spec(tmp_path)), claim_shard(spec(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0", "shard-1"]
     names = [first.shard_id, second.shard_id]
     assert names[0] != names[1]
     first.close()
-    again = claimed(spec(tmp_path))
+    again = claim_shard(spec(tmp_path))
     assert again.shard_id == names[0]
     for shard in (again, second):
         shard.close()
@@ -32,7 +32,7 @@ def test_shards_of_a_host_take_folders_of_their_own_and_come_back_to_them(tmp_pa
 
 def test_tiers_are_divided_like_the_folder(tmp_path: Path) -> None:
     with_tier = spec(tmp_path / "data", tiers=(TierSpec(str(tmp_path / "ssd"), 16 * MIB),))
-    shards = [claimed(with_tier), claimed(with_tier)]
+    shards = [claim_shard(with_tier), claim_shard(with_tier)]
     assert sorted(path.name for path in (tmp_path / "ssd").iterdir()) == ["shard-0", "shard-1"]
     for shard in shards:
         assert [tier.name for tier in shard.tiers] == ["ram", "ssd0"]
@@ -41,7 +41,7 @@ def test_tiers_are_divided_like_the_folder(tmp_path: Path) -> None:
 
 def test_without_a_folder_every_shard_is_new() -> None:
     bare = StoreSpec(ram_gib=16 * MIB)
-    shards = [claimed(bare), claimed(bare)]
+    shards = [claim_shard(bare), claim_shard(bare)]
     assert shards[0].shard_id != shards[1].shard_id
     for shard in shards:
         shard.close()
@@ -51,12 +51,12 @@ def test_a_folder_that_cannot_be_had_for_another_reason_is_no_reason_to_take_the
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises(InvalidField, match="cannot be written"):
-        claimed(spec(blocked))
+        claim_shard(spec(blocked))
 
 
 def test_a_shard_is_served_with_its_metrics_on_the_first_free_port(tmp_path: Path) -> None:
     with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path), metrics_port=29_700)
-    shards = [claimed(with_metrics), claimed(with_metrics)]
+    shards = [claim_shard(with_metrics), claim_shard(with_metrics)]
     servers = [serve_shard(with_metrics, shard) for shard in shards]
     try:
         addresses = [server.metrics_address for server in servers]
@@ -72,7 +72,7 @@ def test_a_shard_is_served_with_its_metrics_on_the_first_free_port(tmp_path: Pat
 
 
 def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:
-    shard = claimed(spec(tmp_path))
+    shard = claim_shard(spec(tmp_path))
     try:
         with pytest.raises(InvalidField, match="insecure"):
             serve_shard(spec(tmp_path, host="0.0.0.0"), shard)

@@ -18,11 +18,11 @@ import torch
 
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import Binding, CalibrationReport, Entry, Noise, Thresholds
+from kintsugi.core.report import Binding, CalibrationReport, Noise, ReportEntry, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
 from kintsugi.fusor.codecs import decode_frame, encode_frame
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.precompute.ledger import PendingChunk, packed
+from kintsugi.precompute.ledger import PendingChunk, pack_tokens
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.rpc.v1 import store_pb2
 from kintsugi.store.protocol import wire
@@ -129,7 +129,7 @@ def test_frame(codec: Codec, frame: str) -> None:
 
 
 def test_calibration_report() -> None:
-    entry = Entry(Selection(0.15), 0.2, 0.01, 0.5, 0.99, 64, 128)
+    entry = ReportEntry(Selection(0.15), 0.2, 0.01, 0.5, 0.99, 64, 128)
     report = CalibrationReport.of(
         BINDING, "2026-01-02T03:04:05Z", "test", 7, Noise(0.0, 0.0, 1.0), Thresholds(), [entry]
     )
@@ -195,7 +195,7 @@ KNOWN_HEADER_BYTES = 53
 def test_tokens_in_the_ledger() -> None:
     stored = bytes.fromhex("780163640002460686ff4000000a1503ff")
     assert PendingChunk(KEY, stored, 3).token_ids == [1, 256, 2**32 - 1]
-    assert PendingChunk(KEY, packed(bytes.fromhex("0100000000010000ffffffff")), 3).token_ids == [
+    assert PendingChunk(KEY, pack_tokens(bytes.fromhex("0100000000010000ffffffff")), 3).token_ids == [
         1,
         256,
         2**32 - 1,

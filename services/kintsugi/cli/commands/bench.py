@@ -16,17 +16,17 @@ from rich.table import Table
 from kintsugi.bench.plot import draw
 from kintsugi.bench.profile import (
     CountTokens,
+    RagWorkload,
     Request,
-    Workload,
     corpus,
     poisson_arrivals,
     prompt_of,
     requests,
     trace_arrivals,
 )
-from kintsugi.bench.report import Sample, Summary, summarised
-from kintsugi.bench.run import Endpoint, client_of, run, served_model
-from kintsugi.cli.exits import ExitCode, reported
+from kintsugi.bench.report import Sample, Summary, summarize_samples
+from kintsugi.bench.run import Endpoint, client_of, fetch_model_name, run
+from kintsugi.cli.exits import ExitCode, exit_on_error
 from kintsugi.cli.lists import floats
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
@@ -44,11 +44,11 @@ def _group() -> None:
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """What to measure."""
 
     endpoint: Endpoint
-    workload: Workload
+    workload: RagWorkload
     rates_per_s: tuple[float, ...]
     """Or, for a trace, how many times as fast it is played."""
     count: int
@@ -60,7 +60,7 @@ class Task:
 
 
 @app.command()
-@reported
+@exit_on_error
 def serve(
     url: Annotated[str, typer.Option(help="OpenAI endpoint, with /v1.")] = "http://127.0.0.1:8000/v1",
     model: Annotated[str, typer.Option(help="Default: the first that the endpoint lists.")] = "",
@@ -99,9 +99,9 @@ def serve(
     rates_per_s = tuple(floats("rates", rates))
     if not rates_per_s:
         raise InvalidField("rates", f"{rates!r} names none; give one or more, comma-separated")
-    task = Task(
+    task = BenchTask(
         Endpoint(url.rstrip("/"), model, api_key, namespace, chat),
-        Workload(documents, zipf, chunks, chunk_tokens, answer_tokens, seed),
+        RagWorkload(documents, zipf, chunks, chunk_tokens, answer_tokens, seed),
         rates_per_s,
         count,
         None if slo_ms is None else slo_ms / 1e3,
@@ -114,7 +114,7 @@ def serve(
         raise typer.Exit(ExitCode.UNAVAILABLE)
 
 
-def measure(screen: Screen, task: Task) -> bool:
+def measure(screen: Screen, task: BenchTask) -> bool:
     """Run every load and show the result; whether any request was answered."""
     # All of them before the first is run: a slip in the last would cost what was measured until then.
     arrivals_s = [_arrivals(task, rate) for rate in task.rates_per_s]
@@ -127,8 +127,8 @@ def measure(screen: Screen, task: Task) -> bool:
     endpoint = asyncio.run(_resolved(task.endpoint))
     summaries = []
     for rate, times_s in zip(task.rates_per_s, arrivals_s, strict=True):
-        samples = _loaded(screen, task, endpoint, texts, rate, times_s)
-        summaries.append(summarised(samples, task.slo_s))
+        samples = _run_load(screen, task, endpoint, texts, rate, times_s)
+        summaries.append(summarize_samples(samples, task.slo_s))
     pictures = [] if task.plot is None else draw(task.plot, {endpoint.model: summaries}, task.slo_s)
     document = {
         "endpoint": endpoint.url,
@@ -152,7 +152,7 @@ def _counter(folder: Path | None) -> CountTokens | None:
     return lambda text: len(chunker.token_ids(text))
 
 
-def _store(screen: Screen, task: Task, texts: Sequence[str]) -> None:
+def _store(screen: Screen, task: BenchTask, texts: Sequence[str]) -> None:
     from kintsugi.sdk.client import Client
 
     with (
@@ -171,19 +171,19 @@ async def _resolved(endpoint: Endpoint) -> Endpoint:
     if endpoint.model:
         return endpoint
     async with client_of(endpoint) as client:
-        return dataclasses.replace(endpoint, model=await served_model(client))
+        return dataclasses.replace(endpoint, model=await fetch_model_name(client))
 
 
-def _arrivals(task: Task, rate: float) -> list[float]:
+def _arrivals(task: BenchTask, rate: float) -> list[float]:
     """Seconds from the beginning. Raises `InvalidField`, and `NotFound` for a trace that is not there."""
     if task.trace is not None:
         return trace_arrivals(task.trace, rate, task.count)
     return poisson_arrivals(rate, task.count, task.workload.seed)
 
 
-def _loaded(
+def _run_load(
     screen: Screen,
-    task: Task,
+    task: BenchTask,
     endpoint: Endpoint,
     texts: Sequence[str],
     rate: float,

@@ -15,15 +15,15 @@ from rich.text import Text
 
 from kintsugi.cli.arguments import check_writable
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.render import counted
+from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.report import CalibrationReport, Entry, Thresholds, described, shortfalls
+from kintsugi.core.report import CalibrationReport, ReportEntry, Thresholds, describe_selection, shortfalls
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import Budget, Calibration, calibrate, check_budget, prepared
+from kintsugi.quality.calibrate import Budget, Calibration, calibrate, check_budget, prepare_bench
 from kintsugi.quality.questions import Question, read_questions
-from kintsugi.quality.session import EngineSpec, measuring_engine
+from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store
 
@@ -31,10 +31,10 @@ ROWS_MAX = 24
 
 
 @dataclass(frozen=True)
-class Task:
+class CalibrateTask:
     """What the user asked for."""
 
-    spec: EngineSpec
+    spec: MeasuringEngineSpec
     questions: Path | None
     store: str | None
     out: Path | None
@@ -42,14 +42,14 @@ class Task:
     thresholds: Thresholds
 
 
-def run(screen: Screen, task: Task) -> ExitCode:
+def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     """`NOT_BLENDABLE` where nothing passes: the report is written all the same, and keeps the gate shut."""
     check_budget(task.budget, task.thresholds)
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
     with screen.engine_log(), ExitStack() as stack:
         with screen.step("Starting vLLM"):
-            engine = stack.enter_context(measuring_engine(task.spec))
+            engine = stack.enter_context(start_measuring_engine(task.spec))
         calibration = measured(screen, engine, task, given)
     for warning in calibration.warnings:
         screen.note(f"kintsugi: warning: {warning}")
@@ -66,7 +66,7 @@ def run(screen: Screen, task: Task) -> ExitCode:
     return ExitCode.OK if report.choice.selection is not None else ExitCode.NOT_BLENDABLE
 
 
-def _check_destination(task: Task) -> None:
+def _check_destination(task: CalibrateTask) -> None:
     """Before minutes are spent. Raises `InvalidField`, and `Unavailable` for a store that does not answer."""
     if task.store is None and task.out is None:
         raise InvalidField("store", "give --store URL, where engines look, or --out FILE, or both")
@@ -79,11 +79,13 @@ def _check_destination(task: Task) -> None:
             store.stats()
 
 
-def measured(screen: Screen, engine: LocalEngine, task: Task, given: list[Question] | None) -> Calibration:
+def measured(
+    screen: Screen, engine: LocalEngine, task: CalibrateTask, given: list[Question] | None
+) -> Calibration:
     """Calibrate a running engine."""
     with screen.step("Preparing the questions") as say:
-        bench, warnings = prepared(engine, given, task.budget, say)
-    with screen.step(f"Calibrating on {counted(len(bench.cases), 'question')}") as say:
+        bench, warnings = prepare_bench(engine, given, task.budget, say)
+    with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
         calibration = calibrate(
             bench,
             engine.num_layers,
@@ -127,12 +129,12 @@ def render(console: Console, report: CalibrationReport) -> None:
     if report.choice.selection is None:
         console.print(Text(f"not blendable: {report.choice.why}", style="red"))
         return
-    console.print(Text(f"default: {described(report.choice.selection)} ({report.choice.why})"))
+    console.print(Text(f"default: {describe_selection(report.choice.selection)} ({report.choice.why})"))
     least = ", ".join(f"{name} {one.ratio:g}" for name, one in sorted(report.choice.limits.items()))
     console.print(f"least ratio by selector: {least}", highlight=False)
 
 
-def _cells(entry: Entry, report: CalibrationReport) -> list[Text]:
+def _cells(entry: ReportEntry, report: CalibrationReport) -> list[Text]:
     one = entry.selection
     missed = shortfalls(entry, report.noise, report.thresholds)
     figures = {

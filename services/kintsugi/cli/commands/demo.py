@@ -19,17 +19,17 @@ from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     REGARDLESS,
     UNCALIBRATED_NOTE,
-    Model,
+    ModelSource,
     Trust,
-    named_model,
     opened,
     random_model,
+    resolve_model_argument,
 )
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.prompt import RagPrompt
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT, showcase
-from kintsugi.models.passages import BUNDLED_QUESTIONS, bundled_passages
-from kintsugi.quality.questions import asked
+from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
+from kintsugi.quality.questions import format_question
 
 NAMESPACE = "demo"
 PASSAGES = 6
@@ -47,7 +47,7 @@ SMALL_MODEL_NOTE = (
 
 
 @dataclass(frozen=True)
-class Task:
+class DemoTask:
     """What the user asked for. Without a model: the bundled one, or with `random_weights` a larger one."""
 
     model: str | None
@@ -61,7 +61,7 @@ class Task:
 class Show:
     """What is shown."""
 
-    model: Model
+    model: ModelSource
     texts: Sequence[tuple[str, str]]
     """(title, text) of the chunks."""
     question: str
@@ -74,9 +74,9 @@ class Show:
     random_weights: bool = False
 
 
-def run(screen: Screen, task: Task) -> None:
+def run(screen: Screen, task: DemoTask) -> None:
     """Raises `NotBlendable` where the blend fell back to full prefill: there is nothing to show then."""
-    show = _chosen(screen, task)
+    show = _choose_show(screen, task)
     with opened(
         screen, show.model, show.texts, show.ending, NAMESPACE, show.max_tokens, show.trust
     ) as session:
@@ -92,7 +92,7 @@ def run(screen: Screen, task: Task) -> None:
     screen.show(document, lambda console: _render(console, show, prompt, measurements))
 
 
-def _chosen(screen: Screen, task: Task) -> Show:
+def _choose_show(screen: Screen, task: DemoTask) -> Show:
     """Raises `InvalidField` where the model could not answer what is asked."""
     if task.model is None and not task.random_weights:
         if task.files or task.question is not None:
@@ -101,20 +101,22 @@ def _chosen(screen: Screen, task: Task) -> Show:
                 "the bundled model knows only the words of its own question; name a model for yours, "
                 "or say --random-weights to see times alone",
             )
-        return _bundled()
+        return _bundle_show()
     if task.model is not None and task.random_weights:
         raise InvalidField("random-weights", "makes a model of its own; leave --model away")
-    texts = [read_chunk(path) for path in task.files] or bundled_texts()
+    texts = [read_chunk(path) for path in task.files] or demo_texts()
     random.Random(_ORDER_SEED).shuffle(texts)
     question = task.question or BUNDLED_QUESTIONS[0]
-    model = random_model(screen) if task.model is None else named_model(task.model)
-    return Show(model, texts, question, asked(question), REGARDLESS, random_weights=task.random_weights)
+    model = random_model(screen) if task.model is None else resolve_model_argument(task.model)
+    return Show(
+        model, texts, question, format_question(question), REGARDLESS, random_weights=task.random_weights
+    )
 
 
-def _bundled() -> Show:
+def _bundle_show() -> Show:
     shown = showcase()
     return Show(
-        model=Model(str(BUNDLED_CHECKPOINT), BUNDLED_NAME),
+        model=ModelSource(str(BUNDLED_CHECKPOINT), BUNDLED_NAME),
         texts=[(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)],
         question=shown.question,
         ending=shown.question,
@@ -124,9 +126,9 @@ def _bundled() -> Show:
     )
 
 
-def bundled_texts() -> list[tuple[str, str]]:
+def demo_texts() -> list[tuple[str, str]]:
     """(title, text) of the passages that the demo uses."""
-    return [(passage.title, passage.text) for passage in bundled_passages()[:PASSAGES]]
+    return [(passage.title, passage.text) for passage in read_bundled_passages()[:PASSAGES]]
 
 
 def _insist(reason: str | None) -> None:

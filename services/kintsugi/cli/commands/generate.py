@@ -18,20 +18,27 @@ from kintsugi.cli.rag import read_chunk
 from kintsugi.cli.render import (
     HEADINGS,
     comparison_rows,
-    counted,
     facts_of,
+    format_count,
     print_accounting,
     print_comparison,
 )
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import UNCALIBRATED_NOTE, Model, Session, Trust, named_model, opened
+from kintsugi.cli.session import (
+    UNCALIBRATED_NOTE,
+    ModelSource,
+    Session,
+    Trust,
+    opened,
+    resolve_model_argument,
+)
 from kintsugi.core.prompt import RagPrompt
 from kintsugi.quality import reports
-from kintsugi.quality.questions import asked
+from kintsugi.quality.questions import format_question
 
 
 @dataclass(frozen=True)
-class Task:
+class GenerateTask:
     """What the user asked for."""
 
     model: str
@@ -45,12 +52,12 @@ class Task:
     trust: Trust
 
 
-def run(screen: Screen, task: Task) -> ExitCode:
+def run(screen: Screen, task: GenerateTask) -> ExitCode:
     """`NOT_BLENDABLE` where the answer is an ordinary full prefill's."""
     _check_files(task)
     texts = [read_chunk(path) for path in task.chunks]
-    ending = asked(task.question)
-    model = named_model(task.model)
+    ending = format_question(task.question)
+    model = resolve_model_argument(task.model)
     opening = opened(screen, model, texts, ending, task.choice.namespace, task.max_tokens, task.trust)
     with opening as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
@@ -71,7 +78,7 @@ def run(screen: Screen, task: Task) -> ExitCode:
     return ExitCode.OK
 
 
-def _check_files(task: Task) -> None:
+def _check_files(task: GenerateTask) -> None:
     """Before an engine is started. Raises `InvalidField`, and what reading the report raises."""
     if task.html is not None:
         check_writable("html", task.html)
@@ -79,7 +86,7 @@ def _check_files(task: Task) -> None:
         reports.read(task.trust.report)
 
 
-def _measure(session: Session, task: Task, say: Callable[[str], None]) -> list[Measurement]:
+def _measure(session: Session, task: GenerateTask, say: Callable[[str], None]) -> list[Measurement]:
     """The blend comes last."""
     if task.compare:
         return compare(session.engine, session.prompt, task.choice, task.max_tokens, task.repeat, say)
@@ -87,7 +94,7 @@ def _measure(session: Session, task: Task, say: Callable[[str], None]) -> list[M
 
 
 def generate_document(
-    model: Model, prompt: RagPrompt, task: Task, measurements: Sequence[Measurement]
+    model: ModelSource, prompt: RagPrompt, task: GenerateTask, measurements: Sequence[Measurement]
 ) -> dict[str, Any]:
     """JSON form of the answer."""
     blend = measurements[-1]
@@ -107,10 +114,12 @@ def generate_document(
     return document
 
 
-def _page(model: Model, session: Session, task: Task, measurements: Sequence[Measurement]) -> html.Page:
+def _page(
+    model: ModelSource, session: Session, task: GenerateTask, measurements: Sequence[Measurement]
+) -> html.Page:
     blend, prompt, tokenizer = measurements[-1], session.prompt, session.tokenizer
     accounting = blend.generation.accounting
-    size = f"{counted(len(prompt.token_ids), 'token')}, {counted(len(prompt.chunks), 'chunk')}"
+    size = f"{format_count(len(prompt.token_ids), 'token')}, {format_count(len(prompt.chunks), 'chunk')}"
     return html.Page(
         title="How this answer was blended",
         subtitle=f"{size}, on {model.name}",

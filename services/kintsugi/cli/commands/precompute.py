@@ -20,8 +20,8 @@ from typer.core import TyperGroup
 
 from kintsugi.cli.arguments import engine_arguments
 from kintsugi.cli.commands.store import human
-from kintsugi.cli.exits import ExitCode, reported
-from kintsugi.cli.render import counted
+from kintsugi.cli.exits import ExitCode, exit_on_error
+from kintsugi.cli.render import format_count
 from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
@@ -87,7 +87,7 @@ def state_folder(given: Path | None) -> Path:
 
 
 @app.command()
-@reported
+@exit_on_error
 def run(
     source: Source,
     model: ModelFolder,
@@ -145,12 +145,12 @@ def run(
     )
     ledger = Ledger(state_folder(state))
     try:
-        with _shown() as (show, note):
+        with _show_progress() as (show, note):
             if dry_run:
                 progress = survey(spec, show)
             else:
                 job = Job(spec, ledger, on_progress=show)
-                with _cancelled_by_signals(job, note):
+                with _cancel_on_signals(job, note):
                     progress = job.run()
         rate = ledger.tokens_per_s(progress.fingerprint)
     finally:
@@ -160,7 +160,7 @@ def run(
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-@reported
+@exit_on_error
 def coverage(
     source: Source,
     model: ModelFolder,
@@ -190,13 +190,13 @@ def coverage(
         portable=portable,
         errors_share_max=1.0,
     )
-    with _shown() as (show, _):
+    with _show_progress() as (show, _):
         progress = survey(spec, show)
     _report_coverage(progress, as_json)
 
 
 @app.command()
-@reported
+@exit_on_error
 def pin(
     corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
     store: StoreUrl = DEFAULT_STORE,
@@ -211,7 +211,7 @@ def pin(
 
 
 @app.command()
-@reported
+@exit_on_error
 def retire(
     corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
     store: StoreUrl = DEFAULT_STORE,
@@ -224,7 +224,7 @@ def retire(
 
 
 @app.command("list")
-@reported
+@exit_on_error
 def list_corpora(state: State_ = None, as_json: AsJson = False) -> None:
     """Corpora of this ledger, one row per model."""
     editions = Ledger(state_folder(state)).editions()
@@ -239,7 +239,7 @@ def list_corpora(state: State_ = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-@reported
+@exit_on_error
 def serve(
     listen: Annotated[str, typer.Option(help="host:port, on loopback.")] = "127.0.0.1:7410",
     state: State_ = None,
@@ -248,7 +248,7 @@ def serve(
     """Serve the gRPC service Precompute until told to stop."""
     manager = JobManager(state_folder(state))
 
-    async def signalled() -> None:
+    async def wait_for_signal() -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -259,7 +259,7 @@ def serve(
         print(said, flush=True)
 
     try:
-        asyncio.run(serve_jobs(manager, listen, ready, signalled))
+        asyncio.run(serve_jobs(manager, listen, ready, wait_for_signal))
     finally:
         manager.close()
 
@@ -274,7 +274,7 @@ def _prefix(model: str, system: Path | None) -> list[int] | None:
 
 
 @contextmanager
-def _cancelled_by_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
+def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the job once its batches are done; a second Ctrl-C ends it at once."""
 
     def stop(number: int, frame: object) -> None:
@@ -291,7 +291,7 @@ def _cancelled_by_signals(job: Job, note: Callable[[str], None]) -> Iterator[Non
 
 
 @contextmanager
-def _shown() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
+def _show_progress() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
     """Live progress on stderr; in a file or pipe, a line at every tenth second. Yields what shows it and what
     adds a remark."""
     console = Console(stderr=True)
@@ -379,7 +379,7 @@ def _report_coverage(progress: Progress, as_json: bool) -> None:
         table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
     console.print(table)
     if progress.documents_failed:
-        failed = counted(progress.documents_failed, "document")
+        failed = format_count(progress.documents_failed, "document")
         console.print(f"not counting {failed} that cannot be read:", highlight=False)
     _print_failures(console, progress)
 

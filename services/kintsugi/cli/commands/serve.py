@@ -32,13 +32,13 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.gateway.access import checked_exposure, opened_access
-from kintsugi.gateway.addresses import free_port, joined
-from kintsugi.gateway.fronts.grpc_server import served_files
+from kintsugi.gateway.access import check_exposure, open_access
+from kintsugi.gateway.addresses import format_address, free_port
+from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving.calibration import NOT_CALIBRATED, Calibrated, start_calibrator
-from kintsugi.serving.service import Progress, Service, start_ray
-from kintsugi.store.shard.opening import SsdSpec, parsed_size
+from kintsugi.serving.service import DeploymentProgress, Service, start_ray
+from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0
 """A large model takes minutes to load."""
@@ -49,7 +49,7 @@ DIRECTORY_PORTS = 16
 
 
 @dataclass(frozen=True)
-class Task:
+class ServeTask:
     """What the user asked for. Options win over the file's."""
 
     model: str | None = None
@@ -70,7 +70,7 @@ class Task:
     print_config: bool = False
 
 
-def specified(task: Task) -> ServiceSpec:
+def build_service_spec(task: ServeTask) -> ServiceSpec:
     """The service of a task. Raises `InvalidField`, `UnknownField` and `NotFound`."""
     if task.config is not None:
         spec = spec_from_yaml_mapping(read_yaml(task.config))
@@ -91,7 +91,7 @@ def specified(task: Task) -> ServiceSpec:
     )
 
 
-def _engines(engines: EngineSpec, task: Task) -> EngineSpec:
+def _engines(engines: EngineSpec, task: ServeTask) -> EngineSpec:
     if task.allow_uncalibrated:
         engines = dataclasses.replace(engines, allow_uncalibrated=True)
     if task.engines is not None:
@@ -99,11 +99,11 @@ def _engines(engines: EngineSpec, task: Task) -> EngineSpec:
     return engines
 
 
-def _store(store: StoreSpec, task: Task) -> StoreSpec:
+def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
     """A service with SSD tiers and no folder for identities keeps them on the first tier."""
     changes: dict[str, Any] = {}
     if task.ram is not None:
-        changes["ram_gib"] = parsed_size(task.ram) / GIB
+        changes["ram_gib"] = parse_size(task.ram) / GIB
     if task.ssd:
         tiers = [SsdSpec.parsed(text) for text in task.ssd]
         changes["tiers"] = tuple(
@@ -117,7 +117,7 @@ def _store(store: StoreSpec, task: Task) -> StoreSpec:
     return dataclasses.replace(store, **changes)
 
 
-def _gateway(gateway: GatewaySpec, task: Task) -> GatewaySpec:
+def _gateway(gateway: GatewaySpec, task: ServeTask) -> GatewaySpec:
     changes: dict[str, Any] = {}
     for name in ("grpc_port", "http_port"):
         if getattr(task, name) is not None:
@@ -145,9 +145,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def run(screen: Screen, task: Task) -> ExitCode:
+def run(screen: Screen, task: ServeTask) -> ExitCode:
     """Until SIGINT or SIGTERM; then answers under way may end, for `engines.drain_s` at most."""
-    spec = specified(task)
+    spec = build_service_spec(task)
     if task.print_config:
         import yaml
 
@@ -162,7 +162,7 @@ def run(screen: Screen, task: Task) -> ExitCode:
         if stop.is_set():
             return ExitCode.OK
         events.ready(service)
-        watch = Watch(service, events)
+        watch = ServiceMonitor(service, events)
         while not stop.wait(POLL_S):
             watch.look()
     events.say("stopped", "stopped")
@@ -179,13 +179,13 @@ def _check_here(spec: ServiceSpec) -> None:
             f"{gateway.replicas} gateways need as many nodes, and this is one; ask for 1, or deploy on a Ray "
             "cluster what --print-config prints",
         )
-    opened_access(gateway.tokens_file)
-    files = served_files(gateway)
+    open_access(gateway.tokens_file)
+    files = load_gateway_tls(gateway)
     if files is not None:
         files.read()
     for port in (gateway.grpc_port, gateway.http_port):
-        listen = joined(gateway.host, port)
-        checked_exposure(listen, bool(gateway.tokens_file), files is not None, gateway.insecure)
+        listen = format_address(gateway.host, port)
+        check_exposure(listen, bool(gateway.tokens_file), files is not None, gateway.insecure)
 
 
 def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
@@ -239,7 +239,7 @@ def _running(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterat
                     ray.shutdown()
 
 
-def described(found: Sequence[Progress]) -> str:
+def described(found: Sequence[DeploymentProgress]) -> str:
     """`StoreShard 1 of 1, Engine 0 of 1`."""
     return ", ".join(f"{one.deployment} {one.running} of {one.wanted}" for one in found) or "asking Serve"
 
@@ -280,7 +280,7 @@ class Events:
         )
 
 
-class Watch:
+class ServiceMonitor:
     """Looks after a running service: calibrates a new model, says when something changes."""
 
     def __init__(self, service: Service, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
@@ -353,22 +353,22 @@ class Watch:
         try:
             if done:
                 result: Calibrated = ray.get(done[0])
-                self._ended(result)
+                self._finish_calibration(result)
                 return
             asked, _ = ray.wait([self._calibrator.progress.remote()], timeout=POLL_S)
             if asked:
-                self._said(ray.get(asked[0]))
+                self._report_part(ray.get(asked[0]))
         except RayError as error:
             self._running = None
             text = " ".join(str(error).split())[-500:]
             self._events.say("calibration", f"calibration failed: {text}", state="failed", error=text)
 
-    def _said(self, part: str) -> None:
+    def _report_part(self, part: str) -> None:
         if part != self._part:
             self._part = part
             self._events.say("calibration", f"calibrating: {part}", state="running", part=part)
 
-    def _ended(self, result: Calibrated) -> None:
+    def _finish_calibration(self, result: Calibrated) -> None:
         import ray
 
         self._running = None

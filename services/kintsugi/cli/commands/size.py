@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import reported
+from kintsugi.cli.exits import exit_on_error
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
@@ -19,11 +19,11 @@ from kintsugi.core.sizing import (
     CodecSize,
     LoadingPace,
     ModelSize,
-    Workload,
+    SizingWorkload,
     blend_s,
     codec_size,
-    loading_pace,
     model_size,
+    pace_to_hide_loading,
 )
 from kintsugi.models.checkpoint import read_config
 
@@ -37,7 +37,7 @@ _SPEEDS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _NUMBER_MAX = 10**15
 
 
-def parsed_count(name: str, text: str) -> int:
+def parse_count(name: str, text: str) -> int:
     """`10M`, `1.5B`, `200000`. Raises `InvalidField`."""
     match = _COUNT.fullmatch(text.strip())
     count = 0 if match is None else round(float(match[1]) * _COUNTS[match[2]])
@@ -46,7 +46,7 @@ def parsed_count(name: str, text: str) -> int:
     return count
 
 
-def parsed_speed(text: str) -> float:
+def parse_speed(text: str) -> float:
     """Bytes per second of `25Gbit/s` or `7GB/s`; a small b is a bit. Raises `InvalidField`."""
     match = _SPEED.fullmatch(text.strip())
     speed = 0.0 if match is None else float(match[1]) * _SPEEDS[match[2]] / (1 if match[3] == "B" else 8)
@@ -63,7 +63,7 @@ class Prefill:
     source: str
 
 
-def prefill_of(model: ModelSize, work: Workload, tokens_per_s: float | None, tflops: float) -> Prefill:
+def prefill_of(model: ModelSize, work: SizingWorkload, tokens_per_s: float | None, tflops: float) -> Prefill:
     """Measured where a rate is given, else estimated from the device's peak. Raises `InvalidField`."""
     if tokens_per_s is not None:
         if not tokens_per_s > 0:
@@ -76,7 +76,7 @@ def prefill_of(model: ModelSize, work: Workload, tokens_per_s: float | None, tfl
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecRow:
     """One codec's figures."""
 
     size: CodecSize
@@ -99,17 +99,17 @@ class Row:
         }
 
 
-def rows_of(model: ModelSize, work: Workload, prefill: Prefill, bytes_per_s: float) -> list[Row]:
+def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_s: float) -> list[CodecRow]:
     """A row per codec, in the order of their ids."""
     rows = []
     for codec in Codec:
         size = codec_size(model.layout, codec, work)
         timed = (size.prompt_bytes, model.layout.num_layers, prefill.seconds, work.cost)
-        rows.append(Row(size, loading_pace(*timed), blend_s(*timed, bytes_per_s)))
+        rows.append(CodecRow(size, pace_to_hide_loading(*timed), blend_s(*timed, bytes_per_s)))
     return rows
 
 
-@reported
+@exit_on_error
 def size(
     model: Annotated[str, typer.Option(help="Checkpoint folder; config.json is enough.")],
     corpus_tokens: Annotated[str, typer.Option(help="Tokens in all chunks, such as 250M.")],
@@ -133,10 +133,10 @@ def size(
     ] = False,
 ) -> None:
     """Say what a corpus takes in RAM and SSD, and how fast a network must be for blending to pay."""
-    work = Workload(
-        parsed_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost
+    work = SizingWorkload(
+        parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost
     )
-    bytes_per_s = parsed_speed(bandwidth)
+    bytes_per_s = parse_speed(bandwidth)
     shape = model_size(read_config(model), dtype)
     prefill = prefill_of(shape, work, prefill_tokens_per_s, tflops)
     rows = rows_of(shape, work, prefill, bytes_per_s)
@@ -159,7 +159,9 @@ def size(
 HEADINGS = ("codec", "B/token", "corpus", "RAM", "SSD", "pays", "hides", "ms", "wins")
 
 
-def render(console: Console, work: Workload, prefill: Prefill, bytes_per_s: float, rows: list[Row]) -> None:
+def render(
+    console: Console, work: SizingWorkload, prefill: Prefill, bytes_per_s: float, rows: list[CodecRow]
+) -> None:
     """A table of codecs, and what was assumed below it."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, heading in enumerate(HEADINGS):

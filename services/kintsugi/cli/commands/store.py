@@ -15,17 +15,17 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import ExitCode, reported
+from kintsugi.cli.exits import ExitCode, exit_on_error
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client.admin import ShardAdmin, Verified
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.store.protocol.tls import TlsFiles, checked_address
+from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
 from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
-from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parsed_size
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 
 app = typer.Typer(help="Shards of the chunk KV-cache store.", no_args_is_help=True)
@@ -57,7 +57,7 @@ def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles 
 def admin(address: str, tls: TlsFiles | None) -> Iterator[ShardAdmin]:
     """`address` may also be the URL by which other commands name a shard. Raises `InvalidField`."""
     address = address.removeprefix("grpc://")
-    checked_address("address", address)
+    parse_address("address", address)
     store = GrpcStore(address, GrpcOptions(tls=tls))
     try:
         yield ShardAdmin(store)
@@ -65,23 +65,23 @@ def admin(address: str, tls: TlsFiles | None) -> Iterator[ShardAdmin]:
         store.close()
 
 
-def parsed_keys(keys: list[str]) -> list[ChunkKey]:
+def parse_keys(keys: list[str]) -> list[ChunkKey]:
     return [ChunkKey.from_hex(key) for key in keys]
 
 
-def parsed_quotas(quotas: list[str]) -> dict[str, int]:
+def parse_quotas(quotas: list[str]) -> dict[str, int]:
     """`NAMESPACE=SIZE` each."""
     parsed = {}
     for quota in quotas:
         namespace, separator, size = quota.rpartition("=")
         if not separator or not namespace:
             raise InvalidField("quota", f"{quota!r} must be NAMESPACE=SIZE, or *=SIZE for everyone else")
-        parsed[namespace] = parsed_size(size)
+        parsed[namespace] = parse_size(size)
     return parsed
 
 
 @app.command()
-@reported
+@exit_on_error
 def serve(
     data_dir: Annotated[Path | None, typer.Option(help="Identity and reports of the shard.")] = None,
     ram: Annotated[str, typer.Option(help="Size of the RAM tier.")] = "4GiB",
@@ -110,11 +110,11 @@ def serve(
     if not drain_s >= 0:
         raise InvalidField("drain-s", f"{drain_s} is not a duration")
     spec = ShardSpec(
-        ram_bytes=parsed_size(ram),
+        ram_bytes=parse_size(ram),
         data_dir=data_dir,
         ssds=tuple(SsdSpec.parsed(text) for text in ssd or []),
         policy=policy,
-        config=ShardConfig(parsed_quotas(quota or []), recompute_ms_per_token),
+        config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token),
     )
     if ack == "durable" and not spec.ssds:
         raise InvalidField("ack", "durable needs an SSD tier; give --ssd")
@@ -122,7 +122,7 @@ def serve(
         durable_by_default=ack == "durable",
         share_arena=share_arena,
         socket_folder=socket_folder,
-        scrub_bytes_per_s=parsed_size(scrub),
+        scrub_bytes_per_s=parse_size(scrub),
         tls=tls_files(tls_ca, tls_cert, tls_key),
         insecure=insecure,
         metrics_listen=metrics,
@@ -159,7 +159,7 @@ def _served(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions
 
 
 @app.command()
-@reported
+@exit_on_error
 def status(
     address: Address = DEFAULT_ADDRESS,
     tls_ca: TlsCa = None,
@@ -209,7 +209,7 @@ def human(size: float) -> str:
 
 
 @app.command("ls")
-@reported
+@exit_on_error
 def list_chunks(
     namespace: Namespace,
     address: Address = DEFAULT_ADDRESS,
@@ -247,7 +247,7 @@ def list_chunks(
 
 
 @app.command("rm")
-@reported
+@exit_on_error
 def remove(
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys, hexadecimal.")] = None,
@@ -265,12 +265,12 @@ def remove(
         if everything:
             deleted = shard.clear(namespace)
         else:
-            deleted = shard.store.delete(namespace, parsed_keys(keys or []))
+            deleted = shard.store.delete(namespace, parse_keys(keys or []))
     Screen(as_json).show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks forgotten"))
 
 
 @app.command()
-@reported
+@exit_on_error
 def pin(
     namespace: Namespace,
     keys: Annotated[list[str], typer.Argument(help="Chunk keys, hexadecimal.")],
@@ -283,14 +283,14 @@ def pin(
 ) -> None:
     """Keep chunks from being evicted."""
     with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        pinned = shard.store.pin(namespace, parsed_keys(keys), lease_s)
+        pinned = shard.store.pin(namespace, parse_keys(keys), lease_s)
     text = f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}"
     document = {"pinned": pinned.chunks, "lease_id": pinned.lease_id}
     Screen(as_json).show(document, lambda console: console.print(text, highlight=False))
 
 
 @app.command()
-@reported
+@exit_on_error
 def verify(
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys; all where none is named.")] = None,
@@ -324,7 +324,7 @@ def verify(
 
 def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
     if keys:
-        yield parsed_keys(keys)
+        yield parse_keys(keys)
         return
     after: ChunkKey | None = None
     while page := shard.list(namespace, VERIFY_PAGE, after):
@@ -333,7 +333,7 @@ def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterato
 
 
 @app.command()
-@reported
+@exit_on_error
 def simulate(
     trace: Annotated[Path, typer.Argument(help="JSON lines: key and size, or Mooncake's hash_ids.")],
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; all where none is named.")] = None,
@@ -377,7 +377,7 @@ def simulate(
 
 def _capacity(text: str, distinct_bytes: int) -> int:
     if not text.endswith("%"):
-        return parsed_size(text)
+        return parse_size(text)
     try:
         share = float(text[:-1]) / 100
     except ValueError:

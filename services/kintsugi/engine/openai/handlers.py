@@ -40,7 +40,7 @@ from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
-from kintsugi.engine.load import Load
+from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,9 @@ class _Chat(OpenAIServingChat):  # type: ignore[misc]
     def chat_completion_stream_generator(self, request: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         asked = request._asked
         asked.streams.append(outputs)
-        return super().chat_completion_stream_generator(request, _noted(outputs, asked), *args, **kwargs)
+        return super().chat_completion_stream_generator(
+            request, _note_outputs(outputs, asked), *args, **kwargs
+        )
 
 
 class _Completion(OpenAIServingCompletion):  # type: ignore[misc]
@@ -125,14 +127,14 @@ class _Completion(OpenAIServingCompletion):  # type: ignore[misc]
         asked = request._asked
         asked.streams.append(outputs)
         return super().completion_stream_generator(
-            request, engine_inputs, _noted(outputs, asked), *args, **kwargs
+            request, engine_inputs, _note_outputs(outputs, asked), *args, **kwargs
         )
 
 
 class _Counted:
     """An engine's client that counts what waits in it."""
 
-    def __init__(self, client: Any, load: Load) -> None:
+    def __init__(self, client: Any, load: LoadMeter) -> None:
         self._client, self._load = client, load
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +153,7 @@ class _Counted:
             self._load.ended(request_id)
 
 
-async def _noted(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
+async def _note_outputs(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
     """``items``: outputs, or pairs of a prompt's index and its output."""
     try:
         async for item in items:
@@ -171,7 +173,7 @@ class OpenAIFront:
         model: str,
         prefix_token_ids: tuple[int, ...] = (),
         options: OpenAISpec | None = None,
-        load: Load | None = None,
+        load: LoadMeter | None = None,
     ) -> None:
         """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use; ``load``
         counts what waits.
@@ -179,7 +181,7 @@ class OpenAIFront:
         Raises what vLLM raises for an unknown parser or a template that does not load.
         """
         options = options or OpenAISpec()
-        client = _Counted(client, load or Load())
+        client = _Counted(client, load or LoadMeter())
         renderer, model_config = client.renderer, client.model_config
         template = load_chat_template(options.chat_template)
         shared: dict[str, Any] = {
@@ -199,7 +201,7 @@ class OpenAIFront:
         self._renderer = renderer
         self._whole = renderer._tokenize_prompt_async
         self._segments = make_async(self._tokenizer.segmented, executor=renderer._executor)
-        renderer._tokenize_prompt_async = self._tokenized
+        renderer._tokenize_prompt_async = self._tokenize_prompt
         resolved = resolve_chat_template(
             renderer.get_tokenizer(), chat_template=template, tools=None, model_config=model_config
         )
@@ -262,7 +264,7 @@ class OpenAIFront:
             return response
         raise InvalidField("path", f"{call.path!r} is neither {CHAT_PATH} nor {COMPLETIONS_PATH}")
 
-    async def _tokenized(self, prompt: Any, params: Any) -> Any:
+    async def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         """In place of the renderer's own. Called for the prompts of a request in their order."""
         asked = getattr(params, "asked", None)
         if asked is None or not asked.call.chunk_texts or not _may_be_cut(params):
@@ -286,7 +288,7 @@ async def _with_accounting(events: AsyncIterator[str], asked: _Asked) -> AsyncIt
     held: str | None = None
     async for event in events:
         if event == _DONE and held is not None:
-            held = _accounted(held, asked.accounting)
+            held = _add_accounting(held, asked.accounting)
         if held is not None:
             yield held
             held = None
@@ -298,7 +300,7 @@ async def _with_accounting(events: AsyncIterator[str], asked: _Asked) -> AsyncIt
         yield held
 
 
-def _accounted(event: str, accounting: Mapping[str, Any] | None) -> str:
+def _add_accounting(event: str, accounting: Mapping[str, Any] | None) -> str:
     document = json.loads(event.removeprefix(_DATA))
     return f"{_DATA}{json.dumps({**document, PARAMS_KEY: accounting}, ensure_ascii=False)}\n\n"
 

@@ -25,7 +25,7 @@ _DOCUMENT_GAP = "\n\n"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a prompt's text that is tokenised by itself."""
 
     text: str
@@ -67,7 +67,7 @@ def _is_users(message: Any) -> bool:
 
 def cut_at_chunks(
     text: str, chunk_texts: Iterable[str], found_chars_min: int = FOUND_CHARS_MIN
-) -> list[Piece]:
+) -> list[TextPiece]:
     """The text, cut before and behind each occurrence of a chunk.
 
     A longer chunk's occurrences are taken first, and nothing that overlaps them; equal texts count once. Of a
@@ -78,7 +78,7 @@ def cut_at_chunks(
     taken: list[tuple[int, int]] = []
     for chunk in sorted({chunk for chunk in chunk_texts if chunk}, key=lambda one: (-len(one), one)):
         short = len(chunk) < found_chars_min
-        for start in _marked(text, chunk) if short else _occurrences(text, chunk):
+        for start in _chunk_occurrences(text, chunk) if short else _occurrences(text, chunk):
             end = start + len(chunk)
             at = bisect_left(taken, (start, end))
             if (at == 0 or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0]):
@@ -90,15 +90,15 @@ def cut_at_chunks(
     pieces, done = [], 0
     for start, end in taken:
         if done < start:
-            pieces.append(Piece(text[done:start], is_chunk=False))
-        pieces.append(Piece(text[start:end], is_chunk=True))
+            pieces.append(TextPiece(text[done:start], is_chunk=False))
+        pieces.append(TextPiece(text[start:end], is_chunk=True))
         done = end
     if done < len(text):
-        pieces.append(Piece(text[done:], is_chunk=False))
+        pieces.append(TextPiece(text[done:], is_chunk=False))
     return pieces
 
 
-def _marked(text: str, chunk: str) -> Iterator[int]:
+def _chunk_occurrences(text: str, chunk: str) -> Iterator[int]:
     """Most templates set a message's parts and its documents on lines of their own."""
     first = text.find(chunk)
     if first >= 0 and text.find(chunk, first + 1) < 0:

@@ -88,7 +88,7 @@ class Gate:
     def open_regardless(binding: Binding) -> Gate:
         """For `allow_uncalibrated`: nothing is read, and the log says what that means."""
         gate = Gate(_Nothing(), binding, poll_s=0.0)
-        gate.state = GateState.uncalibrated("allow_uncalibrated is set")
+        gate.state = GateState.open_uncalibrated("allow_uncalibrated is set")
         logger.warning(
             "BLENDING IS NOT CALIBRATED: allow_uncalibrated is set, so answers may be wrong and nothing "
             "would notice. Unset it and %s",
@@ -162,7 +162,7 @@ class _Nothing:
         return None
 
 
-def opened_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
+def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
     """The gate that the configuration asks for, running."""
     if config.save_only:
         return Gate.shut(binding)

@@ -46,7 +46,7 @@ def fork(request: Request, first_block: int, tag: bytes, block_size: int, salt: 
     request.cache_salt = salt
     ordinary = request._block_hasher
     if ordinary is not None:
-        request._block_hasher = _forked(ordinary, first_block, tag, block_size)
+        request._block_hasher = _fork_hasher(ordinary, first_block, tag, block_size)
         _rename(request, kept)
 
 
@@ -61,7 +61,7 @@ def _rename(request: Request, first_block: int) -> None:
     request.update_block_hashes()
 
 
-def _forked(ordinary: BlockHasher, first_block: int, tag: bytes, block_size: int) -> BlockHasher:
+def _fork_hasher(ordinary: BlockHasher, first_block: int, tag: bytes, block_size: int) -> BlockHasher:
     def hasher(request: Request) -> list[BlockHash]:
         known = request.block_hashes
         if len(known) > first_block:

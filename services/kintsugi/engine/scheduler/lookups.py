@@ -92,7 +92,7 @@ class Lookups:
             if time.monotonic() > answered_by_s:
                 self._breaker.failed()
             else:
-                self._breaker.succeeded()
+                self._breaker.record_success()
 
     def start(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Lookup:
         future = self._threads.submit(self._find, match, space, where)
@@ -128,7 +128,7 @@ class Lookups:
     def take(self, lookup: Lookup) -> None:
         """Its answer is used, for the first time."""
         lookup.is_taken = True
-        self._breaker.succeeded()
+        self._breaker.record_success()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kintsugi.core.layout import ChunkManifest, Codec
-from kintsugi.core.plan import Source
+from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_at_every_offset
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -20,7 +20,7 @@ class Match:
 
     spans: tuple[Span, ...]
     manifests: dict[ChunkKey, ChunkManifest]
-    sources: dict[ChunkKey, Source] = field(default_factory=dict)
+    sources: dict[ChunkKey, ChunkSource] = field(default_factory=dict)
     """Where those lie, as far as the same answer said: what is found by content it does not say of."""
 
 

@@ -21,8 +21,8 @@ from kintsugi.core.errors import (
     NotBlendable,
 )
 from kintsugi.core.layout import Codec, codec_named
-from kintsugi.core.plan import BlendPlan, ChunkHit, Source, exact_end, plan_digest
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, checked_spans
+from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, exact_end, plan_digest
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
@@ -40,8 +40,8 @@ from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
 from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
 from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.timing import Timing
-from kintsugi.fusor.control.controller import predicted_full_s
-from kintsugi.fusor.control.forecast import Engine, Region, terms_of, work_of
+from kintsugi.fusor.control.controller import predict_full_s
+from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of, work_of
 from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond
 from kintsugi.fusor.selectors import asks
 from kintsugi.store.protocol.interface import ChunkStore
@@ -95,7 +95,7 @@ class SchedulerSide:
     hash_block_size: int
     declined_because: str | None
     """Why this engine never blends; None where it does."""
-    engine: Engine
+    engine: EngineShape
     """What forecasts depend on; the worker tells the projection share once it has blended."""
     num_ranks: int = 1
     """Tensor-parallel ranks, each of which loads its part of a chunk."""
@@ -146,10 +146,10 @@ class SchedulerSide:
         prompt: list[int] = list(request.prompt_token_ids)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
-        planner = self.planner if params.op is Op.SAVE else self._allowed_planner(params)
+        planner = self.planner if params.op is Op.SAVE else self._resolve_planner(params)
         state = _State(request, params, space, planner)
         if params.spans is not None:
-            spans = _keyed_spans(params.spans, space, prompt)
+            spans = _add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
         if params.op is Op.SAVE:
             _check_save(state.params, space, prompt)
@@ -173,7 +173,7 @@ class SchedulerSide:
         calibrated = self.gate.state.limits is not None
         return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
 
-    def _allowed_planner(self, params: KintsugiParams) -> Planner:
+    def _resolve_planner(self, params: KintsugiParams) -> Planner:
         """The planner with what the calibration report says of this request. Raises where it forbids it."""
         selection = self.gate.state.resolve(
             self.planner.selection, params.ratio, params.selector, params.adaptive_mass
@@ -229,7 +229,7 @@ class SchedulerSide:
     def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
         if state.params.op is Op.SAVE:
             return self._claim_save(state, num_computed)
-        self._timing.admitted(request)
+        self._timing.record_admission(request)
         match = self._take_match(request, state)
         if match is None:
             if state.accounting is None:
@@ -253,7 +253,7 @@ class SchedulerSide:
         return request.num_tokens - 1 - num_computed, True
 
     def _predict_full(self, request: Request, num_computed: int) -> None:
-        full_s = predicted_full_s(self._plan_request(request, num_computed, ()))
+        full_s = predict_full_s(self._plan_request(request, num_computed, ()))
         self._timing.planned(request.request_id, full_s, is_blend=False)
 
     def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
@@ -301,7 +301,7 @@ class SchedulerSide:
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
             exact = exact_end(match.spans, state.space, request.all_token_ids)
-            plan = self._planned(request, state, hits, num_computed, exact)
+            plan = self._plan_blend(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
@@ -323,13 +323,13 @@ class SchedulerSide:
                 min(span.end, last),
                 span.key,
                 match.manifests[span.key].chunk_bytes // self.num_ranks,
-                match.sources.get(span.key, Source()),
+                match.sources.get(span.key, ChunkSource()),
             )
             for span in match.spans
             if span.key in match.manifests and span.start < last
         )
 
-    def _planned(
+    def _plan_blend(
         self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int, exact: int
     ) -> BlendPlan:
         is_trial = self._timing.trial_is_due()
@@ -423,7 +423,7 @@ class SchedulerSide:
             return
         self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
         tokens, plan = state.job.tokens, state.job.plan
-        region = Region(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
+        region = ForecastRegion(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
         work = work_of(self.engine, plan.selection, plan.hits, region)
         terms = terms_of(work, plan.hits, region, accounting.token_layers_computed)
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
@@ -511,9 +511,9 @@ class SchedulerSide:
         self._lookups.close()
 
 
-def _keyed_spans(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]) -> tuple[Span, ...]:
+def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]) -> tuple[Span, ...]:
     """Spans with the keys of the prompt's own tokens; a key that was given must be that one."""
-    checked_spans(spans, len(prompt))
+    check_spans(spans, len(prompt))
     keyed = []
     for index, span in enumerate(spans):
         key = ChunkKey.of(space, prompt[span.start : span.end])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kintsugi.engine.protocol import PassSample
 from kintsugi.fusor.control.estimates import Estimates, Measured
-from kintsugi.fusor.control.forecast import attended_pairs
+from kintsugi.fusor.control.forecast import count_attention_pairs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -95,7 +95,7 @@ class Timing:
         """Whether nobody else is computing."""
         return not self._running - {request_id} and not self._pass_ends_s.keys() - {request_id}
 
-    def admitted(self, request: Request) -> None:
+    def record_admission(self, request: Request) -> None:
         """The scheduler considers the request; only the first time counts."""
         if request.request_id not in self._awaited and request.num_output_tokens == 0:
             self._awaited[request.request_id] = _Awaited(request, self.clock())
@@ -185,6 +185,6 @@ def _pairs(output: SchedulerOutput) -> float:
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return sum(
-        attended_pairs(computed.get(request_id, 0), computed.get(request_id, 0) + tokens)
+        count_attention_pairs(computed.get(request_id, 0), computed.get(request_id, 0) + tokens)
         for request_id, tokens in output.num_scheduled_tokens.items()
     )

@@ -61,6 +61,6 @@ HOOKS = (
 )
 
 
-def missing_hooks() -> list[Hook]:
+def find_missing_hooks() -> list[Hook]:
     """What this vLLM lacks. Imports vLLM: seconds, the first time."""
     return [hook for hook in HOOKS if not hook.is_there]

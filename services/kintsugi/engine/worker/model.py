@@ -66,7 +66,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Model:
+class LoadedModel:
     """Everything that a pass needs of the model."""
 
     vllm_config: VllmConfig
@@ -93,7 +93,7 @@ class Model:
 
 def find_model(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Tensor]
-) -> Model:
+) -> LoadedModel:
     """Raises `NotBlendable` where the architecture is not one of decoder layers that we can drive."""
     context = vllm_config.compilation_config.static_forward_context
     attentions = {name: context[name] for name in kv_caches if name in context}
@@ -124,12 +124,12 @@ def find_model(
     return _assemble(vllm_config, trunk, layers)
 
 
-def _assemble(vllm_config: VllmConfig, trunk: nn.Module, layers: list[Layer]) -> Model:
+def _assemble(vllm_config: VllmConfig, trunk: nn.Module, layers: list[Layer]) -> LoadedModel:
     shapes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in layers}
     if len(shapes) != 1:
         raise NotBlendable("architecture", f"KV heads differ between layers: {sorted(shapes)}")
     ((num_kv_heads, head_dim),) = shapes
-    return Model(
+    return LoadedModel(
         vllm_config=vllm_config,
         trunk=trunk,
         layers=tuple(layers),

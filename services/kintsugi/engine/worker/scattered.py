@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kintsugi.fusor.attention import kernel_reads, scattered_attention
+from kintsugi.fusor.attention import attend_scattered, kernel_reads
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
@@ -44,7 +44,7 @@ def kernel_serves(attention: Any, device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def served_by_kernel(attention: Any, rows: ScatteredRows) -> Iterator[None]:
+def replace_attention_impl(attention: Any, rows: ScatteredRows) -> Iterator[None]:
     """Put the kernel in the place of `attention.impl`."""
     impl = attention.impl
     attention.impl = _KernelImpl(impl, attention, rows)
@@ -81,7 +81,7 @@ class _KernelImpl:
         by_token = kv_cache.transpose(1, 2)
         head_size = self._attention.head_size
         key_cache, value_cache = by_token[..., :head_size], by_token[..., head_size:]
-        attended = scattered_attention(
+        attended = attend_scattered(
             query,
             key_cache,
             value_cache,

@@ -24,12 +24,12 @@ from kintsugi.core.errors import SelfTestFailed
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
-from kintsugi.engine.worker.model import Model
+from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.engine.worker.stack import Prepared, VllmStack, rank_and_size
-from kintsugi.fusor.blend import BlendPass, Region
+from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.loader import LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
-from kintsugi.fusor.sliced import SlicedWork, Status
+from kintsugi.fusor.sliced import PassStatus, SlicedWork
 from kintsugi.store.client.ram import RamStore
 
 logger = init_logger(__name__)
@@ -44,26 +44,26 @@ three defects named above give errors near 1."""
 
 @dataclass(frozen=True)
 class _Fixture:
-    model: Model
+    model: LoadedModel
     token_ids: Tensor
     blocks: tuple[list[int], ...]
     manifest: ChunkManifest
     store: RamStore
 
 
-def self_test(model: Model) -> None:
+def self_test(model: LoadedModel) -> None:
     """Raises `SelfTestFailed` naming the check that failed and by how much."""
     started = time.perf_counter()
     with torch.inference_mode():
         fixture = _prepare(model)
         reference = _own_prefill(fixture)
         for name, ratio in (("full ratio", 1.0), ("own prefix", 0.0)):
-            _check(model, name, _blended(fixture, ratio), reference)
+            _check(model, name, _run_blend(fixture, ratio), reference)
         _check_shifted_keys(fixture)
     logger.info("Blending self-test passed in %.2f s", time.perf_counter() - started)
 
 
-def _check(model: Model, name: str, got: Tensor, expected: Tensor) -> None:
+def _check(model: LoadedModel, name: str, got: Tensor, expected: Tensor) -> None:
     error = float((got.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-9))
     if not error <= TOLERANCE[model.dtype]:
         raise SelfTestFailed(
@@ -72,7 +72,7 @@ def _check(model: Model, name: str, got: Tensor, expected: Tensor) -> None:
         )
 
 
-def _prepare(model: Model) -> _Fixture:
+def _prepare(model: LoadedModel) -> _Fixture:
     vocab = model.vllm_config.model_config.get_vocab_size()
     length = PREFIX + CHUNK + QUESTION + 1
     token_ids = (torch.arange(length, dtype=torch.int64) * 7919 + 13) % vocab
@@ -90,7 +90,7 @@ def _prepare(model: Model) -> _Fixture:
     return _Fixture(model, token_ids, blocks, manifest, store)
 
 
-def _free_blocks(model: Model, num_tokens: int) -> tuple[list[int], ...]:
+def _free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
     """Block tables per cache group. Groups share memory, so their blocks are disjoint; 0 is null."""
     groups = {layer.group.index: layer.group for layer in model.layers}
     tables: list[list[int]] = []
@@ -109,12 +109,12 @@ def _own_prefill(fixture: _Fixture) -> Tensor:
     return _forward(fixture, torch.tensor([last]))
 
 
-def _blended(fixture: _Fixture, ratio: float) -> Tensor:
+def _run_blend(fixture: _Fixture, ratio: float) -> Tensor:
     """Hidden state of the last token after a blend of all before it."""
     last = len(fixture.token_ids) - 1
     hit = ChunkHit(PREFIX, PREFIX + CHUNK, fixture.manifest.key)
     work = BlendPass(
-        Region(fixture.token_ids[:last], 0, int(fixture.token_ids[last])),
+        PassRegion(fixture.token_ids[:last], 0, int(fixture.token_ids[last])),
         BlendPlan((hit,), Selection(ratio)),
         VllmStack(fixture.model, [fixture.blocks], [last]),
         lambda plan: _open_loader(fixture, plan, last),
@@ -157,10 +157,10 @@ def _open_loader(fixture: _Fixture, plan: BlendPlan, end: int) -> LayerLoader:
 
 
 def _finish(work: SlicedWork) -> None:
-    while work.status is Status.RUNNING:
+    while work.status is PassStatus.RUNNING:
         work.advance(float("inf"))
     work.close()
-    if work.status is not Status.DONE:
+    if work.status is not PassStatus.DONE:
         raise SelfTestFailed("a pass over chunks in memory did not finish")
 
 

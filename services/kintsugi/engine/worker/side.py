@@ -30,16 +30,16 @@ from kintsugi.engine.protocol import (
     StepMetadata,
     WorkerReport,
 )
-from kintsugi.engine.worker.model import Model, find_model
+from kintsugi.engine.worker.model import LoadedModel, find_model
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, rank_and_size
 from kintsugi.engine.worker.support import unsupported
-from kintsugi.fusor.blend import BlendPass, Region
+from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.selectors import asks
-from kintsugi.fusor.sliced import Status
+from kintsugi.fusor.sliced import PassStatus
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = init_logger(__name__)
@@ -84,7 +84,7 @@ class WorkerSide:
         self._slice_tokens = slice_tokens
         self._codec = codec_named(config.codec)
         self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
-        self._model: Model | None = None
+        self._model: LoadedModel | None = None
         self._unable: str | None = None
         self._unable_is_told = False
         self._blends_waiting: list[BlendJob] = []
@@ -164,7 +164,7 @@ class WorkerSide:
             return self._open_loader(job, plan, end, meters[-1])
 
         work = BlendPass(
-            region=Region(token_ids, job.tokens.start, job.next_token_id),
+            region=PassRegion(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
             # The last token, which is not ours, passes where the question is asked.
             stack=VllmStack(self._model, [job.tokens.block_ids], [end + asks(job.plan.selection)]),
@@ -212,7 +212,7 @@ class WorkerSide:
         if request_id in self._blends:
             self._blends.pop(request_id).work.close()
             self._released.add(request_id)
-        elif _removed(self._blends_waiting, request_id) or _removed(self._saves_waiting, request_id):
+        elif _remove_job(self._blends_waiting, request_id) or _remove_job(self._saves_waiting, request_id):
             self._released.add(request_id)
         elif self._save is not None:
             # Its tokens are computed with the batch; its blocks stay until then.
@@ -228,11 +228,11 @@ class WorkerSide:
             if budget <= 0:
                 return
             budget -= self._advance_blend(request_id, blend, budget)
-            if blend.work.status is not Status.RUNNING:
+            if blend.work.status is not PassStatus.RUNNING:
                 del self._blends[request_id]
                 self._finished[request_id] = self._account_blend(blend.job, blend.work)
                 self._sample(request_id, blend)
-                if blend.work.status is Status.FAILED:
+                if blend.work.status is PassStatus.FAILED:
                     self._without_kv.add(request_id)
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
@@ -240,13 +240,13 @@ class WorkerSide:
     def _admit(self, job: BlendJob) -> None:
         """Begin a blend, or leave the prompt to vLLM."""
         request_id = job.tokens.request_id
-        with surviving(f"begin the blend of {request_id}", partial(self._fail, request_id)):
+        with contain_defects(f"begin the blend of {request_id}", partial(self._fail, request_id)):
             self._begin_blend(job)
 
     def _advance_blend(self, request_id: str, blend: _Blend, budget: float) -> float:
         """Run a slice."""
         spent, began = budget, time.perf_counter()
-        with surviving(f"blend {request_id}, which is prefilled in full", blend.work.abandon):
+        with contain_defects(f"blend {request_id}, which is prefilled in full", blend.work.abandon):
             spent = blend.work.advance(budget)
         blend.advanced_s += time.perf_counter() - began
         return spent
@@ -254,7 +254,7 @@ class WorkerSide:
     def _sample(self, request_id: str, blend: _Blend) -> None:
         """What the loading controller learns from a blend; nothing from one that lost chunks on the way."""
         tally = blend.work.tally
-        if blend.work.status is Status.FAILED or tally.restarts:
+        if blend.work.status is PassStatus.FAILED or tally.restarts:
             return
         assert self._model is not None
         busy_s = blend.advanced_s - tally.polled_s
@@ -291,7 +291,7 @@ class WorkerSide:
     def _account_blend(self, job: BlendJob, work: BlendPass) -> Accounting:
         assert self._model is not None
         tally = work.tally
-        failed = work.status is Status.FAILED
+        failed = work.status is PassStatus.FAILED
         region_tokens = len(job.tokens.token_ids)
         return Accounting(
             outcome=Outcome.FAILED if failed else Outcome.BLENDED,
@@ -318,11 +318,11 @@ class WorkerSide:
         jobs = self._save.jobs if self._save is not None else self._next_saves()
         spent = budget
         task = f"save {len(jobs)} chunks, of which none is stored"
-        with surviving(task, partial(self._abandon_save, jobs)):
+        with contain_defects(task, partial(self._abandon_save, jobs)):
             if self._save is None:
                 self._save = self._begin_save(jobs)
             spent = self._save.work.advance(budget)
-        if self._save is not None and self._save.work.status is Status.DONE:
+        if self._save is not None and self._save.work.status is PassStatus.DONE:
             batch, self._save = self._save, None
             for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
                 self._finish_save(batch, job, frames)
@@ -416,7 +416,7 @@ class WorkerSide:
 
 
 @contextmanager
-def surviving(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
+def contain_defects(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
     """A defect inside costs the pass, which `give_up` is told the reason of, not the engine its life; but it
     is raised where ranks have to stay in step."""
     try:
@@ -437,7 +437,7 @@ def _load_sample(meter: Meter) -> LoadSample:
     return LoadSample(tuple(meter.transfers), meter.decode_s, meter.decode_bytes)
 
 
-def _removed(jobs: list[Any], request_id: str) -> bool:
+def _remove_job(jobs: list[Any], request_id: str) -> bool:
     """Take the job of a request out of a list of waiting ones; whether there was one."""
     index = next((i for i, job in enumerate(jobs) if job.tokens.request_id == request_id), None)
     if index is None:

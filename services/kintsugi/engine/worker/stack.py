@@ -24,9 +24,9 @@ from vllm.distributed import (
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kintsugi.engine.worker.model import CacheGroup, Layer, Model
-from kintsugi.engine.worker.scattered import RUNS_MIN, ScatteredRows, served_by_kernel
-from kintsugi.fusor.stack import AttentionRule, Batch, FreshKV, Hidden
+from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
+from kintsugi.engine.worker.scattered import RUNS_MIN, ScatteredRows, replace_attention_impl
+from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch
 
 NULL_BLOCK = 0
 """vLLM's placeholder for blocks that a sliding window has left behind."""
@@ -135,7 +135,7 @@ class VllmStack:
     """`fusor.stack.DecoderStack` on a vLLM model, for the sequences of one pass."""
 
     def __init__(
-        self, model: Model, block_ids: Sequence[tuple[Sequence[int], ...]], ends: Sequence[int]
+        self, model: LoadedModel, block_ids: Sequence[tuple[Sequence[int], ...]], ends: Sequence[int]
     ) -> None:
         """`block_ids[sequence][group]` as vLLM gives them; `ends[sequence]` is the last position + 1 used."""
         self._model = model
@@ -157,7 +157,7 @@ class VllmStack:
     def projection_share(self) -> float:
         return self._model.projection_share
 
-    def batch(self, positions: Tensor, owners: Tensor | None = None) -> Batch:
+    def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
         owners = torch.zeros_like(positions) if owners is None else owners
         device = self._model.device
         prepared = Prepared(positions.to(device), {}, {}, {})
@@ -170,7 +170,7 @@ class VllmStack:
             if tables.group.kernel_serves and len(tables.table) == 1 and common.num_reqs >= RUNS_MIN:
                 rows = ScatteredRows(prepared.positions.to(torch.int32), tables.table[0].to(device))
                 prepared.scattered.update(dict.fromkeys(names, rows))
-        return Batch(len(positions), prepared)
+        return LayerBatch(len(positions), prepared)
 
     def embed(self, token_ids: Tensor) -> Hidden:
         trunk: Any = self._model.trunk
@@ -194,20 +194,22 @@ class VllmStack:
         with tables.bound(attention):
             attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
 
-    def project_kv(self, layer: int, hidden: Hidden, batch: Batch) -> FreshKV:
+    def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         # Layers normalise in place, so the projection works on a copy.
         copy = Hidden(hidden.states.clone(), None if hidden.residual is None else hidden.residual.clone())
         captured = _Captured()
-        with contextlib.suppress(_Projected), self._hooked(layer, captured, leave=True):
+        with contextlib.suppress(_Projected), self._capture_kv(layer, captured, leave=True):
             self._call(self._model.layers[layer], copy, batch)
         return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
 
-    def run_layer(self, layer: int, hidden: Hidden, batch: Batch, capture: bool = False) -> FreshKV | None:
+    def run_layer(
+        self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
+    ) -> FreshKV | None:
         if not capture:
             self._call(self._model.layers[layer], hidden, batch)
             return None
         captured = _Captured()
-        with self._hooked(layer, captured, leave=False):
+        with self._capture_kv(layer, captured, leave=False):
             self._call(self._model.layers[layer], hidden, batch)
         return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
 
@@ -240,7 +242,7 @@ class VllmStack:
     def _tables_of(self, layer: int) -> _GroupTables:
         return self._tables[self._model.layers[layer].group.index]
 
-    def _call(self, layer: Layer, hidden: Hidden, batch: Batch) -> None:
+    def _call(self, layer: Layer, hidden: Hidden, batch: LayerBatch) -> None:
         prepared: Prepared = batch.prepared
         context = set_forward_context(
             prepared.metadata,
@@ -252,13 +254,13 @@ class VllmStack:
             stack.enter_context(context)
             stack.enter_context(self._tables_of(layer.index).bound(layer.attention))
             if layer.name in prepared.scattered:
-                stack.enter_context(served_by_kernel(layer.attention, prepared.scattered[layer.name]))
+                stack.enter_context(replace_attention_impl(layer.attention, prepared.scattered[layer.name]))
             # Expert layers are otherwise taken in the order of a whole forward pass.
             get_forward_context().all_moe_layers = None
             hidden.states, hidden.residual = layer.module(prepared.positions, hidden.states, hidden.residual)
 
     @contextlib.contextmanager
-    def _hooked(self, layer: int, captured: _Captured, leave: bool) -> Iterator[None]:
+    def _capture_kv(self, layer: int, captured: _Captured, leave: bool) -> Iterator[None]:
         """Capture K and V of one layer call; with `leave`, abandon the call before its attention."""
         target = self._model.layers[layer]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
-from kintsugi.engine.worker.hooks import missing_hooks
+from kintsugi.engine.worker.hooks import find_missing_hooks
 
 
 def unsupported(vllm_config: VllmConfig) -> str | None:
     """`reason: detail` for the first thing that rules blending out, None where nothing does."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    missing = missing_hooks()
+    missing = find_missing_hooks()
     checks = (
         (bool(missing), f"vllm_version: this vLLM lacks {', '.join(map(str, missing))}"),
         (callable(model.hf_overrides), "hf_overrides: code cannot be part of a fingerprint; give a mapping"),

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit, Selection, Source
+from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.estimates import Measured
-from kintsugi.fusor.control.forecast import BlendForecast, Region, blend_forecast, full_prefill_s
+from kintsugi.fusor.control.forecast import BlendForecast, ForecastRegion, blend_forecast, full_prefill_s
 from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
 
 RATIO_STEP = 0.05
@@ -62,7 +62,7 @@ class LoadingController:
         """The plan with the earliest first token. Raises `NotBlendable` where a full prefill's is earlier:
         `loading_is_slower`, or `blending_is_slower` where even an instant store would not help."""
         fixed = FixedRatioPlanner(self.selection).plan(request)
-        full_s = predicted_full_s(request)
+        full_s = predict_full_s(request)
         forecast = _forecast(fixed.selection, fixed.hits, request)
         if forecast is None or full_s is None:
             return fixed
@@ -70,11 +70,11 @@ class LoadingController:
         if forecast.ttft_s > full_s and not (request.is_trial and _transfers_within(full_s, plan, request)):
             raise _refusal(plan, forecast, full_s, request)
         if request.ratio is None and request.is_alone:
-            plan, forecast = _raised(plan, forecast, min(self.ratio_max, 1.0), full_s, request)
+            plan, forecast = _raise_ratio(plan, forecast, min(self.ratio_max, 1.0), full_s, request)
         return replace(plan, predicted_ttft_s=forecast.ttft_s)
 
 
-def predicted_full_s(request: PlanRequest) -> float | None:
+def predict_full_s(request: PlanRequest) -> float | None:
     """Seconds to the first token of a full prefill, where anything is known about it."""
     if request.engine is None:
         return None
@@ -82,8 +82,8 @@ def predicted_full_s(request: PlanRequest) -> float | None:
     return None if full_s is None else request.ahead_s + full_s
 
 
-def _region(request: PlanRequest) -> Region:
-    return Region(request.num_computed, request.num_tokens - 1, request.exact_end)
+def _region(request: PlanRequest) -> ForecastRegion:
+    return ForecastRegion(request.num_computed, request.num_tokens - 1, request.exact_end)
 
 
 def _forecast(
@@ -125,7 +125,7 @@ def candidates(hits: tuple[ChunkHit, ...]) -> Iterator[tuple[ChunkHit, ...]]:
             yield mine[cut:]
 
 
-def _source_sets(sources: Sequence[Source]) -> list[frozenset[Source]]:
+def _source_sets(sources: Sequence[ChunkSource]) -> list[frozenset[ChunkSource]]:
     count = len(sources)
     sizes = range(count, 0, -1) if count <= SOURCES_MAX else (count, count - 1, 1)
     return [frozenset(chosen) for size in sizes for chosen in combinations(sources, size)]
@@ -150,7 +150,7 @@ def _refusal(plan: BlendPlan, forecast: BlendForecast, full_s: float, request: P
     )
 
 
-def _raised(
+def _raise_ratio(
     plan: BlendPlan, forecast: BlendForecast, ratio_max: float, full_s: float, request: PlanRequest
 ) -> tuple[BlendPlan, BlendForecast]:
     """The highest ratio that loading hides: the paper's case of a device that computes faster than it

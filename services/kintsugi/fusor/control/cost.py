@@ -14,7 +14,7 @@ from kintsugi.fusor.selectors import make_selector, quota
 
 
 @dataclass(frozen=True)
-class Workload:
+class PassWorkload:
     """The tokens of one prompt that a pass loads or computes, and the model they pass through."""
 
     hit_tokens: int
@@ -57,7 +57,7 @@ class PassWork:
         return sum(stage.token_layers for stage in (*self.question, *self.blend))
 
 
-def pass_work(selection: Selection, work: Workload) -> PassWork:
+def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
     """What each layer of a blend computes: exact where the ratio is not adaptive, else at most."""
     hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
     if selection.ratio not in (0, 1):
@@ -83,11 +83,11 @@ def pass_work(selection: Selection, work: Workload) -> PassWork:
     return PassWork(tuple(question), tuple(blend))
 
 
-def token_layers(selection: Selection, work: Workload) -> float:
+def token_layers(selection: Selection, work: PassWorkload) -> float:
     """Token-layers of a blend: exact where the ratio is not adaptive, else at most."""
     return pass_work(selection, work).token_layers
 
 
-def configuration_cost(selection: Selection, work: Workload) -> float:
+def configuration_cost(selection: Selection, work: PassWorkload) -> float:
     """Share of a full prefill's token-layers that a blend computes; above 1 where it computes more."""
     return token_layers(selection, work) / (work.num_layers * (work.hit_tokens + work.other_tokens))

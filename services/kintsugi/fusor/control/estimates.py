@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kintsugi.core.plan import Source
+from kintsugi.core.plan import ChunkSource
 
 RECENT_SHARE = 0.25
 """Weight of the newest transfer; the first ones count alike."""
@@ -42,7 +42,7 @@ EXTRAPOLATION_MAX = 8.0
 class Transfer:
     """What one stream read from one source."""
 
-    source: Source
+    source: ChunkSource
     opening_s: float
     """Wait for the first frame: the way there, the shard's queue, and the frame itself."""
     opening_bytes: int
@@ -72,7 +72,7 @@ Terms = tuple[float, ...]
 class Measured:
     """Everything known at one moment. Seconds; None where nothing is known yet."""
 
-    links: Mapping[Source, Link] = field(default_factory=lambda: MappingProxyType({}))
+    links: Mapping[ChunkSource, Link] = field(default_factory=lambda: MappingProxyType({}))
     decode_s_per_byte: float = 0.0
     """Decoding and rotating, on the loader's thread."""
     step: Terms | None = None
@@ -90,7 +90,7 @@ class Estimates:
     """Not thread-safe."""
 
     def __init__(self) -> None:
-        self._links: dict[Source, tuple[_Mean, _Mean]] = {}
+        self._links: dict[ChunkSource, tuple[_Mean, _Mean]] = {}
         self._decode = _Mean()
         self._step = Fit(3)
         self._step_tokens_seen = 0.0
@@ -207,7 +207,7 @@ class Fit:
 
     def add(self, terms: Sequence[float], seconds: float, prior: Sequence[float] | None = None) -> None:
         """`prior`: how the coefficients compare, as far as that is known otherwise at this moment."""
-        seconds = self._believed(terms, seconds)
+        seconds = self._clip_outlier(terms, seconds)
         rows = [term / seconds for term in terms]
         self.count += 1
         self._weight = FORGETTING * self._weight + 1.0
@@ -216,7 +216,7 @@ class Fit:
             for other, column in enumerate(rows):
                 self._gram[index][other] = FORGETTING * self._gram[index][other] + row * column
         work_alone = (0.0, 1.0, *(0.0,) * (len(rows) - 2))
-        self.value = self._solved(self._as_dear(work_alone if prior is None else prior))
+        self.value = self._solve_coefficients(self._as_dear(work_alone if prior is None else prior))
 
     def _as_dear(self, prior: Sequence[float]) -> Terms:
         """The prior times the factor at which it fits best."""
@@ -226,13 +226,13 @@ class Fit:
         factor = observed / itself if itself > 0 else 1.0
         return tuple(factor * one for one in prior)
 
-    def _believed(self, terms: Sequence[float], seconds: float) -> float:
+    def _clip_outlier(self, terms: Sequence[float], seconds: float) -> float:
         known_s = sum(coefficient * term for coefficient, term in zip(self.value, terms, strict=True))
         is_fast = self.count > 0 and seconds < known_s / OUTLIER_FACTOR
         is_first, self._was_fast = is_fast and not self._was_fast, is_fast
         return known_s / OUTLIER_FACTOR if is_first else seconds
 
-    def _solved(self, prior: Sequence[float]) -> Terms:
+    def _solve_coefficients(self, prior: Sequence[float]) -> Terms:
         value, pull = list(self.value), PRIOR_OBSERVATIONS / self._weight
         for _ in range(SWEEPS):
             before = tuple(value)

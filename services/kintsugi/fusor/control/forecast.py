@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kintsugi.core.plan import ChunkHit, Selection, Source
-from kintsugi.fusor.control.cost import LayerWork, PassWork, Workload, pass_work
+from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
+from kintsugi.fusor.control.cost import LayerWork, PassWork, PassWorkload, pass_work
 from kintsugi.fusor.control.estimates import EXTRAPOLATION_MAX, Link, Measured, Terms, blend_prior
 
 INSTANT = Link(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineShape:
     """What of the engine a forecast depends on."""
 
     num_layers: int
@@ -37,7 +37,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Region:
+class ForecastRegion:
     """Positions `[start, end)`: what the engine's prefix cache lacks, the last token apart."""
 
     start: int
@@ -60,12 +60,12 @@ class BlendForecast:
     compute_s: float
 
 
-def attended_pairs(start: int, end: int) -> float:
+def count_attention_pairs(start: int, end: int) -> float:
     """(query, key) pairs of causal attention of the tokens `[start, end)` to all up to themselves."""
     return (end * (end + 1) - start * (start + 1)) / 2
 
 
-def full_prefill_s(engine: Engine, measured: Measured, region: Region) -> float | None:
+def full_prefill_s(engine: EngineShape, measured: Measured, region: ForecastRegion) -> float | None:
     """Steps of at most `step_tokens_max` tokens; the last forwards the prompt's last token, too. None where
     nothing like it was measured yet, neither in steps nor in passes."""
     tokens = min(engine.step_tokens_max, region.num_tokens + 1)
@@ -78,19 +78,19 @@ def full_prefill_s(engine: Engine, measured: Measured, region: Region) -> float 
     start = region.start
     while start <= region.end:
         end = min(start + engine.step_tokens_max, region.end + 1)
-        total += terms[0] + terms[1] * (end - start) + terms[2] * attended_pairs(start, end)
+        total += terms[0] + terms[1] * (end - start) + terms[2] * count_attention_pairs(start, end)
         start = end
     return total
 
 
-def _step_of_blends(engine: Engine, blend: Terms | None) -> Terms | None:
+def _step_of_blends(engine: EngineShape, blend: Terms | None) -> Terms | None:
     if blend is None:
         return None
     return blend[0], engine.num_layers * blend[1], engine.num_layers * blend[2]
 
 
 def terms_of(
-    work: PassWork, hits: Sequence[ChunkHit], region: Region, computed: float | None = None
+    work: PassWork, hits: Sequence[ChunkHit], region: ForecastRegion, computed: float | None = None
 ) -> Terms:
     """A pass in the terms of `Measured.blend`. `computed`: its token-layers, where they were counted."""
     shape = _Shape(hits, region)
@@ -99,13 +99,15 @@ def terms_of(
     return 1.0, token_layers if computed is None else computed, runs, scattered, rows
 
 
-def work_of(engine: Engine, selection: Selection, hits: Sequence[ChunkHit], region: Region) -> PassWork:
+def work_of(
+    engine: EngineShape, selection: Selection, hits: Sequence[ChunkHit], region: ForecastRegion
+) -> PassWork:
     """What a pass over `region` that loads `hits` computes."""
     return _work(engine, selection, _Shape(hits, region))
 
 
-def _work(engine: Engine, selection: Selection, shape: _Shape) -> PassWork:
-    tokens = Workload(
+def _work(engine: EngineShape, selection: Selection, shape: _Shape) -> PassWork:
+    tokens = PassWorkload(
         shape.hit_tokens, shape.other_tokens, engine.num_layers, engine.projection_share, shape.exact_tokens
     )
     return pass_work(selection, tokens)
@@ -114,16 +116,16 @@ def _work(engine: Engine, selection: Selection, shape: _Shape) -> PassWork:
 class _Shape:
     """Where the hit tokens of a region lie, in sums."""
 
-    def __init__(self, hits: Sequence[ChunkHit], region: Region) -> None:
+    def __init__(self, hits: Sequence[ChunkHit], region: ForecastRegion) -> None:
         self.hit_tokens = self.exact_tokens = 0
         self._hit_pairs = 0.0
         for hit in hits:
             first, last = max(hit.start, region.start), min(hit.end, region.end)
             self.hit_tokens += last - first
             self.exact_tokens += max(min(last, region.exact_end) - first, 0)
-            self._hit_pairs += attended_pairs(first, last)
+            self._hit_pairs += count_attention_pairs(first, last)
         self.other_tokens = region.num_tokens - self.hit_tokens
-        self._other_pairs = attended_pairs(region.start, region.end) - self._hit_pairs
+        self._other_pairs = count_attention_pairs(region.start, region.end) - self._hit_pairs
 
     def terms(self, stage: LayerWork) -> tuple[float, float, float, float]:
         """Token-layers, pairs in runs, pairs of scattered tokens, rows written. Chosen tokens are taken to
@@ -137,11 +139,11 @@ class _Shape:
 
 
 def blend_forecast(
-    engine: Engine,
+    engine: EngineShape,
     measured: Measured,
     selection: Selection,
     hits: Sequence[ChunkHit],
-    region: Region,
+    region: ForecastRegion,
     ahead_s: float = 0.0,
 ) -> BlendForecast | None:
     """`hits` are loaded, everything else of `region` is computed. `ahead_s`: computing of passes that go
@@ -151,18 +153,18 @@ def blend_forecast(
         coefficients = blend_prior(measured.step, engine.num_layers)
     if coefficients is None:
         return None
-    opening_s, layer_s = _loading(engine, measured, hits)
+    opening_s, layer_s = _forecast_loading(engine, measured, hits)
     loads = [layer_s] * engine.num_layers
     loads[0] += opening_s
     shape = _Shape(hits, region)
     work = _work(engine, selection, shape)
-    stages = _costed((*work.question, *work.blend), shape, coefficients)
+    stages = _cost_stages((*work.question, *work.blend), shape, coefficients)
     compute_s = coefficients[0] + sum(cost for _, cost in stages)
     end_s = _pipeline(stages, loads, engine.prefetch_layers, ahead_s + coefficients[0])
     return BlendForecast(end_s + measured.tail_s, sum(loads), compute_s)
 
 
-def _costed(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms) -> list[tuple[int, float]]:
+def _cost_stages(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms) -> list[tuple[int, float]]:
     """Layer and seconds of each stage; most layers are like the one before."""
     costed: list[tuple[int, float]] = []
     before, cost_s = None, 0.0
@@ -174,9 +176,11 @@ def _costed(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms) -> 
     return costed
 
 
-def _loading(engine: Engine, measured: Measured, hits: Sequence[ChunkHit]) -> tuple[float, float]:
+def _forecast_loading(
+    engine: EngineShape, measured: Measured, hits: Sequence[ChunkHit]
+) -> tuple[float, float]:
     """Seconds until bytes come, and of each layer behind that. Sources of one stream are read in turn."""
-    by_source: dict[Source, int] = {}
+    by_source: dict[ChunkSource, int] = {}
     for hit in hits:
         by_source[hit.source] = by_source.get(hit.source, 0) + hit.num_bytes
     opening_s, total_s = 0.0, 0.0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kintsugi.core.plan import Source
+from kintsugi.core.plan import ChunkSource
 from kintsugi.core.stream import ChunkLost, LayerFrame
 from kintsugi.fusor.control.estimates import Transfer
 
@@ -30,14 +30,14 @@ class Meter:
     """What one stream cost so far. Written by the thread that loads, read once that has ended or the pass
     is over: a reader may miss the newest frame."""
 
-    sources: Sequence[Source]
+    sources: Sequence[ChunkSource]
     """Of each chunk of the stream."""
     layers_max: int
     clock: Callable[[], float] = time.perf_counter
     decode_s: float = 0.0
     """What the consumer did with the frames."""
     decode_bytes: int = 0
-    _sums: dict[Source, _Sum] = field(default_factory=dict)
+    _sums: dict[ChunkSource, _Sum] = field(default_factory=dict)
 
     def through(self, frames: Frames) -> Frames:
         """The same frames. Closes `frames`."""
@@ -63,7 +63,7 @@ class Meter:
                 self.decode_s += self.clock() - arrived
                 self.decode_bytes += len(item.data)
 
-    def _add(self, source: Source, seconds: float, num_bytes: int) -> None:
+    def _add(self, source: ChunkSource, seconds: float, num_bytes: int) -> None:
         known = self._sums.get(source)
         if known is None:
             self._sums[source] = _Sum(seconds, num_bytes)

@@ -10,7 +10,7 @@ from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.estimates import Measured
-from kintsugi.fusor.control.forecast import Engine
+from kintsugi.fusor.control.forecast import EngineShape
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PlanRequest:
     adaptive_mass: float | None = None
     exact_end: int = 0
     """As in `BlendPlan`."""
-    engine: Engine | None = None
+    engine: EngineShape | None = None
     """None: nothing can be predicted."""
     measured: Measured = field(default_factory=Measured)
     ahead_s: float = 0.0

@@ -44,7 +44,7 @@ class Tile:
     stages: int
 
     @staticmethod
-    def suited_to(num_tokens: int, group: int, row_bytes: int) -> Tile:
+    def choose_tile(num_tokens: int, group: int, row_bytes: int) -> Tile:
         """Up to 128 rows; fewer where queries are few, or where rows are too wide for the registers."""
         wide = row_bytes > 256
         rows_max = max(64 if wide else 128, triton.next_power_of_2(group))
@@ -77,7 +77,7 @@ def triton_attention(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
-    tile = tile or Tile.suited_to(num_tokens, group, head_dim * query.element_size())
+    tile = tile or Tile.choose_tile(num_tokens, group, head_dim * query.element_size())
     output = torch.empty_like(query)
     _attend[(triton.cdiv(num_tokens, tile.tokens), num_kv_heads)](
         query,

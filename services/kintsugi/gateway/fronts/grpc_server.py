@@ -25,8 +25,8 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.gateway.access import Caller, OpenAccess, checked_exposure
-from kintsugi.gateway.addresses import joined
+from kintsugi.gateway.access import Caller, OpenAccess, check_exposure
+from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.byte_budget import ByteBudget
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.gateway import INFO_TTL_S, Finished, Gateway, Resolved
@@ -34,7 +34,7 @@ from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.tracing import TRACE_HEADERS
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
-from kintsugi.store.protocol.tls import ServedFiles, ServerTls, checked_address
+from kintsugi.store.protocol.tls import ServedFiles, ServerTls, parse_address
 
 log = logging.getLogger("kintsugi.gateway")
 
@@ -85,12 +85,12 @@ class KintsugiService:
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._unary(name, message, handler), response_serializer=_serialized
+                self._unary(name, message, handler), response_serializer=_serialize_message
             )
             for name, (message, handler) in unary.items()
         }
         handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-            self._generate, response_serializer=_serialized
+            self._generate, response_serializer=_serialize_message
         )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
@@ -110,27 +110,27 @@ class KintsugiService:
     @asynccontextmanager
     async def guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
         """Our errors become statuses; every call is counted and logged."""
-        call = _begun(method, context)
+        call = _begin_call(method, context)
         announcement = context.send_initial_metadata(((REQUEST_ID, call.request_id),))
         try:
             async with _beside(announcement) as call.announced:
                 yield call
         except KintsugiError as error:
-            self._ended(call, status_of(error).name, error)
+            self._record_call(call, status_of(error).name, error)
             await _refuse(context, error)
         except asyncio.CancelledError:
-            self._ended(call, "CANCELLED")
+            self._record_call(call, "CANCELLED")
             raise
         except Exception as defect:
-            self._ended(call, "INTERNAL", defect)
+            self._record_call(call, "INTERNAL", defect)
             log.exception("request %s met a defect", call.request_id)
             await context.abort(
                 grpc.StatusCode.INTERNAL, f"a defect of the gateway; its log has request {call.request_id}"
             )
         else:
-            self._ended(call, "OK")
+            self._record_call(call, "OK")
 
-    def _ended(self, call: _Call, status: str, error: Exception | None = None) -> None:
+    def _record_call(self, call: _Call, status: str, error: Exception | None = None) -> None:
         """One metric and one line of JSON: never what was asked or answered."""
         self.gateway.metrics.ended(call.method, status)
         if not log.isEnabledFor(logging.INFO):
@@ -210,7 +210,7 @@ class KintsugiService:
         )
 
 
-def _begun(method: str, context: Any) -> _Call:
+def _begin_call(method: str, context: Any) -> _Call:
     metadata = _texts(context.invocation_metadata())
     given = metadata.get(REQUEST_ID, "")
     request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -234,7 +234,7 @@ async def _beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
     await task
 
 
-def _serialized(message: Any) -> bytes:
+def _serialize_message(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
 
@@ -288,15 +288,15 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
         except KintsugiError as error:
             if details.method == HEALTH_CHECK:
-                return _unread(self._checked, HealthCheckResponse.SerializeToString)
-            return _unread(self._refusing(details.method, error))
+                return _build_refusal_handler(self._answer_health, HealthCheckResponse.SerializeToString)
+            return _build_refusal_handler(self._refuse_path(details.method, error))
         return handler
 
-    async def _checked(self, requests: Any, context: Any) -> None:
+    async def _answer_health(self, requests: Any, context: Any) -> None:
         """The whole gateway's health, whatever the stranger's message asks for."""
         await context.write(await self._health.Check(HealthCheckRequest(), context))
 
-    def _refusing(self, path: str, error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
+    def _refuse_path(self, path: str, error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
         async def refuse(requests: Any, context: Any) -> None:
             _, service, method = path.split("/")
             if service != SERVICE:
@@ -307,7 +307,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return refuse
 
 
-def _unread(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
+def _build_refusal_handler(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
     """A handler that ends a call without its messages. gRPC reads one that it knows to be single before it
     asks the handler; a stream's only when they are asked for: until then flow control holds them back."""
     return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
@@ -346,11 +346,11 @@ class GatewayServer:
         Raises `InvalidField` for what is no address, and for one beyond loopback without tokens and TLS.
         """
         self.gateway = gateway
-        self._listen = joined(spec.host, spec.grpc_port)
-        checked_address("gateway", self._listen)
-        self._tls = served_files(spec)
+        self._listen = format_address(spec.host, spec.grpc_port)
+        parse_address("gateway", self._listen)
+        self._tls = load_gateway_tls(spec)
         has_tokens = not isinstance(gateway.access, OpenAccess)
-        checked_exposure(self._listen, has_tokens, self._tls is not None, spec.insecure)
+        check_exposure(self._listen, has_tokens, self._tls is not None, spec.insecure)
         self._precompute = precompute
         self._health: asyncio.Task[None] | None = None
         self.address = ""
@@ -415,7 +415,7 @@ class GatewayServer:
             await stopped
 
 
-def served_files(spec: GatewaySpec) -> ServedFiles | None:
+def load_gateway_tls(spec: GatewaySpec) -> ServedFiles | None:
     """The gateway's TLS files; None without. Raises `InvalidField`."""
     if not (spec.tls_cert or spec.tls_key or spec.tls_client_ca):
         return None

@@ -41,7 +41,7 @@ from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.byte_budget import ByteBudget
 from kintsugi.gateway.fronts.openai_answer import accounting_in, without_times_in
 from kintsugi.gateway.fronts.openai_metrics import HttpMetrics
-from kintsugi.gateway.fronts.openai_request import parsed_call, wanted_namespace
+from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.recent_info import RecentInfo
@@ -249,14 +249,14 @@ class HttpFront:
         self.metrics.in_flight.inc()
         self._requests += 1
         try:
-            status = await self._handled(request, request_id, incoming, reply)
+            status = await self._handle_request(request, request_id, incoming, reply)
         except Exception as error:
             problem, failure = _problem_of(error, request_id), error
             if reply.has_begun:
                 # What was sent cannot be taken back: an exception makes the server cut the connection.
                 raise
             status = problem.status
-            await _refused(problem, incoming, reply)
+            await _send_problem(problem, incoming, reply)
         finally:
             self._requests -= 1
             self.metrics.in_flight.dec()
@@ -265,7 +265,9 @@ class HttpFront:
                 namespace = getattr(request.state, "namespace", "")
                 logger.info(RequestLine.of(request_id, path, namespace, status, began_s, failure))
 
-    async def _handled(self, request: Request, request_id: str, incoming: _Incoming, reply: _Reply) -> int:
+    async def _handle_request(
+        self, request: Request, request_id: str, incoming: _Incoming, reply: _Reply
+    ) -> int:
         """Answer; the status. Raises what becomes another answer, while nothing was sent."""
         if self._requests > REQUESTS_MAX:
             raise ResourceExhausted(f"{REQUESTS_MAX} requests are being answered; try again later")
@@ -274,7 +276,7 @@ class HttpFront:
             call = await self._call(request, caller, request_id, raw)
             del raw
             with self._answering():
-                return await self._passed_on(call, incoming, reply)
+                return await self._relay_answer(call, incoming, reply)
 
     def _caller(self, request: Request) -> Caller:
         """Raises `Unauthenticated`."""
@@ -285,13 +287,13 @@ class HttpFront:
         """Parsed, chunks found."""
         headers = request.headers
         body = _parsed(raw)
-        namespace = namespace_of(caller, wanted_namespace(body, headers.get(NAMESPACE_HEADER)))
+        namespace = namespace_of(caller, find_requested_namespace(body, headers.get(NAMESPACE_HEADER)))
         request.state.namespace = namespace
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
 
         def parse() -> OpenAICall:
             known = self._known
-            return parsed_call(
+            return parse_openai_call(
                 request_id,
                 request.url.path,
                 body,
@@ -303,10 +305,10 @@ class HttpFront:
 
         return parse() if len(raw) <= SEARCH_INLINE_CHARS else await asyncio.to_thread(parse)
 
-    async def _passed_on(self, call: OpenAICall, receive: Receive, send: Send) -> int:
+    async def _relay_answer(self, call: OpenAICall, receive: Receive, send: Send) -> int:
         """Send the engine's answer; the status. A caller that leaves ends it."""
         answer = asyncio.create_task(self._sent(call, send))
-        left = asyncio.create_task(_left(receive))
+        left = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
             return await answer if answer.done() else LEFT_STATUS
@@ -323,9 +325,9 @@ class HttpFront:
             except Unavailable as error:
                 if outgoing.status is None and attempt < ATTEMPTS:
                     continue
-                await outgoing.broken_off(error)
+                await outgoing.report_failure(error)
             except KintsugiError as error:
-                await outgoing.broken_off(error)
+                await outgoing.report_failure(error)
             assert outgoing.status is not None
             return outgoing.status
         raise AssertionError("the last attempt returns or raises")
@@ -337,7 +339,7 @@ class HttpFront:
             own = call.params.timeline or call.params.explain
             params = replace(call.params, timeline=own or self._timelines.wanted(trace))
             asked = replace(call, params=params, trace=trace.headers())
-            accounting = await self._passed(asked, outgoing, tells_times=own)
+            accounting = await self._forward_pieces(asked, outgoing, tells_times=own)
             if accounting is not None:
                 describe(trace, accounting)
                 add_layers(trace, accounting)
@@ -345,9 +347,9 @@ class HttpFront:
         if accounting is not None:
             self.metrics.accounted(accounting)
             if accounting.get("tokens_missed") or not accounting.get("chunks_hit"):
-                self._missed(call)
+                self._start_follow_up(call)
 
-    async def _passed(
+    async def _forward_pieces(
         self, call: OpenAICall, outgoing: _Outgoing, tells_times: bool
     ) -> Mapping[str, Any] | None:
         """Send the pieces of an answer on as they come; what it cost, where it says so."""
@@ -367,11 +369,11 @@ class HttpFront:
                 await outgoing.piece(item)
         return accounting
 
-    def _missed(self, call: OpenAICall) -> None:
+    def _start_follow_up(self, call: OpenAICall) -> None:
         """Follow up on chunks that were computed, once the answer is out."""
         if self._on_miss is None or not call.chunk_texts or len(self._follow_ups) >= FOLLOW_UPS_MAX:
             return
-        task = asyncio.create_task(_followed_up(self._on_miss(call.params.namespace, call.chunk_texts)))
+        task = asyncio.create_task(_run_follow_up(self._on_miss(call.params.namespace, call.chunk_texts)))
         self._follow_ups.add(task)
         task.add_done_callback(self._follow_ups.discard)
 
@@ -384,7 +386,7 @@ def _problem_of(error: Exception, request_id: str) -> Problem:
     return problem
 
 
-async def _followed_up(work: Awaitable[None]) -> None:
+async def _run_follow_up(work: Awaitable[None]) -> None:
     try:
         await work
     except KintsugiError as error:
@@ -428,7 +430,7 @@ class _Outgoing:
         await self._begin()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def broken_off(self, error: KintsugiError) -> None:
+    async def report_failure(self, error: KintsugiError) -> None:
         """Say so where that is still possible: as the answer, or as a stream's last event.
 
         Raises ``error`` where nothing was sent, and where what was sent cannot be continued.
@@ -554,13 +556,13 @@ def _parsed(raw: bytearray) -> dict[str, Any]:
     return body
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Returns when the caller has left. The body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _refused(problem: Problem, incoming: _Incoming, send: Send) -> None:
+async def _send_problem(problem: Problem, incoming: _Incoming, send: Send) -> None:
     """Answer with a problem. Servers stop reading once an answer is complete, so its end comes last."""
     response = problem.response()
     start = {"type": "http.response.start", "status": problem.status, "headers": response.raw_headers}

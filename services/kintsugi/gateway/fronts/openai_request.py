@@ -12,7 +12,7 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, OpenAICall
-from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, checked_priority
+from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
 
 SEARCHED_CHARS_MAX = 1 << 21
 """Of all messages together. Text beyond it is not searched for known chunks: no model reads so much."""
@@ -51,7 +51,7 @@ class _Chunks:
                 self.mark(text[start:end], "messages")
 
 
-def parsed_call(
+def parse_openai_call(
     request_id: str,
     path: str,
     body: Mapping[str, Any],
@@ -110,10 +110,10 @@ def _check_priority(priority: Any, overtaking: bool) -> None:
         return
     if not isinstance(priority, int):
         raise InvalidField("priority", "must be a whole number, 0 where it is left out")
-    checked_priority(priority, overtaking)
+    check_priority(priority, overtaking)
 
 
-def wanted_namespace(body: Mapping[str, Any], header: str | None) -> str | None:
+def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str | None:
     """The namespace that a caller asks for, in the header or in `kintsugi`. Raises `InvalidField`."""
     extension = body.get(PARAMS_KEY)
     named = extension.get("namespace") if isinstance(extension, Mapping) else None

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.gateway.addresses import joined
+from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
 from kintsugi.store.protocol.tls import ServedFiles
 
@@ -101,11 +101,11 @@ class HttpServer:
             listener.bind((self._host.strip("[]"), self._port))
         except OSError as error:
             listener.close()
-            address = joined(self._host, self._port)
+            address = format_address(self._host, self._port)
             raise Unavailable(
                 f"{address} cannot be listened on ({error.strerror}); free it or name another"
             ) from error
-        self.address = joined(self._host, listener.getsockname()[1])
+        self.address = format_address(self._host, listener.getsockname()[1])
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             if self._task.done():

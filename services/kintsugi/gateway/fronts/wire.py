@@ -10,9 +10,9 @@ from google.protobuf.struct_pb2 import Struct
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.core.request import parsed_selector
+from kintsugi.core.request import parse_selector
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.gateway import Finished, GenerateCall, Put, PutState, Resolved, StoredChunk
+from kintsugi.gateway.gateway import Finished, GatewayChunk, GenerateCall, Put, PutState, Resolved
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.rpc.v1 import gateway_pb2 as pb
@@ -77,7 +77,7 @@ def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str])
         question=content_of(wire.question, "question"),
         sampling=sampling_of(wire.sampling),
         ratio=wire.ratio if wire.HasField("ratio") else None,
-        selector=parsed_selector(wire.selector) if wire.selector else None,
+        selector=parse_selector(wire.selector) if wire.selector else None,
         adaptive_mass=wire.adaptive_mass if wire.HasField("adaptive_mass") else None,
         explain=wire.explain,
         no_blend=wire.no_blend,
@@ -128,10 +128,10 @@ def event_to_wire(event: Resolved | EngineDelta | Finished) -> pb.GenerateRespon
             request_id=event.request_id, segments=segments, prompt_tokens=event.prompt_tokens
         )
         return pb.GenerateResponse(resolved=resolved)
-    return pb.GenerateResponse(finished=_finished_to_wire(event))
+    return pb.GenerateResponse(finished=_finish_to_wire(event))
 
 
-def _finished_to_wire(event: Finished) -> pb.Finished:
+def _finish_to_wire(event: Finished) -> pb.Finished:
     plan = {name: event.accounting[name] for name in _PLAN_FIELDS if name in event.accounting}
     usage = event.usage
     return pb.Finished(
@@ -170,7 +170,7 @@ def put_to_wire(put: Put) -> pb.PutResult:
     )
 
 
-def chunk_to_wire(chunk: StoredChunk) -> pb.ChunkInfo:
+def chunk_to_wire(chunk: GatewayChunk) -> pb.ChunkInfo:
     manifest = chunk.manifest
     return pb.ChunkInfo(
         key=manifest.key.hex,

@@ -143,7 +143,7 @@ class TextIndex:
             return
         insort(alike, known)
         self._starts.add(text.window, self._alike)
-        for _, last, _ in _looked_for(alike, known):
+        for _, last, _ in _select_last_windows(alike, known):
             self._last_windows[last] = self._last_windows.get(last, 0) + 1
             self._ends.add(last, self._last_windows)
 
@@ -153,7 +153,7 @@ class TextIndex:
         known = (text.chars, text.last_window, text.digest)
         if not _holds(alike, known):
             return
-        for _, last, _ in _looked_for(alike, known):
+        for _, last, _ in _select_last_windows(alike, known):
             self._last_windows[last] -= 1
             if not self._last_windows[last]:
                 del self._last_windows[last]
@@ -171,7 +171,7 @@ class TextIndex:
             alike = self._alike[window]
             if len(alike) <= ALIKE_TRIED_MAX:
                 comparisons += len(alike)
-                likely = _ending_there(alike, start, windows)
+                likely = _find_endings(alike, start, windows)
             else:
                 if ends is None:
                     ends = self._ends_in(windows)
@@ -194,7 +194,7 @@ class TextIndex:
         return [(offset + WINDOW_CHARS, last) for offset, last in islice(places, COMPARISONS_MAX)]
 
 
-def _looked_for(alike: Sequence[_Known], known: _Known) -> Sequence[_Known]:
+def _select_last_windows(alike: Sequence[_Known], known: _Known) -> Sequence[_Known]:
     """Those whose last windows are looked for from now on, or no more, as `known`, one of them, comes or
     goes."""
     if len(alike) <= ALIKE_TRIED_MAX:
@@ -202,7 +202,7 @@ def _looked_for(alike: Sequence[_Known], known: _Known) -> Sequence[_Known]:
     return tuple(alike) if len(alike) == ALIKE_TRIED_MAX + 1 else (known,)
 
 
-def _ending_there(alike: Sequence[_Known], start: int, windows: NDArray[np.uint64]) -> set[tuple[int, int]]:
+def _find_endings(alike: Sequence[_Known], start: int, windows: NDArray[np.uint64]) -> set[tuple[int, int]]:
     """Lengths and last windows of those that would end in a text as they do."""
     return {
         (chars, last)

@@ -55,7 +55,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ResolvedSegment:
     """A segment resolved."""
 
     tokens: bytes
@@ -79,7 +79,7 @@ class ResolvedPrompt:
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     """Where each segment lies; plain ones have no key."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ResolvedSegment, ...]
     """The segments."""
 
     @property
@@ -104,7 +104,7 @@ class SegmentResolver:
         self._long = asyncio.Semaphore(1)
         self._known = known
         self._documents = documents
-        self._pieces: OrderedDict[_Address, Piece] = OrderedDict()
+        self._pieces: OrderedDict[_Address, ResolvedSegment] = OrderedDict()
         """Of texts; the least recently used first."""
         self._cached_tokens = 0
 
@@ -125,11 +125,13 @@ class SegmentResolver:
 
     async def pieces(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
-    ) -> list[Piece]:
+    ) -> list[ResolvedSegment]:
         """In order. ``where`` is the request's name for them."""
         return await self._resolved(space, segments, where, TOGETHER_TOKENS_MAX)
 
-    def learn(self, space: ChunkSpace, segments: Sequence[Segment], pieces: Sequence[Piece]) -> None:
+    def learn(
+        self, space: ChunkSpace, segments: Sequence[Segment], pieces: Sequence[ResolvedSegment]
+    ) -> None:
         """Know the chunks of a request that was not refused: one that is pushes out nothing of others'."""
         for segment, piece in zip(segments, pieces, strict=True):
             if segment.plain:
@@ -145,9 +147,9 @@ class SegmentResolver:
 
     async def _resolved(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
-    ) -> list[Piece]:
-        documents = await self._looked_up(space, segments, where)
-        pieces: list[Piece] = []
+    ) -> list[ResolvedSegment]:
+        documents = await self._look_up_documents(space, segments, where)
+        pieces: list[ResolvedSegment] = []
         tokens = inline_chars = 0
         for index, segment in enumerate(segments):
             name = where if where == "question" else f"{where}[{index}]"
@@ -188,7 +190,7 @@ class SegmentResolver:
                 name, f"has {len(text)} characters; at most {chars_max} are read here as one text: cut it"
             )
 
-    async def _of_text(self, space: ChunkSpace, text: str, name: str, inline: bool) -> Piece:
+    async def _of_text(self, space: ChunkSpace, text: str, name: str, inline: bool) -> ResolvedSegment:
         address = _address(space, text)
         piece = self._pieces.get(address)
         if piece is not None:
@@ -202,9 +204,9 @@ class SegmentResolver:
                 tokens = await loop.run_in_executor(self._threads, lambda: token_bytes(self._tokenize(text)))
         if not tokens:
             raise InvalidField(name, "has no tokens; leave it out or give it a text")
-        return Piece(tokens, ChunkKey.of_bytes(space, tokens))
+        return ResolvedSegment(tokens, ChunkKey.of_bytes(space, tokens))
 
-    def _keep(self, address: _Address, piece: Piece) -> None:
+    def _keep(self, address: _Address, piece: ResolvedSegment) -> None:
         before = self._pieces.pop(address, None)
         self._cached_tokens += piece.num_tokens - (before.num_tokens if before else 0)
         self._pieces[address] = piece
@@ -212,13 +214,13 @@ class SegmentResolver:
             _, oldest = self._pieces.popitem(last=False)
             self._cached_tokens -= oldest.num_tokens
 
-    def _of_tokens(self, space: ChunkSpace, token_ids: tuple[int, ...], name: str) -> Piece:
+    def _of_tokens(self, space: ChunkSpace, token_ids: tuple[int, ...], name: str) -> ResolvedSegment:
         if not token_ids:
             raise InvalidField(name, "has no tokens; leave it out")
         tokens = token_bytes(token_ids)
-        return Piece(tokens, ChunkKey.of_bytes(space, tokens))
+        return ResolvedSegment(tokens, ChunkKey.of_bytes(space, tokens))
 
-    def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> Piece:
+    def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> ResolvedSegment:
         ids = self._known.token_ids(space.namespace, key)
         if ids is None:
             raise NotFound(
@@ -232,11 +234,11 @@ class SegmentResolver:
                 f"chunk {key} belongs to another chunk space: its model or system prompt is not the one that "
                 "is served now; put it again",
             )
-        return Piece(tokens, key)
+        return ResolvedSegment(tokens, key)
 
-    async def _looked_up(
+    async def _look_up_documents(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str
-    ) -> dict[int, Piece]:
+    ) -> dict[int, ResolvedSegment]:
         """The segments that name a document's chunk, by their index."""
         by_corpus: dict[str, dict[int, DocumentRef]] = {}
         for index, segment in enumerate(segments):
@@ -260,7 +262,9 @@ def _address(space: ChunkSpace, text: str) -> _Address:
     return space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 
-def _piece_of(space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, name: str, corpus: str) -> Piece:
+def _piece_of(
+    space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, name: str, corpus: str
+) -> ResolvedSegment:
     """Raises `NotFound` also for a corpus of another namespace: who may not use it learns nothing of it."""
     tokens = b"" if chunk is None else token_bytes(chunk.token_ids)
     if chunk is None or ChunkKey.of_bytes(space, tokens) != chunk.key:
@@ -269,4 +273,4 @@ def _piece_of(space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, nam
             f"{name}: document {ref.document_id!r} of corpus {corpus!r} has no chunk {ref.index}{version} "
             f"for namespace {space.namespace!r} and the model that is served; run kintsugi precompute"
         )
-    return Piece(tokens, chunk.key)
+    return ResolvedSegment(tokens, chunk.key)

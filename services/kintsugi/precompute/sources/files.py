@@ -49,7 +49,7 @@ _SUFFIXES = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """A file, or a range of one that is JSON lines."""
 
     url: str
@@ -69,7 +69,7 @@ class Piece:
 class Listing:
     """What a source has."""
 
-    pieces: list[Piece]
+    pieces: list[FileRange]
     """In order of their names."""
     unlisted: dict[str, str]
     """URL -> why it is not among the pieces. That of a folder ends with a slash."""
@@ -99,7 +99,7 @@ def listed(source: str, only: Format | None = None) -> Listing:
         raise NotFound(f"{source} is not there; check the path") from None
     except OSError as error:
         raise Unavailable(f"{source} cannot be listed: {error}") from error
-    pieces: list[Piece] = []
+    pieces: list[FileRange] = []
     for path, info in sorted(found.items()):
         chosen = only or _format_of(path)
         url = system.unstrip_protocol(path)
@@ -109,7 +109,7 @@ def listed(source: str, only: Format | None = None) -> Listing:
             unlisted[url] = "is neither a file nor a link to one"
             continue
         name = posixpath.relpath(path, root) if path != root else posixpath.basename(path)
-        pieces += _cut(Piece(url, name, chosen, _stamp(info), int(info.get("size") or 0)), info)
+        pieces += _cut(FileRange(url, name, chosen, _stamp(info), int(info.get("size") or 0)), info)
     if not found and not unlisted:
         raise NotFound(f"{source} has no files; check the path")
     if not pieces and not unlisted:
@@ -189,7 +189,7 @@ def _format_of(path: str) -> Format | None:
     return _SUFFIXES.get(posixpath.splitext(path)[1].lower())
 
 
-def _cut(piece: Piece, info: dict[str, Any]) -> list[Piece]:
+def _cut(piece: FileRange, info: dict[str, Any]) -> list[FileRange]:
     seekable = info.get("partial", True)  # a web server says whether it sends parts of a file
     if piece.format is not Format.JSONL or piece.size <= PIECE_BYTES or not seekable:
         return [piece]

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT
-from kintsugi.precompute.documents import checked_document_id
-from kintsugi.precompute.sources.files import Format, Piece
+from kintsugi.precompute.documents import check_document_id
+from kintsugi.precompute.sources.files import FileRange, Format
 
 DOCUMENT_BYTES_MAX = 16 << 20
 """Longer documents fail: each is held in memory whole, by every task that reads."""
@@ -67,7 +67,7 @@ class Failure:
     document_id: str = field(default="")
 
 
-def read(piece: Piece, columns: Columns) -> Iterator[Document | Failure]:
+def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
     """The piece's documents in order. Never raises for what is in the file."""
     try:
         with fsspec.open(piece.url, "rb") as stream:
@@ -85,7 +85,7 @@ def read(piece: Piece, columns: Columns) -> Iterator[Document | Failure]:
         yield Failure(piece.url, piece.start, f"the file cannot be read: {type(error).__name__}: {error}")
 
 
-def from_row(row: Mapping[str, Any], piece: Piece, place: int, columns: Columns) -> Document | Failure:
+def from_row(row: Mapping[str, Any], piece: FileRange, place: int, columns: Columns) -> Document | Failure:
     """A document from named values."""
 
     def failed(reason: str) -> Failure:
@@ -115,7 +115,7 @@ def checked(document: Document) -> Document | Failure:
     """The document, or why it is none."""
     text = document.text
     try:
-        checked_document_id(document.document_id)
+        check_document_id(document.document_id)
         problem = ""
         if not text.strip():
             problem = "has no text"
@@ -132,7 +132,7 @@ def checked(document: Document) -> Document | Failure:
     return document
 
 
-def _lines(piece: Piece, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
+def _lines(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
     place = piece.start
     if place:
         # The line that the piece before began is that one's: it ends here, or right before this piece.
@@ -159,7 +159,7 @@ def _line(stream: Any) -> tuple[bytes, int]:
     return line, size
 
 
-def _from_json(line: bytes, piece: Piece, place: int, columns: Columns) -> Document | Failure:
+def _from_json(line: bytes, piece: FileRange, place: int, columns: Columns) -> Document | Failure:
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
@@ -171,7 +171,7 @@ def _from_json(line: bytes, piece: Piece, place: int, columns: Columns) -> Docum
     return from_row(row, piece, place, columns)
 
 
-def _parquet(piece: Piece, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
+def _parquet(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
     table = pq.ParquetFile(stream)
     if columns.text not in table.schema_arrow.names:
         yield from_row(dict.fromkeys(table.schema_arrow.names), piece, 0, columns)
@@ -183,7 +183,7 @@ def _parquet(piece: Piece, stream: Any, columns: Columns) -> Iterator[Document |
             place += 1
 
 
-def _csv(piece: Piece, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
+def _csv(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
     csv.field_size_limit(DOCUMENT_BYTES_MAX + 1)
     # Bytes that are not UTF-8 become surrogates, which `checked` finds: one row fails, not the file.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as text:
@@ -191,7 +191,7 @@ def _csv(piece: Piece, stream: Any, columns: Columns) -> Iterator[Document | Fai
             yield from_row({str(name): value for name, value in row.items()}, piece, place, columns)
 
 
-def _whole(piece: Piece, stream: Any) -> Document | Failure:
+def _whole(piece: FileRange, stream: Any) -> Document | Failure:
     data: bytes = stream.read(DOCUMENT_BYTES_MAX + 1)
     if len(data) > DOCUMENT_BYTES_MAX:
         return Failure(piece.url, 0, f"exceeds {DOCUMENT_BYTES_MAX} bytes; split it", piece.name)

@@ -19,8 +19,8 @@ import pyarrow as pa
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument, packed
-from kintsugi.precompute.sources.files import Format, Piece
+from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.readers import Columns, Document, Failure, from_row, read
 
 BLOCK_DOCUMENTS = 256
@@ -57,12 +57,12 @@ class ChunkTask:
         """From pieces as JSON."""
         for text in batch["piece"]:
             values = json.loads(str(text))
-            piece = Piece(**{**values, "format": Format(values["format"])})
+            piece = FileRange(**{**values, "format": Format(values["format"])})
             yield from self._tables(read(piece, self.columns))
 
     def rows(self, batch: pa.Table, name: str) -> Iterator[pa.Table]:
         """From a dataset's rows. Their place is unknown: a document without an id is called by its text."""
-        piece = Piece(f"dataset://{name}", name, Format.PARQUET, "")
+        piece = FileRange(f"dataset://{name}", name, Format.PARQUET, "")
         documents = []
         for row in batch.to_pylist():
             digest = blake3.blake3(str(row.get(self.columns.text)).encode(errors="replace")).hexdigest()
@@ -107,7 +107,7 @@ class ChunkTask:
             "metadata": document.metadata,
             "failure": None,
             "keys": [ChunkKey.of(self.space, chunk.token_ids).digest for chunk in chunks],
-            "tokens": [packed(token_bytes(chunk.token_ids)) for chunk in chunks],
+            "tokens": [pack_tokens(token_bytes(chunk.token_ids)) for chunk in chunks],
             "sizes": [len(chunk.token_ids) for chunk in chunks],
             "starts": [chunk.start for chunk in chunks],
             "stops": [chunk.end for chunk in chunks],
@@ -119,7 +119,9 @@ def _chunker(model: str, config: ChunkingConfig) -> Chunker:
     return Chunker.of_model(model, config)
 
 
-def scan(source: Sequence[Piece] | Any, task: ChunkTask, name: str = "dataset") -> Iterator[list[Scanned]]:
+def scan(
+    source: Sequence[FileRange] | Any, task: ChunkTask, name: str = "dataset"
+) -> Iterator[list[Scanned]]:
     """Blocks of documents, in no order; every document of the source once. Ray has to be running.
 
     ``source``: pieces of files, or a `ray.data.Dataset` with the columns of `task`.
@@ -140,13 +142,13 @@ def scan(source: Sequence[Piece] | Any, task: ChunkTask, name: str = "dataset") 
         )
     try:
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-            yield [_scanned(row) for row in batch.to_pylist()]
+            yield [_row_to_scanned(row) for row in batch.to_pylist()]
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise Unavailable(f"reading the corpus failed: {type(cause).__name__}: {cause}") from error
 
 
-def _scanned(row: dict[str, Any]) -> Scanned:
+def _row_to_scanned(row: dict[str, Any]) -> Scanned:
     if row["failure"] is not None:
         return Failure(row["url"], row["place"], row["failure"], row["document_id"])
     columns = (row["keys"], row["tokens"], row["sizes"], row["starts"], row["stops"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
-from kintsugi.store.client.calls import finished, iterate
+from kintsugi.store.client.calls import iterate, run_to_completion
 from kintsugi.store.protocol.interface import (
     AsyncChunkStore,
     Buffer,
@@ -15,7 +15,7 @@ from kintsugi.store.protocol.interface import (
     ChunkStore,
     Found,
     LayerFrame,
-    Pinned,
+    PinLease,
     StoreStats,
 )
 
@@ -28,23 +28,23 @@ class BlockingStore(ChunkStore):
         self._core = core
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        return finished(self._core.lookup(namespace, keys))
+        return run_to_completion(self._core.lookup(namespace, keys))
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        return finished(self._core.find(namespace, keys))
+        return run_to_completion(self._core.find(namespace, keys))
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        return finished(self._core.tiers(namespace, keys))
+        return run_to_completion(self._core.tiers(namespace, keys))
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
-        return finished(self._core.lookup_anchors(namespace, space_digest, anchors))
+        return run_to_completion(self._core.lookup_anchors(namespace, space_digest, anchors))
 
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
-        return finished(self._core.put(manifest, frames, recompute_ms, tier))
+        return run_to_completion(self._core.put(manifest, frames, recompute_ms, tier))
 
     def stream(
         self,
@@ -69,34 +69,34 @@ class BlockingStore(ChunkStore):
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Start to bring chunks into RAM; how many are there or on their way. Returns at once."""
-        return finished(self._core.prefetch(namespace, keys))
+        return run_to_completion(self._core.prefetch(namespace, keys))
 
-    def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+    def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         """Keep chunks from leaving for `lease_s`."""
-        return finished(self._core.pin(namespace, keys, lease_s))
+        return run_to_completion(self._core.pin(namespace, keys, lease_s))
 
     def unpin(self, lease_id: str) -> int:
         """End a lease early; how many chunks it held."""
-        return finished(self._core.unpin(lease_id))
+        return run_to_completion(self._core.unpin(lease_id))
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        return finished(self._core.delete(namespace, keys))
+        return run_to_completion(self._core.delete(namespace, keys))
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        return finished(self._core.list(namespace, limit, after))
+        return run_to_completion(self._core.list(namespace, limit, after))
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        finished(self._core.put_report(fingerprint, name, document))
+        run_to_completion(self._core.put_report(fingerprint, name, document))
 
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        return finished(self._core.get_report(fingerprint, name))
+        return run_to_completion(self._core.get_report(fingerprint, name))
 
     @property
     def transport(self) -> str:
         return self._core.transport
 
     def stats(self) -> StoreStats:
-        return finished(self._core.stats())
+        return run_to_completion(self._core.stats())
 
     def close(self) -> None:
-        finished(self._core.close())
+        run_to_completion(self._core.close())

@@ -47,7 +47,7 @@ class CircuitBreaker:
             self._probe_s = now
             return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         with self._lock:
             self._failures = 0
             self._probe_s = None

@@ -2,8 +2,8 @@
 
 A client is written once, as coroutines over `Calls`. With `AsyncCalls` they run on an event loop. With
 `BlockingCalls` every call is over before its await returns, so a coroutine runs from beginning to end in the
-caller's thread and never suspends: `finished` and `iterate` drive it. No loop, no hand-over between threads,
-which would cost a quarter more CPU per byte read.
+caller's thread and never suspends: `run_to_completion` and `iterate` drive it. No loop, no hand-over between
+threads, which would cost a quarter more CPU per byte read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.watchdog import Watchdog
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.status import LAYER_LATE, errors_of
-from kintsugi.store.protocol.tls import Line, TlsFiles, open_async_channel, open_channel
+from kintsugi.store.protocol.tls import ReloadingChannel, TlsFiles, open_async_channel, open_channel
 
 METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
 
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 class Calls(ABC):
     """Every method raises what `store.protocol.status` makes of a failure."""
 
-    def __init__(self, address: str, line: Line) -> None:
+    def __init__(self, address: str, line: ReloadingChannel) -> None:
         self.address = address
         self._line = line
 
@@ -75,7 +75,7 @@ class BlockingCalls(Calls):
     """Waits in the caller's thread. Thread-safe."""
 
     def __init__(self, address: str, tls: TlsFiles | None) -> None:
-        super().__init__(address, Line(address, tls, open_channel))
+        super().__init__(address, ReloadingChannel(address, tls, open_channel))
         self._watchdog = Watchdog()
 
     async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
@@ -117,7 +117,7 @@ class AsyncCalls(Calls):
     """Waits on the event loop that it is made in."""
 
     def __init__(self, address: str, tls: TlsFiles | None) -> None:
-        super().__init__(address, Line(address, tls, open_async_channel))
+        super().__init__(address, ReloadingChannel(address, tls, open_async_channel))
 
     async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
         with errors_of(self.address):
@@ -153,7 +153,7 @@ class AsyncCalls(Calls):
         await self._line.close()
 
 
-def finished(coroutine: Coroutine[Any, Any, Item]) -> Item:
+def run_to_completion(coroutine: Coroutine[Any, Any, Item]) -> Item:
     """The result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
@@ -168,9 +168,9 @@ def iterate(items: AsyncGenerator[Item, None]) -> Iterator[Item]:
     try:
         while True:
             try:
-                item = finished(items.__anext__())
+                item = run_to_completion(items.__anext__())
             except StopAsyncIteration:
                 return
             yield item
     finally:
-        finished(items.aclose())
+        run_to_completion(items.aclose())

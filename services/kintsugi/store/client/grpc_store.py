@@ -21,16 +21,16 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
-from kintsugi.core.plan import Source
+from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
+from kintsugi.core.plan import ChunkSource
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.blocking import BlockingStore
-from kintsugi.store.client.calls import AsyncCalls, BlockingCalls, Calls, finished
+from kintsugi.store.client.calls import AsyncCalls, BlockingCalls, Calls, run_to_completion
 from kintsugi.store.client.received import Received
-from kintsugi.store.client.same_host import CROWDED_RETRY_S, Lease, SameHost, frames_of
+from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost, frames_of
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import (
     AsyncChunkStore,
@@ -39,7 +39,7 @@ from kintsugi.store.protocol.interface import (
     ChunkLost,
     Found,
     LayerFrame,
-    Pinned,
+    PinLease,
     StoreStats,
 )
 from kintsugi.store.protocol.manifests import Manifests
@@ -91,7 +91,7 @@ class AsyncGrpcStore(AsyncChunkStore):
     async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
         answers = [(self._readable(entry), entry.tier) for entry in await self._found(namespace, keys)]
         return [
-            None if manifest is None else Found(manifest, Source(self.address, tier))
+            None if manifest is None else Found(manifest, ChunkSource(self.address, tier))
             for manifest, tier in answers
         ]
 
@@ -140,7 +140,7 @@ class AsyncGrpcStore(AsyncChunkStore):
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
         views = [memoryview(frame).cast("B") for frame in frames]
-        checked_frames(manifest, [len(view) for view in views])
+        check_frames(manifest, [len(view) for view in views])
         if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
@@ -176,7 +176,7 @@ class AsyncGrpcStore(AsyncChunkStore):
     ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
         if not keys or not layers:
             return
-        manifests = await self._known_manifests(namespace, keys)
+        manifests = await self._resolve_manifests(namespace, keys)
         request = pb.StreamLayersRequest(
             namespace=namespace,
             keys=[key.digest for key in keys],
@@ -205,7 +205,7 @@ class AsyncGrpcStore(AsyncChunkStore):
                 first = await self._lease(leased)
                 arena = None if first is None else await self._arena(first.arena_id)
                 if first is not None and arena is not None:
-                    lease = Lease(arena, first)
+                    lease = FrameLease(arena, first)
                     described: pb.LeaseLayersResponse | None = first
                     while described is not None:
                         for frame in frames_of(described):
@@ -237,7 +237,9 @@ class AsyncGrpcStore(AsyncChunkStore):
             self._same_host.failed(error)
         return self._same_host.arena(arena_id)
 
-    async def _known_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+    async def _resolve_manifests(
+        self, namespace: str, keys: Sequence[ChunkKey]
+    ) -> list[ChunkManifest | None]:
         known = [self._manifests.get(namespace, key) for key in keys]
         unknown = [index for index, manifest in enumerate(known) if manifest is None]
         if unknown:
@@ -257,10 +259,10 @@ class AsyncGrpcStore(AsyncChunkStore):
         request = pb.PrefetchRequest(namespace=namespace, keys=[key.digest for key in keys])
         return int((await self.call("Prefetch", request, pb.PrefetchResponse)).accepted)
 
-    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         request = pb.PinRequest(namespace=namespace, keys=[key.digest for key in keys], lease_s=lease_s)
         response = await self.call("Pin", request, pb.PinResponse)
-        return Pinned(response.lease_id, response.pinned)
+        return PinLease(response.lease_id, response.pinned)
 
     async def unpin(self, lease_id: str) -> int:
         return int((await self.call("Unpin", pb.UnpinRequest(lease_id=lease_id), pb.UnpinResponse)).unpinned)
@@ -326,7 +328,7 @@ class GrpcStore(BlockingStore):
 
     def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """As `AsyncGrpcStore.call`."""
-        return finished(self._shard.call(name, request, response, timeout_s))
+        return run_to_completion(self._shard.call(name, request, response, timeout_s))
 
 
 def open_grpc(url: str) -> GrpcStore:

@@ -15,7 +15,7 @@ from kintsugi.store.protocol.interface import (
     ChunkLost,
     ChunkStore,
     LayerFrame,
-    Pinned,
+    PinLease,
     StoreStats,
 )
 
@@ -62,7 +62,7 @@ class InProcessStore(AsyncChunkStore):
     async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         return sum(manifest is not None for manifest in self._store.lookup(namespace, keys))
 
-    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         raise InvalidField("store", "a store in this process's memory has no pins; use a shard")
 
     async def unpin(self, lease_id: str) -> int:

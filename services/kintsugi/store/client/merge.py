@@ -9,7 +9,7 @@ from kintsugi.store.client.directory import ShardAddress
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 
 
-class Part:
+class ShardStream:
     """One shard's stream of some of the chunks, with the item that comes next."""
 
     def __init__(self, chunks: Sequence[int], items: AsyncGenerator[LayerFrame | ChunkLost, None]) -> None:
@@ -48,7 +48,7 @@ class Part:
         await self._items.aclose()
 
 
-OpenPart = Callable[[ShardAddress, Sequence[int], int], Part]
+OpenPart = Callable[[ShardAddress, Sequence[int], int], ShardStream]
 
 
 class _Merge:
@@ -57,7 +57,7 @@ class _Merge:
         owners: Sequence[Sequence[ShardAddress]],
         open_part: OpenPart,
         failures: tuple[type[KintsugiError], ...],
-        prime: Callable[[Sequence[Part]], Awaitable[None]],
+        prime: Callable[[Sequence[ShardStream]], Awaitable[None]],
     ) -> None:
         self._owners = owners
         self._prime = prime
@@ -69,7 +69,7 @@ class _Merge:
         self._lost: set[int] = set()
         self._without_owner: list[ChunkLost] = []
         """Lost when a part failed, not yielded yet."""
-        self.parts: list[Part] = []
+        self.parts: list[ShardStream] = []
 
     async def assign(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
         """Open streams for chunks from `layer` on at their current owner; those without one are lost."""
@@ -95,14 +95,14 @@ class _Merge:
                     self._done[item.chunk] = item.layer
                     yield item
                     continue
-                for lost in await self._moved([item.chunk], layer):
+                for lost in await self._try_next_owner([item.chunk], layer):
                     yield lost
             for lost in self._without_owner:
                 yield lost
             self._without_owner = []
 
-    async def _next_of(self, part: Part, layer: int) -> LayerFrame | ChunkLost | None:
-        """As `Part.next_of`. Where the part fails, what it still had to give moves to the next owners."""
+    async def _next_of(self, part: ShardStream, layer: int) -> LayerFrame | ChunkLost | None:
+        """As `ShardStream.next_of`. Where a stream fails, the next owners send what is still missing."""
         try:
             return await part.next_of(layer)
         except self._failures:
@@ -110,21 +110,24 @@ class _Merge:
             mine = [c for c in part.chunks if c not in self._lost and self._done[c] < layer]
             later = [c for c in part.chunks if c not in self._lost and self._done[c] >= layer]
             part.chunks = ()
-            self._without_owner += [*await self._moved(mine, layer), *await self._moved(later, layer + 1)]
+            self._without_owner += [
+                *await self._try_next_owner(mine, layer),
+                *await self._try_next_owner(later, layer + 1),
+            ]
             return None
 
-    async def _moved(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
+    async def _try_next_owner(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
         for chunk in chunks:
             self._rank[chunk] += 1
         return await self.assign(chunks, layer)
 
 
-async def merged(
+async def merge_streams(
     owners: Sequence[Sequence[ShardAddress]],
     layers: range,
     open_part: OpenPart,
     failures: tuple[type[KintsugiError], ...],
-    prime: Callable[[Sequence[Part]], Awaitable[None]],
+    prime: Callable[[Sequence[ShardStream]], Awaitable[None]],
 ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
     """Every chunk from the first of its owners that has it; from the next where one fails midway.
 

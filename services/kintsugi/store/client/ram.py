@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
-from kintsugi.core.layout import ChunkManifest, HeadRange, checked_frames
+from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.report import REPORT_BYTES_MAX, supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.protocol.interface import (
@@ -71,7 +71,7 @@ class RamStore(ChunkStore):
     ) -> bool:
         if tier not in ("", "auto", "ram"):
             raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
-        checked_frames(manifest, [memoryview(frame).nbytes for frame in frames])
+        check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         if manifest.chunk_bytes > self.capacity_bytes:
             raise ResourceExhausted(
                 f"a chunk of {manifest.chunk_bytes} bytes exceeds this store's {self.capacity_bytes}; "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.same_host import Lease, LeasedFrame
+from kintsugi.store.client.same_host import FrameLease, LeasedFrame
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import BufferFor, ChunkLost, LayerFrame
 
@@ -41,16 +41,16 @@ class Received:
         if header.lost_reason or manifest is None:
             return self._lose(header.chunk, header.layer, header.lost_reason or "absent")
         if header.layer >= manifest.layout.num_layers:
-            return self._damaged(header.chunk, header.layer, manifest)
+            return self._lose_damaged(header.chunk, header.layer, manifest)
         if self._buffer_for is not None:
             target = self._buffer_for(header.chunk, header.layer, len(data))[: len(data)]
             target[:] = data
             data = target
         if manifest.frame_is_intact(header.layer, self._heads, data):
             return LayerFrame(header.chunk, header.layer, data)
-        return self._damaged(header.chunk, header.layer, manifest)
+        return self._lose_damaged(header.chunk, header.layer, manifest)
 
-    def leased(self, frame: LeasedFrame, lease: Lease) -> LayerFrame | ChunkLost | None:
+    def leased(self, frame: LeasedFrame, lease: FrameLease) -> LayerFrame | ChunkLost | None:
         """What to yield for a frame in the shard's memory: a copy of it."""
         manifest = self._manifest(frame.chunk)
         if frame.chunk in self._lost:
@@ -61,7 +61,7 @@ class Received:
             data = self._target(frame)
             if lease.copy(frame, data, manifest, self._heads):
                 return LayerFrame(frame.chunk, frame.layer, data)
-        return self._damaged(frame.chunk, frame.layer, manifest)
+        return self._lose_damaged(frame.chunk, frame.layer, manifest)
 
     def _target(self, frame: LeasedFrame) -> memoryview:
         if self._buffer_for is not None:
@@ -77,7 +77,7 @@ class Received:
             )
         return self._manifests[chunk]
 
-    def _damaged(self, chunk: int, layer: int, manifest: ChunkManifest) -> ChunkLost:
+    def _lose_damaged(self, chunk: int, layer: int, manifest: ChunkManifest) -> ChunkLost:
         self.damaged.append(manifest)
         return self._lose(chunk, layer, "digest mismatch")
 

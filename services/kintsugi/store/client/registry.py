@@ -59,7 +59,7 @@ def _directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
     """Who knows the shards of `url`, and how to talk to them."""
     from kintsugi.store.client.directory import FileDirectory, GrpcDirectory
     from kintsugi.store.client.grpc_store import options_of
-    from kintsugi.store.protocol.tls import checked_address
+    from kintsugi.store.protocol.tls import parse_address
 
     parts = urlsplit(url)
     options = options_of(parts.query)
@@ -67,7 +67,7 @@ def _directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
         return FileDirectory(Path(parts.path)), options
     if not parts.netloc:
         raise InvalidField("store", f"{url!r} must name a directory as shards://host:port")
-    checked_address("store", parts.netloc)
+    parse_address("store", parts.netloc)
     return GrpcDirectory(parts.netloc, options.tls), options
 
 

@@ -35,7 +35,7 @@ class LeasedFrame:
     lost_reason: str
 
 
-class Lease:
+class FrameLease:
     """One request's frames, held in place by the shard for as long as its call lasts."""
 
     def __init__(self, arena: ArenaMap, first: pb.LeaseLayersResponse) -> None:

@@ -29,10 +29,10 @@ from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.blocking import BlockingStore
 from kintsugi.store.client.breaker import CircuitBreaker
-from kintsugi.store.client.calls import BlockingCalls, finished
+from kintsugi.store.client.calls import BlockingCalls, run_to_completion
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.grpc_store import AsyncGrpcStore, GrpcOptions
-from kintsugi.store.client.merge import Part, merged
+from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
     AsyncChunkStore,
@@ -41,7 +41,7 @@ from kintsugi.store.protocol.interface import (
     ChunkLost,
     Found,
     LayerFrame,
-    Pinned,
+    PinLease,
     StoreStats,
 )
 
@@ -90,7 +90,7 @@ class Threads(Concurrency):
         if len(coroutines) == 1:
             return [await coroutines[0]]
         try:
-            results = [self._pool.submit(finished, coroutine) for coroutine in coroutines]
+            results = [self._pool.submit(run_to_completion, coroutine) for coroutine in coroutines]
         except RuntimeError:
             for coroutine in coroutines:
                 coroutine.close()
@@ -116,9 +116,9 @@ class Tasks(Concurrency):
         self._known = False
 
     async def together(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-        return list(await asyncio.gather(*map(self._slotted, coroutines)))
+        return list(await asyncio.gather(*map(self._run_in_slot, coroutines)))
 
-    async def _slotted(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+    async def _run_in_slot(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
         async with self._slots:
             return await coroutine
 
@@ -191,7 +191,7 @@ class AsyncShardedStore(AsyncChunkStore):
                     return None
                 await self._concurrency.pause(RETRY_WAIT_S * random.uniform(0.5, 1.5))
             else:
-                shard.breaker.succeeded()
+                shard.breaker.record_success()
                 return answer
         return None
 
@@ -300,7 +300,7 @@ class AsyncShardedStore(AsyncChunkStore):
         shards = await self.shard_map()
         owners = [shards.owners(key) for key in keys]
 
-        def open_part(address: ShardAddress, chunks: Sequence[int], first_layer: int) -> Part:
+        def open_part(address: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
             items = self._read(
                 address,
                 namespace,
@@ -308,15 +308,15 @@ class AsyncShardedStore(AsyncChunkStore):
                 range(first_layer, layers.stop),
                 heads,
                 deadline_s,
-                _renumbered(buffer_for, chunks),
+                _renumber_chunks(buffer_for, chunks),
             )
-            return Part(chunks, items)
+            return ShardStream(chunks, items)
 
-        async with aclosing(merged(owners, layers, open_part, READ_FAILURES, self._prime)) as items:
+        async with aclosing(merge_streams(owners, layers, open_part, READ_FAILURES, self._prime)) as items:
             async for item in items:
                 yield item
 
-    async def _prime(self, parts: Sequence[Part]) -> None:
+    async def _prime(self, parts: Sequence[ShardStream]) -> None:
         await self._concurrency.together([part.prime() for part in parts])
 
     async def _read(
@@ -341,7 +341,7 @@ class AsyncShardedStore(AsyncChunkStore):
         except SHARD_FAILURES:
             shard.breaker.failed()
             raise
-        shard.breaker.succeeded()
+        shard.breaker.record_success()
 
     async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         owned = _by_owner(await self.shard_map(), keys, replicas=1)
@@ -350,7 +350,7 @@ class AsyncShardedStore(AsyncChunkStore):
         )
         return sum(answer or 0 for answer in answers)
 
-    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         """Holds every replica. The count is of chunks; a shard that does not answer pins none of its own."""
         shards = await self.shard_map()
         owned = _by_owner(shards, keys, shards.replicas)
@@ -360,7 +360,7 @@ class AsyncShardedStore(AsyncChunkStore):
         pins = [(owner.shard_id, pin) for owner, pin in zip(owned, answers, strict=True) if pin is not None]
         lease_id = _SHARDS.join(f"{shard_id}{_LEASE}{pin.lease_id}" for shard_id, pin in pins)
         held = await self.lookup(namespace, keys)
-        return Pinned(lease_id, sum(manifest is not None for manifest in held))
+        return PinLease(lease_id, sum(manifest is not None for manifest in held))
 
     async def unpin(self, lease_id: str) -> int:
         shards = {shard.shard_id: shard for shard in (await self.shard_map()).shards}
@@ -510,7 +510,7 @@ def _of_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) 
     return [answer for answer in answers if answer is not None]
 
 
-def _renumbered(buffer_for: BufferFor | None, chunks: Sequence[int]) -> BufferFor | None:
+def _renumber_chunks(buffer_for: BufferFor | None, chunks: Sequence[int]) -> BufferFor | None:
     """`buffer_for` with the chunks of one shard's stream numbered as in the whole request."""
     if buffer_for is None:
         return None
@@ -537,7 +537,7 @@ def _prefetch_call(
 
 def _pin_call(
     namespace: str, keys: Sequence[ChunkKey], lease_s: float
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Pinned]]:
+) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, PinLease]]:
     return lambda store: store.pin(namespace, keys, lease_s)
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.plan import Source
+from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.core.stream import ChunkLost as ChunkLost
 from kintsugi.core.stream import LayerFrame as LayerFrame
@@ -42,11 +42,11 @@ class Found:
     """A chunk that a store has, and where."""
 
     manifest: ChunkManifest
-    source: Source
+    source: ChunkSource
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinLease:
     """What a pin holds."""
 
     lease_id: str
@@ -69,7 +69,7 @@ class ChunkStore(ABC):
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
         """As `lookup`, with where each chunk would be read from now: one call to the store for both."""
-        source = Source(tier=self.transport)
+        source = ChunkSource(tier=self.transport)
         return [None if m is None else Found(m, source) for m in self.lookup(namespace, keys)]
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
@@ -177,7 +177,7 @@ class AsyncChunkStore(ABC):
 
     async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
         """As `ChunkStore.find`."""
-        source = Source(tier=self.transport)
+        source = ChunkSource(tier=self.transport)
         return [None if m is None else Found(m, source) for m in await self.lookup(namespace, keys)]
 
     @abstractmethod
@@ -214,7 +214,7 @@ class AsyncChunkStore(ABC):
         """Start to bring chunks into RAM; how many are there or on their way. Returns at once."""
 
     @abstractmethod
-    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> Pinned:
+    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         """Keep chunks from leaving for `lease_s`. Raises `ResourceExhausted` past what may be pinned."""
 
     @abstractmethod

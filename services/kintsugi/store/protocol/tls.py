@@ -101,7 +101,7 @@ def open_async_channel(address: str, tls: TlsFiles | None) -> Any:
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=tls.options())
 
 
-class Line:
+class ReloadingChannel:
     """A channel to one address that is made anew once its TLS files have changed. Thread-safe."""
 
     def __init__(
@@ -145,7 +145,7 @@ class ServerTls:
         self._lock = threading.Lock()
         self.credentials: Any = grpc.dynamic_ssl_server_credentials(
             self._configuration(),
-            self._changed,
+            self._reload_if_changed,
             require_client_authentication=isinstance(files, TlsFiles) or files.client_ca is not None,
         )
 
@@ -153,7 +153,7 @@ class ServerTls:
         ca, cert, key = self._files.read()
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
-    def _changed(self) -> Any:
+    def _reload_if_changed(self) -> Any:
         """What gRPC asks at each handshake: the new files, or None to go on with the old."""
         with self._lock:
             stamp = self._files.stamp()
@@ -178,7 +178,7 @@ def is_loopback(listen: str) -> bool:
         return False
 
 
-def checked_address(field: str, address: str) -> tuple[str, int]:
+def parse_address(field: str, address: str) -> tuple[str, int]:
     """Host and port of `host:port`. Raises `InvalidField`: gRPC makes up a port for what names none."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > PORT_MAX:
@@ -186,10 +186,10 @@ def checked_address(field: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def checked_listen(listen: str, tls: TlsFiles | None, insecure: bool) -> None:
+def check_listen(listen: str, tls: TlsFiles | None, insecure: bool) -> None:
     """Raise `InvalidField` for what is no address, and for one beyond loopback without TLS, unless
     `insecure` says so."""
-    checked_address("listen", listen)
+    parse_address("listen", listen)
     if tls is None and not insecure and not is_loopback(listen):
         raise InvalidField(
             "listen",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.store.shard.entry import Entry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -52,8 +52,8 @@ class Admission:
         writers: Sequence[WriteBack],
         index: Index,
         config: ShardConfig,
-        forget: Callable[[Entry], None],
-        forget_unheld: Callable[[Entry], None],
+        forget: Callable[[ChunkEntry], None],
+        forget_unheld: Callable[[ChunkEntry], None],
     ) -> None:
         self.ram = ram
         self.disks = disks
@@ -101,7 +101,7 @@ class Admission:
             self._forget(entry)
         return True
 
-    def _quota_victim(self, namespace: str) -> Entry | None:
+    def _quota_victim(self, namespace: str) -> ChunkEntry | None:
         """Of the namespace's chunks, what the slowest tier that has any gives up first."""
         tiers: tuple[DiskTier | RamTier, ...] = (*reversed(self.disks), self.ram)
         for tier in tiers:
@@ -123,7 +123,7 @@ class Admission:
         writer = self.writers[0] if self.writers and not self.writers[0].tier.failure else None
         busy = writer is not None and writer.queue_bytes >= needed_bytes
 
-        def may_leave(entry: Entry) -> bool:
+        def may_leave(entry: ChunkEntry) -> bool:
             if entry.ram is None or entry.ram.readers or (entry.pins and entry.disk is None):
                 return False
             return entry.disk is not None or not busy
@@ -141,6 +141,6 @@ class Admission:
         return True
 
 
-def _is_idle(entry: Entry) -> bool:
+def _is_idle(entry: ChunkEntry) -> bool:
     busy = (entry.ram is not None and entry.ram.readers) or (entry.disk is not None and entry.disk.readers)
     return not entry.pins and not busy

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import lmdb
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.store.shard.entry import Entry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.tiers.disk_tier import DiskTier, runs_of
 from kintsugi.store.shard.writeback import WriteBack
 
@@ -26,7 +26,7 @@ class Demoter:
         self,
         lock: threading.RLock,
         next_of: Mapping[DiskTier, WriteBack],
-        forget: Callable[[Entry], None],
+        forget: Callable[[ChunkEntry], None],
     ) -> None:
         self._lock = lock
         self._next_of = next_of
@@ -34,13 +34,13 @@ class Demoter:
         self._forget = forget
         """Drop an entry that no tier holds. Under the lock."""
 
-    def demote(self, victims: Sequence[Entry], tier: DiskTier) -> None:
+    def demote(self, victims: Sequence[ChunkEntry], tier: DiskTier) -> None:
         """Unlink `victims` from `tier`. Those that RAM does not hold either go one tier down, or away."""
         writer = self._next_of.get(tier)
-        placed: dict[Entry, Residence] = {}
+        placed: dict[ChunkEntry, Residence] = {}
         if writer is not None:
             try:
-                placed = self._copied(victims, tier, writer)
+                placed = self._copy_to_tier(victims, tier, writer)
             except (OSError, lmdb.Error) as error:
                 log.error("%s: demotion to %s failed: %s", tier.name, writer.tier.name, error)
         with self._lock:
@@ -59,9 +59,11 @@ class Demoter:
                 elif entry.ram is None:
                     self._forget(entry)
 
-    def _copied(self, victims: Sequence[Entry], tier: DiskTier, writer: WriteBack) -> dict[Entry, Residence]:
+    def _copy_to_tier(
+        self, victims: Sequence[ChunkEntry], tier: DiskTier, writer: WriteBack
+    ) -> dict[ChunkEntry, Residence]:
         """Committed copies in the next tier of what RAM does not hold. Raises `OSError`, `lmdb.Error`."""
-        placed: dict[Entry, Residence] = {}
+        placed: dict[ChunkEntry, Residence] = {}
         try:
             for entry in victims:
                 with self._lock:
@@ -82,11 +84,11 @@ class Demoter:
 
     def _copy(
         self,
-        entry: Entry,
+        entry: ChunkEntry,
         source: Residence,
         tier: DiskTier,
         writer: WriteBack,
-        placed: dict[Entry, Residence],
+        placed: dict[ChunkEntry, Residence],
     ) -> None:
         try:
             target = writer.room_for(entry)

@@ -17,7 +17,7 @@ Address = tuple[str, ChunkKey]
 """Namespace and key: there is no way to name a chunk without its tenant."""
 
 
-class Tier(Protocol):
+class TierRef(Protocol):
     """Where a residence lies."""
 
     @property
@@ -34,7 +34,7 @@ class Tier(Protocol):
 class Residence:
     """The bytes of one chunk in one tier. Whoever uses them holds a reader count."""
 
-    tier: Tier
+    tier: TierRef
     address: Address
     extents: tuple[Extent, ...]
     stride: int
@@ -84,7 +84,7 @@ class Residence:
 
 
 @dataclass(eq=False)
-class Entry:
+class ChunkEntry:
     """One chunk."""
 
     manifest: ChunkManifest

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.shard.entry import Address, Entry
+from kintsugi.store.shard.entry import Address, ChunkEntry
 
 _Anchor = tuple[str, bytes, int]
 
@@ -20,21 +20,21 @@ class Index:
     """Not thread-safe: the shard holds the lock."""
 
     def __init__(self) -> None:
-        self._entries: dict[Address, Entry] = {}
-        self._by_anchor: dict[_Anchor, list[Entry]] = {}
+        self._entries: dict[Address, ChunkEntry] = {}
+        self._by_anchor: dict[_Anchor, list[ChunkEntry]] = {}
         self._keys: dict[str, list[bytes]] = {}
         self.bytes_by_namespace: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ChunkEntry]:
         return iter(self._entries.values())
 
-    def get(self, address: Address) -> Entry | None:
+    def get(self, address: Address) -> ChunkEntry | None:
         return self._entries.get(address)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ChunkEntry) -> None:
         namespace, key = entry.address
         assert entry.address not in self._entries
         self._entries[entry.address] = entry
@@ -45,7 +45,7 @@ class Index:
         if anchor is not None:
             self._by_anchor.setdefault(anchor, []).append(entry)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: ChunkEntry) -> None:
         namespace, key = entry.address
         del self._entries[entry.address]
         keys = self._keys[namespace]
@@ -60,11 +60,11 @@ class Index:
             if not entries:
                 del self._by_anchor[anchor]
 
-    def candidates(self, namespace: str, space_digest: bytes, anchor: int) -> Sequence[Entry]:
+    def candidates(self, namespace: str, space_digest: bytes, anchor: int) -> Sequence[ChunkEntry]:
         """Chunks of a space that begin with the tokens `anchor` stands for."""
         return self._by_anchor.get((namespace, space_digest, anchor), ())
 
-    def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[Entry]:
+    def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
         """Entries in key order."""
         keys = self._keys.get(namespace, [])
         start = 0 if after is None else bisect_right(keys, after.digest)

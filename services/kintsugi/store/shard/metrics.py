@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kintsugi.store.protocol.tls import checked_address
+from kintsugi.store.protocol.tls import parse_address
 from kintsugi.store.shard.shard import Shard
 
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -47,7 +47,7 @@ class ShardMetrics:
 
     def serve(self, address: str) -> Any:
         """Answer scrapes at `host:port`; the HTTP server, to shut down. Raises `InvalidField`, `OSError`."""
-        host, port = checked_address("metrics", address)
+        host, port = parse_address("metrics", address)
         server, _ = start_http_server(port, host, self.registry)
         return server
 

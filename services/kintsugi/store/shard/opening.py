@@ -12,7 +12,7 @@ import lmdb
 
 from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.store.shard.admission import ShardConfig
-from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
 from kintsugi.store.shard.shard import Shard
@@ -26,7 +26,7 @@ SIZE_BYTES_MAX = 1 << 60
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB|TiB)")
 
 
-def parsed_size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes of `4GiB`, `512MiB`, `1048576`. Raises `InvalidField`."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -52,7 +52,7 @@ class SsdSpec:
         folder, separator, size = text.rpartition(":")
         if not separator or not folder:
             raise InvalidField("ssd", f"{text!r} must name a folder and a size, such as /mnt/nvme0:64GiB")
-        capacity_bytes = parsed_size(size)
+        capacity_bytes = parse_size(size)
         if capacity_bytes < BLOCK_BYTES:
             raise InvalidField("ssd", f"{text!r} gives it less than one block of {BLOCK_BYTES} bytes")
         return SsdSpec(Path(folder), capacity_bytes)
@@ -80,16 +80,18 @@ def open_shard(spec: ShardSpec) -> Shard:
     """
     if spec.ssds and spec.data_dir is None:
         raise InvalidField("data-dir", "is needed with --ssd: it holds the shard's identity")
-    policy: Callable[[int], EvictionPolicy[Entry]] = policy_factory(spec.policy, lambda entry: entry.address)
+    policy: Callable[[int], EvictionPolicy[ChunkEntry]] = policy_factory(
+        spec.policy, lambda entry: entry.address
+    )
     with ExitStack() as undo:
         home = None if spec.data_dir is None else Home(spec.data_dir)
         shard_id = None
         if home is not None:
             undo.callback(home.close)
             shard_id = home.identity.shard_id
-        disks = [_opened_tier(f"ssd{i}", ssd, shard_id, policy, undo) for i, ssd in enumerate(spec.ssds)]
+        disks = [_open_tier(f"ssd{i}", ssd, shard_id, policy, undo) for i, ssd in enumerate(spec.ssds)]
         folders = ", ".join(str(folder) for folder in (spec.data_dir, *(ssd.path for ssd in spec.ssds)))
-        with _explained(folders):
+        with _translate_open_errors(folders):
             shard = Shard(
                 RamTier(spec.ram_bytes, policy),
                 disks,
@@ -102,7 +104,7 @@ def open_shard(spec: ShardSpec) -> Shard:
 
 
 @contextmanager
-def _explained(where: object) -> Iterator[None]:
+def _translate_open_errors(where: object) -> Iterator[None]:
     """What a folder's files fail with, as our errors."""
     try:
         yield
@@ -114,16 +116,16 @@ def _explained(where: object) -> Iterator[None]:
         raise InvalidField("data-dir", f"{where} cannot be used ({error})") from error
 
 
-def _opened_tier(
+def _open_tier(
     name: str,
     ssd: SsdSpec,
     shard_id: str | None,
-    policy: Callable[[int], EvictionPolicy[Entry]],
+    policy: Callable[[int], EvictionPolicy[ChunkEntry]],
     undo: ExitStack,
 ) -> DiskTier:
     home = Home(ssd.path / "kintsugi-tier", shard_id)
     try:
-        with _explained(ssd.path):
+        with _translate_open_errors(ssd.path):
             tier = DiskTier(name, home, ssd.capacity_bytes, policy)
     except BaseException:
         home.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
-from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.entry import ChunkEntry
 
 LEASE_S_MAX = 24 * 3600.0
 PINS_MAX = 65536
@@ -17,7 +17,7 @@ PINNED_SHARE_MAX = 0.5
 
 @dataclass(frozen=True)
 class _Pin:
-    entries: Sequence[Entry]
+    entries: Sequence[ChunkEntry]
     expires_s: float
 
 
@@ -30,7 +30,7 @@ class Pins:
         self._pins: dict[str, _Pin] = {}
         self._bytes = 0
 
-    def pin(self, entries: Sequence[Entry], lease_s: float) -> str:
+    def pin(self, entries: Sequence[ChunkEntry], lease_s: float) -> str:
         """Raises `InvalidField` for a lease out of bounds, `ResourceExhausted` past what may be pinned."""
         if not 0 < lease_s <= LEASE_S_MAX:
             raise InvalidField("lease_s", f"{lease_s} is outside (0, {LEASE_S_MAX:.0f}]")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.store.shard.entry import Entry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
@@ -26,10 +26,10 @@ READERS = 3
 
 
 @dataclass(frozen=True)
-class Load:
+class Promotion:
     """One chunk on its way; both residences are held until it is there."""
 
-    entry: Entry
+    entry: ChunkEntry
     source: Residence
     tier: DiskTier
     target: Residence
@@ -42,7 +42,7 @@ class Promoter:
         self,
         ram: RamTier,
         lock: threading.RLock,
-        on_lost: Callable[[Entry], None],
+        on_lost: Callable[[ChunkEntry], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         self._ram = ram
@@ -50,7 +50,7 @@ class Promoter:
         self._on_lost = on_lost
         self._on_death = on_death
         self._waiting = threading.Condition(lock)
-        self._turns: deque[Iterator[tuple[Load, int, int]]] = deque()
+        self._turns: deque[Iterator[tuple[Promotion, int, int]]] = deque()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kintsugi-read{i}", daemon=True) for i in range(READERS)
@@ -60,7 +60,7 @@ class Promoter:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, loads: Sequence[Load]) -> None:
+    def submit(self, loads: Sequence[Promotion]) -> None:
         """Fill the targets, whose layers are all unloaded, layer-major. Under the lock."""
         self._turns.append(_steps(loads))
         self._waiting.notify_all()
@@ -90,7 +90,7 @@ class Promoter:
         except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
             self._on_death(error)
 
-    def _load(self, load: Load, start: int, stop: int) -> None:
+    def _load(self, load: Promotion, start: int, stop: int) -> None:
         target = load.target
         lost = target.lost
         if not lost:
@@ -111,7 +111,7 @@ class Promoter:
                 target.release()
 
 
-def _steps(loads: Sequence[Load]) -> Iterator[tuple[Load, int, int]]:
+def _steps(loads: Sequence[Promotion]) -> Iterator[tuple[Promotion, int, int]]:
     """Layers `[start, stop)` of one load at a time, the earliest layers of every load first."""
     positions = dict.fromkeys(loads, 0)
     while positions:

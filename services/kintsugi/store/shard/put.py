@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.core.layout import HeadRange
-from kintsugi.store.shard.entry import Entry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.eviction.placement import AUTO
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
@@ -45,7 +45,7 @@ class ChunkPut:
     Cost per byte: one copy into the arena and one xxh3 pass over it.
     """
 
-    def __init__(self, entry: Entry, residence: Residence, ram: RamTier, tier: str) -> None:
+    def __init__(self, entry: ChunkEntry, residence: Residence, ram: RamTier, tier: str) -> None:
         self.entry = entry
         self.residence = residence
         self.tier = tier

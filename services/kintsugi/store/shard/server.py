@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.malloc import keep_large_buffers
-from kintsugi.store.protocol.tls import ServerTls, TlsFiles, checked_listen
+from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.service import ChunkStoreService
@@ -78,15 +78,15 @@ class ShardServer:
     def start(self) -> None:
         """Listen. Raises `Unavailable` where the address cannot be had, `InvalidField` for one beyond
         loopback without TLS."""
-        checked_listen(self._listen, self._options.tls, self._options.insecure)
+        check_listen(self._listen, self._options.tls, self._options.insecure)
         keep_large_buffers()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kintsugi-store", daemon=True)
         self._thread.start()
         try:
-            self._call(self._started())
+            self._call(self._start_grpc())
         except (RuntimeError, OSError, KintsugiError) as error:
-            self._call(self._stopped(0.0))
+            self._call(self._stop_grpc(0.0))
             self._close_door()
             self._end_loop()
             if isinstance(error, KintsugiError):
@@ -94,7 +94,7 @@ class ShardServer:
             hint = "" if self._options.tls is None else " (or the TLS files are no matching PEM files)"
             raise Unavailable(f"cannot listen on {self._listen}: {error}{hint}") from error
 
-    async def _started(self) -> None:
+    async def _start_grpc(self) -> None:
         self._server = grpc.aio.server(options=wire.CHANNEL_OPTIONS)
         if self._options.share_arena:
             self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
@@ -127,7 +127,7 @@ class ShardServer:
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Let calls finish for `grace_s`, then end."""
-        self._call(self._stopped(grace_s))
+        self._call(self._stop_grpc(grace_s))
         self._keeper.stop()
         self._close_door()
         if self._metrics_server is not None:
@@ -135,7 +135,7 @@ class ShardServer:
             self._metrics_server.server_close()
         self._end_loop()
 
-    async def _stopped(self, grace_s: float) -> None:
+    async def _stop_grpc(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:

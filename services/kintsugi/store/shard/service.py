@@ -31,7 +31,7 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.store.shard.admission import NoRoomYet
-from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi.store.shard.put import ChunkPut, PutOptions
@@ -52,7 +52,7 @@ STREAM_BYTES_MAX = 2 << 30
 """Of messages that streams may hold for slow readers, two each: 512 streams of 2 MiB frames."""
 
 
-def _checked_protocol(context: Any) -> None:
+def _check_protocol(context: Any) -> None:
     metadata = dict(context.invocation_metadata() or ())
     version = metadata.get(wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION))
     if version not in {str(spoken) for spoken in wire.PROTOCOLS_SPOKEN}:
@@ -75,7 +75,7 @@ def _answers(
     @wraps(handler)
     async def guarded(self: Any, request: Any, context: Any) -> Any:
         try:
-            _checked_protocol(context)
+            _check_protocol(context)
             with self.metrics.timed(handler.__name__):
                 return await handler(self, request, context)
         except KintsugiError as error:
@@ -101,10 +101,10 @@ class ChunkStoreService:
     @_answers
     async def lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         if len(request.keys) > wire.LOOKUP_KEYS_BATCH:  # others' lookups need not wait for so many
-            return await asyncio.to_thread(self._looked_up, request)
-        return self._looked_up(request)
+            return await asyncio.to_thread(self._build_lookup_response, request)
+        return self._build_lookup_response(request)
 
-    def _looked_up(self, request: pb.LookupRequest) -> pb.LookupResponse:
+    def _build_lookup_response(self, request: pb.LookupRequest) -> pb.LookupResponse:
         entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
         size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
         if size > wire.RESPONSE_BYTES_MAX:
@@ -143,7 +143,7 @@ class ChunkStoreService:
     async def put_chunk_kv(self, messages: AsyncIterator[bytes], context: Any) -> pb.PutChunkKVResponse:
         manifest, options = self._put_header(await _next_message(messages))
         durable = options.durable
-        put = await self._begun_put(manifest, options)
+        put = await self._begin_put(manifest, options)
         if put is None:
             return await self._present(manifest, durable)
         try:
@@ -161,12 +161,12 @@ class ChunkStoreService:
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
         """The answer for a key that is there already: durable only once it is."""
-        writing = self.shard.made_durable(manifest.namespace, manifest.key) if durable else None
+        writing = self.shard.make_durable(manifest.namespace, manifest.key) if durable else None
         if writing is not None:
             await asyncio.wrap_future(writing)
         return pb.PutChunkKVResponse(inserted=False)
 
-    async def _begun_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
+    async def _begin_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
         """Room for a chunk. Waits in a thread, because it may take a disk's time to come."""
         try:
             return self.shard.begin_put(manifest, options)
@@ -304,18 +304,18 @@ class ChunkStoreService:
     async def delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
         keys = wire.keys_from_wire(request.keys)
         deleted = self.shard.delete(request.namespace, keys)
-        await self._flushed()
+        await self._wait_for_flush()
         return pb.DeleteResponse(deleted=deleted)
 
-    async def _flushed(self) -> None:
+    async def _wait_for_flush(self) -> None:
         """Deletions survive a crash before they are answered."""
         await asyncio.gather(*map(asyncio.wrap_future, self.shard.flushed()))
 
     @_answers
     async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
-        return await asyncio.to_thread(self._listed, request)
+        return await asyncio.to_thread(self._build_list_page, request)
 
-    def _listed(self, request: pb.ListRequest) -> pb.ListResponse:
+    def _build_list_page(self, request: pb.ListRequest) -> pb.ListResponse:
         """A page: thousands of manifests take a tenth of a second, which lookups must not wait for."""
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
@@ -331,7 +331,7 @@ class ChunkStoreService:
     @_answers
     async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         deleted = await asyncio.to_thread(self.shard.clear, request.namespace)
-        await self._flushed()
+        await self._wait_for_flush()
         return pb.ClearResponse(deleted=deleted)
 
     @_answers
@@ -362,7 +362,7 @@ class ChunkStoreService:
         """Every RPC of the service; bulk ones exchange bytes, which nobody serialises again."""
         unary = grpc.unary_unary_rpc_method_handler
         handlers = {
-            name: unary(handler, request.FromString, _serialized)
+            name: unary(handler, request.FromString, _serialize_response)
             for name, handler, request in (
                 ("Lookup", self.lookup, pb.LookupRequest),
                 ("LookupAnchors", self.lookup_anchors, pb.LookupAnchorsRequest),
@@ -381,7 +381,7 @@ class ChunkStoreService:
             )
         }
         handlers["PutChunkKV"] = grpc.stream_unary_rpc_method_handler(
-            self.put_chunk_kv, response_serializer=_serialized
+            self.put_chunk_kv, response_serializer=_serialize_response
         )
         handlers["LeaseLayers"] = grpc.unary_stream_rpc_method_handler(
             self.lease_layers, pb.LeaseLayersRequest.FromString
@@ -392,11 +392,11 @@ class ChunkStoreService:
         return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
 
 
-def _serialized(message: Any) -> Any:
+def _serialize_response(message: Any) -> Any:
     return message.SerializeToString()
 
 
-def _found(entry: Entry | None) -> pb.Found:
+def _found(entry: ChunkEntry | None) -> pb.Found:
     if entry is None:
         return pb.Found()
     return pb.Found(manifest=wire.manifest_to_wire(entry.manifest), tier=entry.tier_name)

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.spaces import ChunkKey, checked_namespace
+from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard.admission import Admission, NoRoomYet, ShardConfig
 from kintsugi.store.shard.demotion import Demoter
-from kintsugi.store.shard.entry import Address, Entry, Residence
-from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, TierSpeed, chosen_tier
+from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
+from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, TierSpeed, choose_tier
 from kintsugi.store.shard.eviction.reuse import ReuseGaps
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Pins
-from kintsugi.store.shard.promotion import Load, Promoter
+from kintsugi.store.shard.promotion import Promoter, Promotion
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.shard.reading import HeldChunk, Reading
 from kintsugi.store.shard.reports import Reports
@@ -133,15 +133,15 @@ class Shard:
 
     # Finding
 
-    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Entry | None]:
+    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkEntry | None]:
         """The entry of each key; a hit counts as a use."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
         with self.lock:
-            return [self._used((namespace, key)) for key in keys]
+            return [self._use_entry((namespace, key)) for key in keys]
 
-    def _used(self, address: Address) -> Entry | None:
-        entry = self._living(address)
+    def _use_entry(self, address: Address) -> ChunkEntry | None:
+        entry = self._get_live_entry(address)
         if entry is None:
             self.counters.misses += 1
             self.reuse.missed(address)
@@ -150,7 +150,7 @@ class Shard:
         self._touch(entry)
         return entry
 
-    def _touch(self, entry: Entry) -> None:
+    def _touch(self, entry: ChunkEntry) -> None:
         entry.uses += 1
         entry.used_at_s = self._wall_clock()
         if entry.ram is not None:
@@ -158,7 +158,7 @@ class Shard:
         if entry.disk is not None:
             disk_of(entry.disk).policy.touch(entry)
 
-    def _living(self, address: Address) -> Entry | None:
+    def _get_live_entry(self, address: Address) -> ChunkEntry | None:
         """The entry, unless it is absent or its time is over."""
         entry = self._index.get(address)
         if entry is not None and entry.expires_at_s <= self._wall_clock() and not entry.pins:
@@ -171,7 +171,7 @@ class Shard:
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
         """As `ChunkStore.lookup_anchors`."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
         found: dict[int, list[ChunkManifest]] = {}
         with self.lock:
@@ -182,9 +182,9 @@ class Shard:
                     found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
         return found
 
-    def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[Entry]:
+    def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
         """Entries in key order."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
         with self.lock:
             return self._index.page(namespace, limit, after)
@@ -207,7 +207,7 @@ class Shard:
                 self._check_alive()
                 if self.draining:
                     raise Unavailable("this shard is draining; put to another")
-                if self._living((manifest.namespace, manifest.key)) is not None:
+                if self._get_live_entry((manifest.namespace, manifest.key)) is not None:
                     return None
                 tier = self._tier_for(manifest, options, recompute_ms)
                 residence = self._admission.room_for_put(manifest, tier)
@@ -222,12 +222,12 @@ class Shard:
                 self._changed.wait(deadline_s - self._clock())
             residence.acquire()
         expires_at_s = self._wall_clock() + options.ttl_s
-        entry = Entry(manifest, expires_at_s, recompute_ms, used_at_s=self._wall_clock())
+        entry = ChunkEntry(manifest, expires_at_s, recompute_ms, used_at_s=self._wall_clock())
         return ChunkPut(entry, residence, self.ram, tier)
 
     def _tier_for(self, manifest: ChunkManifest, options: PutOptions, recompute_ms: float) -> str:
         speeds = [TierSpeed(disk.name, disk.read_bytes_per_s) for disk in self.disks]
-        tier = chosen_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
+        tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
         for disk in self.disks:
             if disk.name == tier and manifest.chunk_bytes > disk.capacity_bytes:
                 raise ResourceExhausted(
@@ -244,7 +244,7 @@ class Shard:
             raise InvalidField("frames", "the put was committed before its last layer")
         entry = put.entry
         with self.lock:
-            present = self._living(entry.address)
+            present = self._get_live_entry(entry.address)
             if present is not None:
                 self.abort(put)
                 return Committed(False, None)
@@ -264,7 +264,7 @@ class Shard:
             put.residence.condemn()
             put.residence.release()
 
-    def made_durable(self, namespace: str, key: ChunkKey) -> Future[None] | None:
+    def make_durable(self, namespace: str, key: ChunkKey) -> Future[None] | None:
         """Done once a chunk that is here is on disk, which starts now where RAM alone has it; None where it
         is there, or gone. Raises `InvalidField` without an SSD tier."""
         with self.lock:
@@ -277,10 +277,10 @@ class Shard:
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that was there. Durable once `flushed` is done."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
         with self.lock:
-            entries = [self._living((namespace, key)) for key in keys]
+            entries = [self._get_live_entry((namespace, key)) for key in keys]
             present = {entry.address: entry for entry in entries if entry is not None}
             for entry in present.values():
                 self._forget(entry)
@@ -288,7 +288,7 @@ class Shard:
 
     def clear(self, namespace: str) -> int:
         """Forget a namespace's chunks; their number. Takes the lock for some at a time."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
         cleared = 0
         while True:
@@ -305,17 +305,17 @@ class Shard:
         with self.lock:
             return [writer.flush() for writer in self.writers]
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: ChunkEntry) -> None:
         self._forget_unheld(entry)
         self.ram.drop(entry)
         if entry.disk is not None:
             disk_of(entry.disk).drop(entry)
 
-    def _forget_evicted(self, entry: Entry) -> None:
+    def _forget_evicted(self, entry: ChunkEntry) -> None:
         self._forget_unheld(entry)
         self.reuse.left(entry.address)
 
-    def _forget_unheld(self, entry: Entry) -> None:
+    def _forget_unheld(self, entry: ChunkEntry) -> None:
         self._index.remove(entry)
         entry.gone = True
 
@@ -326,17 +326,17 @@ class Shard:
 
         Raises `InvalidField` for a range that a chunk lacks.
         """
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
         with self.lock:
-            entries = [self._living((namespace, key)) for key in keys]
+            entries = [self._get_live_entry((namespace, key)) for key in keys]
             for entry in entries:
                 if entry is not None:
-                    checked_range(entry.manifest, layers, heads)
-            return Reading(self._held(entries, heads))
+                    check_range(entry.manifest, layers, heads)
+            return Reading(self._hold_entries(entries, heads))
 
-    def _held(self, entries: Sequence[Entry | None], heads: HeadRange) -> list[HeldChunk | None]:
-        loads: list[Load] = []
+    def _hold_entries(self, entries: Sequence[ChunkEntry | None], heads: HeadRange) -> list[HeldChunk | None]:
+        loads: list[Promotion] = []
         held: list[HeldChunk | None] = []
         for entry in entries:
             if entry is None:
@@ -353,7 +353,7 @@ class Shard:
             self._promoter.submit(loads)
         return held
 
-    def _promotion(self, entry: Entry) -> Load | None:
+    def _promotion(self, entry: ChunkEntry) -> Promotion | None:
         """A load of the chunk into RAM; None where RAM has no room for it now."""
         source = entry.disk
         assert source is not None
@@ -365,15 +365,15 @@ class Shard:
         target.unloaded.update(range(len(target.offsets)))
         target.acquire()
         self.ram.adopt(entry, target)
-        return Load(entry, source, disk_of(source), target)
+        return Promotion(entry, source, disk_of(source), target)
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Start to bring chunks into RAM; how many are there or on their way."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
-        loads: list[Load] = []
+        loads: list[Promotion] = []
         with self.lock:
-            entries = {entry for key in keys if (entry := self._living((namespace, key))) is not None}
+            entries = {entry for key in keys if (entry := self._get_live_entry((namespace, key))) is not None}
             for entry in entries:
                 load = self._promotion(entry) if entry.ram is None else None
                 loads += [] if load is None else [load]
@@ -394,11 +394,11 @@ class Shard:
         Key -> whether all its copies are intact; absent ones are left out. Blocks; one xxh3 pass over the
         bytes.
         """
-        checked_namespace(namespace)
+        check_namespace(namespace)
         intact: dict[ChunkKey, bool] = {}
         for key in keys:
             with self.lock:
-                entry = self._living((namespace, key))
+                entry = self._get_live_entry((namespace, key))
                 if entry is None:
                     continue
                 heads = HeadRange(0, entry.manifest.layout.num_kv_heads)
@@ -414,7 +414,7 @@ class Shard:
         return intact
 
     def _quarantine_copies(
-        self, entry: Entry, verified: Sequence[Residence], damaged: Sequence[Residence]
+        self, entry: ChunkEntry, verified: Sequence[Residence], damaged: Sequence[Residence]
     ) -> None:
         """Drop damaged copies; the chunk with them unless another is whole and nothing works on it, or made
         a copy of it meanwhile. What only RAM is left to hold goes to disk again."""
@@ -432,7 +432,7 @@ class Shard:
                 disk_of(entry.disk).drop(entry)
                 self.writers[0].submit(entry)
 
-    def _quarantine(self, entry: Entry) -> None:
+    def _quarantine(self, entry: ChunkEntry) -> None:
         with self.lock:
             self.counters.quarantined += 1
             log.error("quarantined chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
@@ -443,10 +443,10 @@ class Shard:
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> tuple[str, int]:
         """Keep chunks from leaving; the lease's id and how many of them are there."""
-        checked_namespace(namespace)
+        check_namespace(namespace)
         self._check_alive()
         with self.lock:
-            entries = {entry for key in keys if (entry := self._living((namespace, key))) is not None}
+            entries = {entry for key in keys if (entry := self._get_live_entry((namespace, key))) is not None}
             return self._pins.pin(list(entries), lease_s), len(entries)
 
     def unpin(self, lease_id: str) -> int:
@@ -463,7 +463,7 @@ class Shard:
         due = [entry for entry in entries if entry.expires_at_s <= now]  # not under the lock: there are many
         with self.lock:
             for entry in due:
-                self._living(entry.address)
+                self._get_live_entry(entry.address)
 
     def save_uses(self) -> None:
         """Remember over a restart how chunks were used."""
@@ -494,10 +494,10 @@ class Shard:
                 for entry in self._index:
                     if entry.disk is None and entry.writing is None:
                         self.writers[0].submit(entry)
-            self._changed.wait_for(lambda: not self._unwritten() or self.failure, timeout_s)
-            return self._unwritten()
+            self._changed.wait_for(lambda: not self._count_unwritten_bytes() or self.failure, timeout_s)
+            return self._count_unwritten_bytes()
 
-    def _unwritten(self) -> int:
+    def _count_unwritten_bytes(self) -> int:
         return sum(writer.queue_bytes for writer in self.writers)
 
     def __len__(self) -> int:
@@ -523,7 +523,7 @@ def disk_of(residence: Residence) -> DiskTier:
     return residence.tier
 
 
-def checked_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> None:
+def check_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> None:
     """Raise `InvalidField` unless the chunk has these layers and heads."""
     layout = manifest.layout
     if not 0 <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:

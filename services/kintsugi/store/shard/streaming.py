@@ -66,11 +66,11 @@ class LayerStream:
         async for item in self._items():
             if isinstance(item, _Wait):
                 if batch:
-                    await _written(context, batch.taken())
+                    await _write_message(context, batch.taken())
             elif batch.add(item):
-                await _written(context, batch.taken())
+                await _write_message(context, batch.taken())
         if batch:
-            await _written(context, batch.taken())
+            await _write_message(context, batch.taken())
 
     async def write_descriptors(self, context: Any, message: pb.LeaseLayersResponse) -> None:
         """As `LeaseLayersResponse` messages like `message`, which carries the lease.
@@ -84,11 +84,11 @@ class LayerStream:
             if isinstance(item, _Ready):
                 message.frames.append(self._descriptor(item))
             if message.frames and (isinstance(item, _Wait) or len(message.frames) >= frames_max):
-                await _written(context, message.SerializeToString())
+                await _write_message(context, message.SerializeToString())
                 del message.frames[:]
                 frames_max = DESCRIPTORS_MAX
         message.last = True
-        await _written(context, message.SerializeToString())
+        await _write_message(context, message.SerializeToString())
 
     def _descriptor(self, item: _Ready) -> pb.FrameDescriptor:
         if item.frame is None:
@@ -114,7 +114,7 @@ class LayerStream:
                 frame: memoryview | str | None = "absent" if chunk is None else _frame_in_place(chunk, layer)
                 if chunk is not None and frame is None:
                     yield _Wait()
-                    frame = await self._awaited(chunk, layer, expires_s)
+                    frame = await self._await_frame(chunk, layer, expires_s)
                 if isinstance(frame, memoryview):
                     self.bytes_sent += len(frame)
                     yield _Ready(index, layer, frame)
@@ -122,12 +122,12 @@ class LayerStream:
                     lost.add(index)
                     yield _Ready(index, layer, None, frame or "absent")
 
-    async def _awaited(self, chunk: HeldChunk, layer: int, expires_s: float) -> memoryview | str:
+    async def _await_frame(self, chunk: HeldChunk, layer: int, expires_s: float) -> memoryview | str:
         """A frame that is not in RAM yet, or why it is lost. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(expires_s - time.monotonic()):
                 if chunk.in_ram:
-                    await self._progressed(chunk, layer)
+                    await self._wait_for_progress(chunk, layer)
                     return chunk.lost or chunk.frame(layer)
                 return await asyncio.to_thread(chunk.read, layer)
         except TimeoutError:
@@ -135,7 +135,7 @@ class LayerStream:
         except Corrupted as error:
             return str(error)
 
-    async def _progressed(self, chunk: HeldChunk, layer: int) -> None:
+    async def _wait_for_progress(self, chunk: HeldChunk, layer: int) -> None:
         """Return once a layer is in RAM or lost."""
         loop, progress = asyncio.get_running_loop(), asyncio.Event()
         while True:
@@ -163,7 +163,7 @@ def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
-async def _written(context: Any, message: bytes) -> None:
+async def _write_message(context: Any, message: bytes) -> None:
     async with asyncio.timeout(WRITE_STALL_S_MAX):  # wait_for would make a task of each write
         await context.write(message)
 

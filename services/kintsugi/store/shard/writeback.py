@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import lmdb
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.store.shard.entry import Entry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
@@ -40,7 +40,7 @@ def _promise() -> Future[None]:
 class WriteJob:
     """A chunk whose RAM copy is held until it is on disk."""
 
-    entry: Entry
+    entry: ChunkEntry
     source: Residence
     done: Future[None] = field(default_factory=_promise)
 
@@ -59,7 +59,7 @@ class WriteBack:
         changed: threading.Condition,
         lock: threading.RLock,
         queue_bytes_max: int,
-        demote: Callable[[Sequence[Entry], DiskTier], None],
+        demote: Callable[[Sequence[ChunkEntry], DiskTier], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         self.tier = tier
@@ -86,7 +86,7 @@ class WriteBack:
         """Whether so much more has to wait. A queue that is empty takes anything. Under the lock."""
         return self.queue_bytes > 0 and self.queue_bytes + size_bytes > self.queue_bytes_max
 
-    def submit(self, entry: Entry) -> Future[None]:
+    def submit(self, entry: ChunkEntry) -> Future[None]:
         """Write an entry's RAM copy to the tier. Holds it meanwhile. Under the lock."""
         assert entry.ram is not None
         assert entry.writing is None
@@ -120,7 +120,7 @@ class WriteBack:
         try:
             while self._turn():
                 pass
-            self._settled()
+            self._wait_until_committed()
         except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
             self._die(error)
         finally:
@@ -149,14 +149,14 @@ class WriteBack:
             self._changed.wait_for(lambda: self._jobs or self._flushes or self._closed)
             if not self._jobs and not self._flushes:
                 return False
-            jobs = self._taken()
+            jobs = self._take_write_batch()
             self._batch = [*(job for job in self._batch if not job.done.done()), *jobs]
             flushes, self._flushes = (self._flushes, []) if not self._jobs else ([], self._flushes)
         # What was deleted while it was being committed is buried in this turn.
-        failure = self._settled() if flushes else None
-        failure = self._tried(jobs) or failure
+        failure = self._wait_until_committed() if flushes else None
+        failure = self._write_once(jobs) or failure
         if flushes:
-            failure = self._settled() or failure
+            failure = self._wait_until_committed() or failure
         for flush in flushes:
             if failure is None:
                 flush.set_result(None)
@@ -164,12 +164,12 @@ class WriteBack:
                 flush.set_exception(failure)
         return True
 
-    def _settled(self) -> KintsugiError | None:
+    def _wait_until_committed(self) -> KintsugiError | None:
         """Wait for the batch that is being committed; why it was not."""
         committing, self._committing = self._committing, None
         return None if committing is None else committing.result()
 
-    def _taken(self) -> list[WriteJob]:
+    def _take_write_batch(self) -> list[WriteJob]:
         """The next batch: at least one job where there is one."""
         jobs: list[WriteJob] = []
         size = 0
@@ -178,25 +178,25 @@ class WriteBack:
             size += jobs[-1].source.size_bytes
         return jobs
 
-    def _tried(self, jobs: list[WriteJob]) -> KintsugiError | None:
+    def _write_once(self, jobs: list[WriteJob]) -> KintsugiError | None:
         """Write a batch and have it committed; the disk's failures end with the jobs, not with the thread."""
         try:
             self.tier.bury(self._lock)
-            placed = self._written([job for job in jobs if not job.entry.gone])
+            placed = self._write_frames([job for job in jobs if not job.entry.gone])
         except (OSError, lmdb.Error) as error:
-            return self._failed(jobs, error)
+            return self._fail_jobs(jobs, error)
         ending = {job for job, _ in placed}
         for job in jobs:
             if job not in ending:
                 self._end(job, None)
-        self._settled()
+        self._wait_until_committed()
         if placed:
             self._committing = self._committer.submit(self._commit, placed)
         else:
             self.tier.failure = ""
         return None
 
-    def _failed(self, jobs: Sequence[WriteJob], error: Exception) -> KintsugiError:
+    def _fail_jobs(self, jobs: Sequence[WriteJob], error: Exception) -> KintsugiError:
         failure = Unavailable(f"{self.tier.name}: {error}; what was put is in RAM alone")
         self.tier.failure = str(error)
         log.error("%s: write-back failed: %s", self.tier.name, error)
@@ -204,7 +204,7 @@ class WriteBack:
             self._end(job, failure)
         return failure
 
-    def _written(self, jobs: Sequence[WriteJob]) -> list[_Placed]:
+    def _write_frames(self, jobs: Sequence[WriteJob]) -> list[_Placed]:
         """Chunks whose frames are in the slab, not synced. Raises `OSError`; then none is."""
         placed: list[_Placed] = []
         try:
@@ -228,7 +228,7 @@ class WriteBack:
             self.tier.commit(self._lock, [(job.entry, target) for job, target in placed])
         except (OSError, lmdb.Error) as error:
             self._give_back(placed)
-            return self._failed(jobs, error)
+            return self._fail_jobs(jobs, error)
         except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
             self._die(error)
             return None
@@ -248,7 +248,7 @@ class WriteBack:
             for _, target in placed:
                 self.tier.return_unwritten(target)
 
-    def _no_room(self, entry: Entry) -> KintsugiError:
+    def _no_room(self, entry: ChunkEntry) -> KintsugiError:
         return ResourceExhausted(
             f"{entry.manifest.chunk_bytes} bytes do not fit into {self.tier.name} "
             f"({self.tier.capacity_bytes} bytes) beside what is pinned or being read"
@@ -276,7 +276,7 @@ class WriteBack:
         else:
             job.done.set_exception(failure)
 
-    def room_for(self, entry: Entry) -> Residence | None:
+    def room_for(self, entry: ChunkEntry) -> Residence | None:
         """Room in the tier, after evicting what its policy gives up first; None where that is not enough.
 
         Any thread, without the lock."""
@@ -290,10 +290,10 @@ class WriteBack:
             if not self.tier.bury(self._lock) and not victims:
                 return None
 
-    def _victims(self, needed_bytes: int) -> list[Entry]:
+    def _victims(self, needed_bytes: int) -> list[ChunkEntry]:
         """Entries that the policy gives up, worth more than is needed; still linked, no longer ordered."""
         goal = max(needed_bytes, min(ROOM_BYTES_MIN, self.tier.capacity_bytes // 16))
-        victims: list[Entry] = []
+        victims: list[ChunkEntry] = []
         while goal > 0:
             victim = self.tier.policy.evict(_may_leave)
             if victim is None:
@@ -304,5 +304,5 @@ class WriteBack:
         return victims
 
 
-def _may_leave(entry: Entry) -> bool:
+def _may_leave(entry: ChunkEntry) -> bool:
     return not entry.pins and entry.disk is not None and not entry.disk.readers

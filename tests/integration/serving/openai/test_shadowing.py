@@ -14,7 +14,7 @@ from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.models.bundled import showcase
-from kintsugi.serving.shadowing import Shadowing, shadowing_of
+from kintsugi.serving.shadowing import Shadowing, make_shadowing
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore, LayerFrame
 from tests.integration.serving.openai.conftest import Served, publish_report
@@ -33,7 +33,7 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def shadowing(served: Served, registry: CollectorRegistry) -> Iterator[Shadowing]:
     async def start() -> Shadowing | None:
-        return shadowing_of(EngineSpec(shadow_share=1.0), served.engine, registry)
+        return make_shadowing(EngineSpec(shadow_share=1.0), served.engine, registry)
 
     shadowing = served.run(start())
     assert shadowing is not None
@@ -83,7 +83,7 @@ def test_an_answer_does_not_show_what_a_shadow_asked_for(served: Served, shadowi
 
 @pytest.mark.parametrize("spec", [EngineSpec(shadow_share=0.0), EngineSpec(allow_uncalibrated=True)])
 def test_nothing_is_shadowed_without_a_share_or_a_calibration(served: Served, spec: EngineSpec) -> None:
-    assert shadowing_of(spec, served.engine) is None
+    assert make_shadowing(spec, served.engine) is None
 
 
 def _body(served: Served, chunks: tuple[str, ...], **more: object) -> dict[str, object]:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import FOUND_CHARS_MIN, SPANS_MAX, checked_spans
-from kintsugi.engine.openai.prompt import Piece, SegmentTokenizer, cut_at_chunks, with_documents
+from kintsugi.core.request import FOUND_CHARS_MIN, SPANS_MAX, check_spans
+from kintsugi.engine.openai.prompt import SegmentTokenizer, TextPiece, cut_at_chunks, with_documents
 from kintsugi.models.vocabulary import BOS_ID, train_tokenizer
 from kintsugi.precompute.chunking import Chunker
 
@@ -27,7 +27,7 @@ def pieces(text: str, *chunks: str) -> list[str]:
     return shown(cut_at_chunks(text, chunks, 0))
 
 
-def shown(cut: list[Piece]) -> list[str]:
+def shown(cut: list[TextPiece]) -> list[str]:
     return [f"[{piece.text}]" if piece.is_chunk else piece.text for piece in cut]
 
 
@@ -82,7 +82,7 @@ def test_pieces_make_up_the_text_and_chunks_are_chunks(text: str, chunks: list[s
 def test_a_chunk_has_the_ids_that_it_is_stored_under(gap: str, chunks: list[str]) -> None:
     text = gap.join(["System. ", *chunks, "What?"])
     segmented = SegmentTokenizer(tokenizer(), (BOS_ID,)).segmented(text, chunks, add_special_tokens=True)
-    checked_spans(segmented.spans, len(segmented.token_ids))
+    check_spans(segmented.spans, len(segmented.token_ids))
     assert segmented.token_ids[0] == BOS_ID
     assert tokenizer().decode(segmented.token_ids[1:]) == text
     chunker = Chunker(tokenizer().backend_tokenizer)

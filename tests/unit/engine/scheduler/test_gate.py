@@ -15,7 +15,7 @@ from kintsugi.core.errors import BelowMinimum, Unavailable
 from kintsugi.core.report import Binding
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.scheduler import gate as gate_module
-from kintsugi.engine.scheduler.gate import FileReport, Gate, StoreReports, opened_gate
+from kintsugi.engine.scheduler.gate import FileReport, Gate, StoreReports, open_gate
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING, entry, report
 
@@ -150,22 +150,22 @@ def test_limits_are_lifted_for_a_while() -> None:
 
 def test_allowing_uncalibrated_blending_is_loud(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
     store = RamStore()
-    told = opened_gate(EngineConfig(allow_uncalibrated=True), store, BINDING)
+    told = open_gate(EngineConfig(allow_uncalibrated=True), store, BINDING)
     assert told.state.is_open
     assert told.state.limits is None
     monkeypatch.setenv("KINTSUGI_ALLOW_UNCALIBRATED", "1")
-    assert opened_gate(EngineConfig(), store, BINDING).state.is_open
+    assert open_gate(EngineConfig(), store, BINDING).state.is_open
     assert len(log) == 2
     assert all("NOT CALIBRATED" in line for line in log)
     monkeypatch.delenv("KINTSUGI_ALLOW_UNCALIBRATED")
-    closed = opened_gate(EngineConfig(), store, BINDING)
+    closed = open_gate(EngineConfig(), store, BINDING)
     closed.close()
     assert closed.state.reason == "not_calibrated"
 
 
 def test_an_engine_that_only_saves_asks_for_no_report_and_misses_none(log: list[str]) -> None:
     store = RamStore()
-    gate = opened_gate(EngineConfig(save_only=True, allow_uncalibrated=True), store, BINDING)
+    gate = open_gate(EngineConfig(save_only=True, allow_uncalibrated=True), store, BINDING)
     assert gate.state.reason == "save_only"
     gate.refresh()
     assert gate.state.reason == "save_only"

@@ -26,7 +26,7 @@ from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.fusor.control.controller import LoadingController
-from kintsugi.fusor.control.forecast import Engine
+from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
 from kintsugi.store.client.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
 from kintsugi.store.client.ram import RamStore
@@ -77,7 +77,7 @@ def side(store: StubStore) -> Iterator[SchedulerSide]:
         prefix_token_ids=(),
         hash_block_size=BLOCK,
         declined_because=None,
-        engine=Engine(num_layers=4, projection_share=0.25, step_tokens_max=512, prefetch_layers=2),
+        engine=EngineShape(num_layers=4, projection_share=0.25, step_tokens_max=512, prefetch_layers=2),
     )
     yield side
     side.close()

@@ -63,9 +63,9 @@ def bench() -> Bench:
 
 def test_ttft_runs_from_the_first_look_to_the_end_of_the_step_with_the_first_token(bench: Bench) -> None:
     request: Any = StubRequest("r")
-    bench.timing.admitted(request)
+    bench.timing.record_admission(request)
     bench.now_s += 0.5
-    bench.timing.admitted(request)
+    bench.timing.record_admission(request)
     bench.timing.planned("r", 2.0, is_blend=True)
     bench.step(StubOutput({}), 1.0)
     request.num_output_tokens = 1
@@ -81,7 +81,7 @@ def test_ttft_runs_from_the_first_look_to_the_end_of_the_step_with_the_first_tok
 def test_a_request_that_ends_with_its_first_token_has_a_ttft(bench: Bench) -> None:
     """vLLM lets it go before the step's end is told."""
     request: Any = StubRequest("r")
-    bench.timing.admitted(request)
+    bench.timing.record_admission(request)
     bench.now_s += 1.0
     request.num_output_tokens = 1
     ttft = bench.timing.forget("r")
@@ -92,7 +92,7 @@ def test_a_request_that_ends_with_its_first_token_has_a_ttft(bench: Bench) -> No
 
 def test_an_aborted_request_has_none(bench: Bench) -> None:
     request: Any = StubRequest("r")
-    bench.timing.admitted(request)
+    bench.timing.record_admission(request)
     assert bench.timing.forget("r") is None
     assert bench.timing.forget("never seen") is None
 
@@ -123,7 +123,7 @@ def test_steps_that_overlap_are_not_counted_twice(bench: Bench) -> None:
 
 def test_the_tail_is_what_a_pass_does_not_explain(bench: Bench) -> None:
     request: Any = StubRequest("r")
-    bench.timing.admitted(request)
+    bench.timing.record_admission(request)
     bench.timing.planned("r", None, is_blend=True)
     bench.now_s += 1.0
     bench.timing.pass_ended("r", PassSample(busy_s=0.7, load_wait_s=0.2, projection_share=0.2))
@@ -136,7 +136,7 @@ def test_the_tail_is_what_a_pass_does_not_explain(bench: Bench) -> None:
 @pytest.mark.parametrize("other", ["a step", "a pass"])
 def test_what_others_compute_meanwhile_is_no_tail(bench: Bench, other: str) -> None:
     request: Any = StubRequest("r")
-    bench.timing.admitted(request)
+    bench.timing.record_admission(request)
     bench.timing.planned("r", None, is_blend=True)
     if other == "a step":
         bench.prefill(8000, 1.0, ours_in_flight=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kintsugi.engine.worker.scattered import ScatteredRows, kernel_serves, served_by_kernel
+from kintsugi.engine.worker.scattered import ScatteredRows, kernel_serves, replace_attention_impl
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 16, 8, 6
 
@@ -35,7 +35,7 @@ def test_it_attends_like_dense_attention(window: int | None) -> None:
     query = torch.randn(len(positions), HEADS, HEAD_DIM, generator=generator)
     layer = attention(window)
     output = torch.empty(len(positions), HEADS, HEAD_DIM)
-    with served_by_kernel(layer, ScatteredRows(positions, table)):
+    with replace_attention_impl(layer, ScatteredRows(positions, table)):
         assert layer.impl.other == "kept"
         layer.impl.forward(layer, query, None, None, cache, None, output)
     assert isinstance(layer.impl, SimpleNamespace)
@@ -58,7 +58,7 @@ def test_the_implementation_comes_back_after_an_error() -> None:
     layer = attention()
     impl = layer.impl
     rows = ScatteredRows(torch.tensor([0]), torch.tensor([0]))
-    with pytest.raises(RuntimeError, match="within"), served_by_kernel(layer, rows):
+    with pytest.raises(RuntimeError, match="within"), replace_attention_impl(layer, rows):
         raise RuntimeError("within")
     assert layer.impl is impl
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit, Selection, Source
+from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.control.controller import (
@@ -18,14 +18,14 @@ from kintsugi.fusor.control.controller import (
     WORTHWHILE_SHARE,
     LoadingController,
     candidates,
-    predicted_full_s,
+    predict_full_s,
 )
 from kintsugi.fusor.control.estimates import Estimates, Link, Measured
 from kintsugi.fusor.control.forecast import (
-    Engine,
-    Region,
-    attended_pairs,
+    EngineShape,
+    ForecastRegion,
     blend_forecast,
+    count_attention_pairs,
     full_prefill_s,
     terms_of,
     work_of,
@@ -34,9 +34,9 @@ from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
 
 BYTES_PER_TOKEN = 128 << 10
 """Of a Mistral-7B, all layers."""
-SOURCES = (Source("a:1", "ram"), Source("a:1", "ssd"), Source("b:1", "ram"))
+SOURCES = (ChunkSource("a:1", "ram"), ChunkSource("a:1", "ssd"), ChunkSource("b:1", "ram"))
 CONTROLLER = LoadingController(Selection(0.15), ratio_max=0.5)
-GPU = Engine(num_layers=32, projection_share=0.2, step_tokens_max=8192, prefetch_layers=4)
+GPU = EngineShape(num_layers=32, projection_share=0.2, step_tokens_max=8192, prefetch_layers=4)
 """As fast as an H200: 76 ms for 3,072 tokens."""
 GPU_STEP = (1e-3, 2.4e-5, 2e-10)
 GPU_BLEND = (1e-3, 2.4e-5 / 32, 2e-10 / 32, 4e-10 / 32, 0.0)
@@ -44,7 +44,7 @@ TOLERANCE = 1 + 1e-9
 anything = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def hits_of(sizes: list[int], sources: list[Source], start: int = 1) -> tuple[ChunkHit, ...]:
+def hits_of(sizes: list[int], sources: list[ChunkSource], start: int = 1) -> tuple[ChunkHit, ...]:
     hits, at = [], start
     for index, (size, source) in enumerate(zip(sizes, sources, strict=True)):
         key = ChunkKey(index.to_bytes(32, "big"))
@@ -81,7 +81,9 @@ links = st.builds(Link, st.floats(0, 0.1), st.floats(1e-12, 1e-6))
 @st.composite
 def plan_requests(draw: st.DrawFn) -> PlanRequest:
     layers = draw(st.integers(1, 40))
-    engine = Engine(layers, draw(st.floats(0.05, 0.5)), draw(st.integers(16, 8192)), draw(st.integers(1, 8)))
+    engine = EngineShape(
+        layers, draw(st.floats(0.05, 0.5)), draw(st.integers(16, 8192)), draw(st.integers(1, 8))
+    )
     count = draw(st.integers(1, 8))
     hits = hits_of(
         draw(st.lists(st.integers(1, 600), min_size=count, max_size=count)),
@@ -112,7 +114,7 @@ def plan_requests(draw: st.DrawFn) -> PlanRequest:
 @given(plan_requests())
 def test_never_a_plan_that_is_predicted_slower_than_a_full_prefill(request: PlanRequest) -> None:
     plan = outcome(request)
-    full_s = predicted_full_s(request)
+    full_s = predict_full_s(request)
     assert full_s is not None
     if isinstance(plan, BlendPlan):
         assert plan.predicted_ttft_s is not None
@@ -123,7 +125,7 @@ def test_never_a_plan_that_is_predicted_slower_than_a_full_prefill(request: Plan
             request.measured,
             plan.selection,
             plan.hits,
-            Region(request.num_computed, request.num_tokens - 1),
+            ForecastRegion(request.num_computed, request.num_tokens - 1),
             request.ahead_s,
         )
         assert forecast is not None
@@ -191,13 +193,13 @@ def test_a_trial_does_not_wait_for_a_slow_store() -> None:
 def test_a_full_ratio_computes_what_a_full_prefill_does(request: PlanRequest) -> None:
     """By the same coefficients, with an instant store: a blend that recomputes all is a full prefill."""
     engine = replace(request.engine or GPU, step_tokens_max=1 << 20)
-    region = Region(0, request.num_tokens - 1)
+    region = ForecastRegion(0, request.num_tokens - 1)
     measured = Measured(blend=(0.0, 1e-6, 1e-9, 2e-9, 0.0))
     forecast = blend_forecast(engine, measured, Selection(1.0), request.hits, region)
     full_s = full_prefill_s(engine, measured, region)
     assert forecast is not None
     assert full_s is not None
-    last = engine.num_layers * (1e-6 + 1e-9 * attended_pairs(region.end, region.end + 1))
+    last = engine.num_layers * (1e-6 + 1e-9 * count_attention_pairs(region.end, region.end + 1))
     assert forecast.ttft_s + last == pytest.approx(full_s)
 
 
@@ -205,7 +207,7 @@ def test_a_full_ratio_computes_what_a_full_prefill_does(request: PlanRequest) ->
 @given(plan_requests())
 def test_whatever_is_not_loaded_is_computed(request: PlanRequest) -> None:
     engine = request.engine or GPU
-    region = Region(0, request.num_tokens - 1)
+    region = ForecastRegion(0, request.num_tokens - 1)
     full = engine.num_layers * region.num_tokens
     assert work_of(engine, Selection(0.15), (), region).token_layers == full
     for loaded in candidates(request.hits):
@@ -251,7 +253,7 @@ def test_between_loading_and_computing_a_prompt_takes_some_of_both() -> None:
     assert isinstance(plan, BlendPlan)
     assert 0 < len(plan.hits) < 6
     assert plan.predicted_ttft_s is not None
-    assert plan.predicted_ttft_s < 0.95 * (predicted_full_s(request) or 0.0)
+    assert plan.predicted_ttft_s < 0.95 * (predict_full_s(request) or 0.0)
 
 
 def test_the_ratio_rises_until_loading_is_hidden() -> None:
@@ -319,7 +321,7 @@ def test_alike_prompts_on_a_busy_machine_stay_blended(seed: int) -> None:
         request = replace(request, num_tokens=request.num_tokens + noise.randrange(32))
         plan = CONTROLLER.plan(request)
         assert plan.hits == request.hits
-        region = Region(0, request.num_tokens - 1)
+        region = ForecastRegion(0, request.num_tokens - 1)
         terms = terms_of(work_of(GPU, plan.selection, plan.hits, region), plan.hits, region)
         seconds = _dot(GPU_BLEND, terms) * noise.uniform(0.85, 1.3)
         estimates.observe_blend(terms, GPU.num_layers, seconds)
@@ -330,16 +332,16 @@ def test_short_prompts_first_do_not_make_a_long_blend_look_dear() -> None:
     estimates = Estimates()
     blend = (25e-3, *GPU_BLEND[1:])
     for tokens in (*range(20, 60, 2), 500, 500, 500):
-        pairs = attended_pairs(0, tokens)
+        pairs = count_attention_pairs(0, tokens)
         seconds = 8e-3 + GPU_STEP[1] * tokens + GPU_STEP[2] * pairs
         estimates.observe_step(tokens, pairs, seconds)
     for _ in range(3):
         request = asked(1e12, chunks=2, size=256)
-        region = Region(0, request.num_tokens - 1)
+        region = ForecastRegion(0, request.num_tokens - 1)
         terms = terms_of(work_of(GPU, Selection(0.15), request.hits, region), request.hits, region)
         estimates.observe_blend(terms, GPU.num_layers, _dot(blend, terms))
     request = asked(1e12, chunks=7, measured=estimates.snapshot())
-    region = Region(0, request.num_tokens - 1)
+    region = ForecastRegion(0, request.num_tokens - 1)
     truth_s = _dot(blend, terms_of(work_of(GPU, Selection(0.15), request.hits, region), request.hits, region))
     predicted_s = CONTROLLER.plan(request).predicted_ttft_s
     assert predicted_s is not None

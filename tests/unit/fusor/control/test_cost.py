@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
-from kintsugi.fusor.control.cost import Workload, configuration_cost, token_layers
+from kintsugi.fusor.control.cost import PassWorkload, configuration_cost, token_layers
 from kintsugi.fusor.selectors import HYBRID_WIDTH
 
-SIX = Workload(hit_tokens=1000, other_tokens=0, num_layers=6, projection_share=0.0)
-EIGHT = Workload(hit_tokens=2000, other_tokens=100, num_layers=8, projection_share=0.25)
+SIX = PassWorkload(hit_tokens=1000, other_tokens=0, num_layers=6, projection_share=0.0)
+EIGHT = PassWorkload(hit_tokens=2000, other_tokens=100, num_layers=8, projection_share=0.25)
 
 
 @pytest.mark.parametrize(("check_layer", "cost"), [(1, 0.2917), (2, 0.4333), (3, 0.575)])
@@ -37,7 +37,7 @@ def test_by_hand() -> None:
 
 
 def test_a_prompt_without_hits_is_a_full_prefill() -> None:
-    assert configuration_cost(Selection(0.1, SelectorName.QUERY), Workload(0, 50, 8, 0.25)) == 1
+    assert configuration_cost(Selection(0.1, SelectorName.QUERY), PassWorkload(0, 50, 8, 0.25)) == 1
 
 
 @given(
@@ -51,6 +51,6 @@ def test_nothing_costs_less_than_its_ratio(
     selector: SelectorName, ratio: float, check_layer: int, layers: int, hits: int
 ) -> None:
     selection = Selection(ratio, selector, check_layer)
-    cost = configuration_cost(selection, Workload(hits, 64, layers, 0.2))
+    cost = configuration_cost(selection, PassWorkload(hits, 64, layers, 0.2))
     assert cost >= (64 + ratio * hits - 1) / (64 + hits) - 1e-9
     assert cost <= 2.5

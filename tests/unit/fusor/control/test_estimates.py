@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from kintsugi.core.plan import Source
+from kintsugi.core.plan import ChunkSource
 from kintsugi.fusor.control.estimates import Estimates, Fit, Transfer, blend_prior
 
-RAM, SSD = Source("a:1", "ram"), Source("a:1", "ssd")
+RAM, SSD = ChunkSource("a:1", "ram"), ChunkSource("a:1", "ssd")
 
 
-def transfer(bytes_per_s: float, source: Source = RAM, opening_s: float = 0.0) -> Transfer:
+def transfer(bytes_per_s: float, source: ChunkSource = RAM, opening_s: float = 0.0) -> Transfer:
     size = 1 << 20
     return Transfer(source, opening_s + size / bytes_per_s, size, 3 * size / bytes_per_s, 3 * size)
 

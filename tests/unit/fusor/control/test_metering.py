@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kintsugi.core.plan import Source
+from kintsugi.core.plan import ChunkSource
 from kintsugi.core.stream import ChunkLost, LayerFrame
 from kintsugi.fusor.control.estimates import Transfer
 from kintsugi.fusor.control.metering import Meter
 
-NEAR, FAR = Source("a:1", "ram"), Source("b:1", "ssd")
+NEAR, FAR = ChunkSource("a:1", "ram"), ChunkSource("b:1", "ssd")
 
 
 class Clock:

@@ -10,7 +10,7 @@ import pytest
 from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
 from kintsugi.core.request import SPANS_MAX, Op, SelectorName
-from kintsugi.gateway.fronts.openai_request import parsed_call, wanted_namespace
+from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 
 KNOWN = ("Salt is mined in the north.", "Tea came by sea.")
 
@@ -22,7 +22,7 @@ def find(text: str) -> list[tuple[int, int]]:
 
 def parsed(body: dict[str, Any], path: str = CHAT_PATH) -> OpenAICall:
     before = copy.deepcopy(body)
-    call = parsed_call("r1", path, body, "acme", find)
+    call = parse_openai_call("r1", path, body, "acme", find)
     assert body == before
     return call
 
@@ -131,7 +131,7 @@ def test_nobody_goes_before_others_unless_that_is_allowed(priority: Any) -> None
     for fine in (0, 5, None):
         body = chat("q", priority=fine)
         assert parsed(body).body == body
-    allowed = parsed_call("r1", CHAT_PATH, chat("q", priority=-1), "acme", find, overtaking=True)
+    allowed = parse_openai_call("r1", CHAT_PATH, chat("q", priority=-1), "acme", find, overtaking=True)
     assert allowed.body["priority"] == -1
 
 
@@ -156,13 +156,13 @@ def test_malformed_messages_are_left_to_the_engine(messages: Any) -> None:
 
 
 def test_the_namespace_is_named_once() -> None:
-    assert wanted_namespace({}, None) is None
-    assert wanted_namespace({"kintsugi": {"namespace": "a"}}, None) == "a"
-    assert wanted_namespace({"kintsugi": {"namespace": "a"}}, "a") == "a"
-    assert wanted_namespace({"kintsugi": "nonsense"}, "b") == "b"
+    assert find_requested_namespace({}, None) is None
+    assert find_requested_namespace({"kintsugi": {"namespace": "a"}}, None) == "a"
+    assert find_requested_namespace({"kintsugi": {"namespace": "a"}}, "a") == "a"
+    assert find_requested_namespace({"kintsugi": "nonsense"}, "b") == "b"
     for body, header in (({"kintsugi": {"namespace": "a"}}, "b"), ({"kintsugi": {"namespace": 3}}, None)):
         with pytest.raises(InvalidField):
-            wanted_namespace(body, header)
+            find_requested_namespace(body, header)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_the_namespace_is_named_once() -> None:
 )
 def test_answers_of_one_request_are_bounded(body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidField, match="at most 256 are given at once") as caught:
-        parsed_call("r", COMPLETIONS_PATH, body, "acme", lambda text: ())
+        parse_openai_call("r", COMPLETIONS_PATH, body, "acme", lambda text: ())
     assert caught.value.field == field
     for fine in ({"prompt": [5] * 1000}, {"prompt": ["x"] * 64, "n": 4}, {"n": None}):
-        parsed_call("r", COMPLETIONS_PATH, fine, "acme", lambda text: ())
+        parse_openai_call("r", COMPLETIONS_PATH, fine, "acme", lambda text: ())
 
 
 @pytest.mark.parametrize("n", ["10000", 10000.0, 1.0, "many", [1]])

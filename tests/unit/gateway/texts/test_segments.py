@@ -14,7 +14,7 @@ from kintsugi.gateway.texts.segments import (
     INLINE_CHARS_MAX,
     LONG_CHARS,
     TEXT_CHARS_MAX,
-    Piece,
+    ResolvedSegment,
     Segment,
     SegmentResolver,
 )
@@ -33,7 +33,7 @@ def resolver(known: KnownChunks | None = None, documents: DocumentIndex | None =
     return SegmentResolver(tokenize, KnownChunks() if known is None else known, documents)
 
 
-async def learned(resolve: SegmentResolver, *segments: Segment) -> list[Piece]:
+async def learned(resolve: SegmentResolver, *segments: Segment) -> list[ResolvedSegment]:
     """As of a request that was not refused."""
     pieces = await resolve.pieces(SPACE, segments)
     resolve.learn(SPACE, segments, pieces)

@@ -21,7 +21,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute.sources import files, readers
-from kintsugi.precompute.sources.files import Format, Piece, listed
+from kintsugi.precompute.sources.files import FileRange, Format, listed
 from kintsugi.precompute.sources.readers import Columns, Document, Failure, read
 
 
@@ -139,7 +139,7 @@ def test_wrong_encodings_broken_files_and_enormous_documents(
 
 
 def test_a_file_that_vanished_is_a_failure(tmp_path: Path) -> None:
-    (item,) = read(Piece(f"file://{tmp_path}/gone.txt", "gone.txt", Format.TEXT, ""), Columns())
+    (item,) = read(FileRange(f"file://{tmp_path}/gone.txt", "gone.txt", Format.TEXT, ""), Columns())
     assert isinstance(item, Failure)
     assert "FileNotFoundError" in item.reason
 

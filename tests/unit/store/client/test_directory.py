@@ -126,6 +126,6 @@ def test_the_breaker_opens_probes_once_and_closes() -> None:
     assert not breaker.allows()
     now[0] = 10.0
     assert breaker.allows()
-    breaker.succeeded()
+    breaker.record_success()
     assert breaker.allows()
     assert breaker.allows()

@@ -10,7 +10,7 @@ from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.store.shard import pins as pins_module
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
-from kintsugi.store.shard.eviction.placement import TierSpeed, chosen_tier
+from kintsugi.store.shard.eviction.placement import TierSpeed, choose_tier
 from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
@@ -210,7 +210,7 @@ SPEEDS = [TierSpeed("ssd0", 1e9), TierSpeed("ssd1", 1e8)]
 def test_a_put_goes_to_the_cheapest_tier_that_hides(
     wanted: str, recompute_ms: float, durable: bool, tier: str
 ) -> None:
-    assert chosen_tier(wanted, SPEEDS, 2_000_000, recompute_ms, durable) == tier
+    assert choose_tier(wanted, SPEEDS, 2_000_000, recompute_ms, durable) == tier
 
 
 def test_a_recompute_cost_that_is_none_is_refused() -> None:
@@ -223,6 +223,6 @@ def test_a_recompute_cost_that_is_none_is_refused() -> None:
 
 def test_a_tier_that_is_not_there_is_named() -> None:
     with pytest.raises(InvalidField, match="ssd0, ssd1"):
-        chosen_tier("tape", SPEEDS, 1, 0.0, False)
+        choose_tier("tape", SPEEDS, 1, 0.0, False)
     with pytest.raises(InvalidField, match="--ssd"):
-        chosen_tier("auto", [], 1, 0.0, True)
+        choose_tier("auto", [], 1, 0.0, True)

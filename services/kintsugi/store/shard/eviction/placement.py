@@ -22,7 +22,7 @@ class TierSpeed:
     """Measured on recent loads."""
 
 
-def chosen_tier(
+def choose_tier(
     wanted: str, tiers: Sequence[TierSpeed], chunk_bytes: int, recompute_ms: float, durable: bool
 ) -> str:
     """The tier that a chunk is written to: `ram`, or the name of one of `tiers` (fastest first).

@@ -20,7 +20,7 @@ from kintsugi.store.shard.eviction.policy import EvictionPolicy
 
 
 @dataclass(frozen=True)
-class Access:
+class TraceAccess:
     """One use of a chunk."""
 
     key: str
@@ -46,7 +46,7 @@ class Replay:
         return self.hit_bytes / self.bytes if self.bytes else 0.0
 
 
-def replay(accesses: Iterable[Access], policy: EvictionPolicy[str], capacity_bytes: int) -> Replay:
+def replay(accesses: Iterable[TraceAccess], policy: EvictionPolicy[str], capacity_bytes: int) -> Replay:
     """Every miss is stored, evicting what the policy gives up; a chunk larger than the tier passes by."""
     sizes: dict[str, int] = {}
     used = count = hits = total = hit_bytes = 0
@@ -74,7 +74,7 @@ class Belady(EvictionPolicy[str]):
     """Knows the future: what is used again last leaves first. Optimal where all sizes are equal, a strong
     reference where they are not."""
 
-    def __init__(self, accesses: Sequence[Access]) -> None:
+    def __init__(self, accesses: Sequence[TraceAccess]) -> None:
         self._next: list[float] = [math.inf] * len(accesses)
         upcoming: dict[str, int] = {}
         for index in range(len(accesses) - 1, -1, -1):
@@ -110,9 +110,9 @@ class Belady(EvictionPolicy[str]):
         return None
 
 
-def read_trace(path: Path) -> list[Access]:
+def read_trace(path: Path) -> list[TraceAccess]:
     """Raises `InvalidField` naming the file that is empty or cannot be read, or the line that is none."""
-    accesses: list[Access] = []
+    accesses: list[TraceAccess] = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -127,18 +127,18 @@ def read_trace(path: Path) -> list[Access]:
     return accesses
 
 
-def _accesses_of(row: Any) -> list[Access]:
+def _accesses_of(row: Any) -> list[TraceAccess]:
     if not isinstance(row, dict):
         raise TypeError("not an object")
     if "hash_ids" in row:
-        return [Access(str(block)) for block in row["hash_ids"]]
+        return [TraceAccess(str(block)) for block in row["hash_ids"]]
     size = int(row.get("size", 1))
     if size <= 0:
         raise ValueError("size must be positive")
-    return [Access(str(row["key"]), size, float(row.get("cost_ms", 0.0)))]
+    return [TraceAccess(str(row["key"]), size, float(row.get("cost_ms", 0.0)))]
 
 
-def rag_trace(documents: int, requests: int, seed: int, skew: float = 0.9) -> list[Access]:
+def rag_trace(documents: int, requests: int, seed: int, skew: float = 0.9) -> list[TraceAccess]:
     """A generated RAG trace: six chunks per request, documents by Zipf, sizes of 128 to 2,048 tokens.
 
     Cost grows with the square of a chunk's length, as attention's does, on top of the linear part.
@@ -149,4 +149,4 @@ def rag_trace(documents: int, requests: int, seed: int, skew: float = 0.9) -> li
     order = list(range(documents))
     chance.shuffle(order)
     picks = chance.choices(order, weights, k=6 * requests)
-    return [Access(str(pick), tokens[pick], tokens[pick] * (1 + tokens[pick] / 4096)) for pick in picks]
+    return [TraceAccess(str(pick), tokens[pick], tokens[pick] * (1 + tokens[pick] / 4096)) for pick in picks]

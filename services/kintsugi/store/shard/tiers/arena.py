@@ -23,7 +23,7 @@ LEASES_MAX = BLOCK_BYTES // 8
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
-class Lease(NamedTuple):
+class ArenaLease(NamedTuple):
     """Where in the file a lease's generation stands, and what it is for as long as the lease lasts."""
 
     offset: int
@@ -67,7 +67,7 @@ class Arena:
         """Where a frame's byte lies for those who map the file."""
         return BLOCK_BYTES + view_offset
 
-    def begin_lease(self) -> Lease:
+    def begin_lease(self) -> ArenaLease:
         """Raises `ResourceExhausted` where too many are held.
 
         Not thread-safe: leases belong to the server's event loop.
@@ -75,9 +75,9 @@ class Arena:
         if not self._free_leases:
             raise ResourceExhausted(f"{LEASES_MAX} readers of the same host hold leases; read over gRPC")
         offset = 8 * self._free_leases.pop()
-        return Lease(offset, self._generation(offset))
+        return ArenaLease(offset, self._generation(offset))
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: ArenaLease) -> None:
         """Tell the reader that the bytes may change from now on."""
         struct.pack_into("<Q", self._view, lease.offset, lease.generation + 1)
         self._free_leases.append(lease.offset // 8)

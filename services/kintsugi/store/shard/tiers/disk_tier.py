@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.shard.entry import Address, Entry, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, ExtentAllocator, stride_of
@@ -36,7 +36,7 @@ TOUCHES_REPLAYED_MAX = 3
 class Recovered:
     """What a catalog held at start-up."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[ChunkEntry]
     damaged: int
     """Records that were dropped: a wrong checksum, or frames that are not where they should be."""
 
@@ -49,7 +49,7 @@ class DiskTier:
         name: str,
         home: Home,
         capacity_bytes: int,
-        policy: Callable[[int], EvictionPolicy[Entry]] = Lru[Entry],
+        policy: Callable[[int], EvictionPolicy[ChunkEntry]] = Lru[ChunkEntry],
     ) -> None:
         """Raises `VersionMismatch` for chunks of another format, and then changes nothing in the folder;
         `ResourceExhausted`, `OSError` and `lmdb.Error`."""
@@ -77,7 +77,7 @@ class DiskTier:
 
     def _measured(self) -> float:
         try:
-            return self.slab.measured_read_bytes_per_s()
+            return self.slab.measure_read_bytes_per_s()
         except (OSError, Corrupted) as error:
             log.error("%s: %s; its speed is not known", self._name, error)
             return READ_BYTES_PER_S_ASSUMED
@@ -92,26 +92,26 @@ class DiskTier:
 
     # Under the shard's lock
 
-    def allocate(self, entry: Entry) -> Residence | None:
+    def allocate(self, entry: ChunkEntry) -> Residence | None:
         """Room for a chunk, or None where something must leave first."""
         manifest = entry.manifest
         stride = stride_of(manifest.frame_bytes)
         extents = self.allocator.allocate(stride, manifest.layout.num_layers)
         return None if extents is None else Residence(self, entry.address, extents, stride)
 
-    def adopt(self, entry: Entry, residence: Residence) -> None:
+    def adopt(self, entry: ChunkEntry, residence: Residence) -> None:
         """The catalog now names `residence` for `entry`."""
         assert entry.disk is None
         entry.disk = residence
         self.chunks += 1
         self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: ChunkEntry) -> None:
         """Forget this tier's copy."""
         self.policy.remove(entry)
         self.unlink(entry)
 
-    def unlink(self, entry: Entry) -> None:
+    def unlink(self, entry: ChunkEntry) -> None:
         """Let go of the copy of an entry that the policy no longer orders."""
         assert entry.disk is not None
         residence, entry.disk = entry.disk, None
@@ -161,14 +161,14 @@ class DiskTier:
                     self.allocator.free(residence.extents, residence.stride)
         return sum(residence.size_bytes for residence in dead)
 
-    def commit(self, lock: threading.RLock, written: Sequence[tuple[Entry, Residence]]) -> None:
+    def commit(self, lock: threading.RLock, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
         """Have the catalog name chunks whose frames are on disk. Raises `lmdb.Error`."""
         with self._catalog_lock:
             self.catalog.apply([self._record(entry, residence) for entry, residence in written])
             with lock:
                 self._recorded.update((entry.address, residence) for entry, residence in written)
 
-    def _record(self, entry: Entry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
+    def _record(self, entry: ChunkEntry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
         return entry.address, pb.CatalogRecord(
             manifest=wire.manifest_to_wire(entry.manifest),
             stride=residence.stride,
@@ -196,11 +196,11 @@ class DiskTier:
         """Entries of the catalog, before anything else uses the tier. Chunks that `known` says a faster
         tier has, damaged records and frames beyond the end of the slab are forgotten. `uses`: by catalog
         key; what was used long ago leaves first again. Raises `VersionMismatch`; then nothing changed."""
-        kept: list[tuple[Entry, Residence]] = []
+        kept: list[tuple[ChunkEntry, Residence]] = []
         doomed: list[bytes] = []
         damaged = 0
         for key, record in self.catalog.records():
-            found = None if record is None else self._recovered(record)
+            found = None if record is None else self._recover_entry(record)
             if found is None:
                 damaged += 1
                 doomed.append(key)
@@ -218,7 +218,7 @@ class DiskTier:
         self._adopt_by_use(kept, uses)
         return Recovered([entry for entry, _ in kept], damaged)
 
-    def _adopt_by_use(self, found: list[tuple[Entry, Residence]], uses: Mapping[bytes, Use]) -> None:
+    def _adopt_by_use(self, found: list[tuple[ChunkEntry, Residence]], uses: Mapping[bytes, Use]) -> None:
         """Let the policy see the past once more: oldest use first, a few touches for what was used often."""
         for entry, _ in found:
             entry.uses, entry.used_at_s = uses.get(catalog_key(entry.address), UNKNOWN)
@@ -228,7 +228,7 @@ class DiskTier:
             for _ in range(min(entry.uses, TOUCHES_REPLAYED_MAX)):
                 self.policy.touch(entry)
 
-    def _recovered(self, record: pb.CatalogRecord) -> tuple[Entry, Residence] | None:
+    def _recover_entry(self, record: pb.CatalogRecord) -> tuple[ChunkEntry, Residence] | None:
         """None for a record whose frames cannot be where it says. Raises `VersionMismatch` for one that this
         version does not understand: its checksum is right, so it is as another version wrote it."""
         try:
@@ -246,12 +246,12 @@ class DiskTier:
         end = min(self.slab.intact_bytes, self.capacity_bytes)
         if any(e.offset % BLOCK_BYTES or e.offset + e.frames * stride > end for e in extents):
             return None
-        entry = Entry(manifest, record.expires_at_s, record.recompute_ms)
+        entry = ChunkEntry(manifest, record.expires_at_s, record.recompute_ms)
         return entry, Residence(self, entry.address, extents, stride)
 
     def _disjoint(
-        self, found: list[tuple[Entry, Residence]]
-    ) -> tuple[list[tuple[Entry, Residence]], list[bytes]]:
+        self, found: list[tuple[ChunkEntry, Residence]]
+    ) -> tuple[list[tuple[ChunkEntry, Residence]], list[bytes]]:
         """Entries whose frames overlap no other's, with the free space around them; and the rest's keys."""
         runs = sorted(
             (extent.offset, extent.frames * residence.stride, index)

@@ -57,7 +57,7 @@ class ExtentAllocator:
             return None
         start = self._best_fit(stride * frames)
         if start is None:
-            return self._scattered(stride, frames)
+            return self._plan_scattered(stride, frames)
         self._take(start, stride * frames)
         return (Extent(start, frames),)
 
@@ -73,7 +73,7 @@ class ExtentAllocator:
                 return next(iter(larger))
         return None
 
-    def _scattered(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
+    def _plan_scattered(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
         """Whole frames from the largest holes first."""
         plan: list[Extent] = []
         for holes in reversed(self._bins[stride.bit_length() :]):

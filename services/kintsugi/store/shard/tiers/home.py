@@ -48,12 +48,12 @@ class Home:
             os.close(self._lock_fd)
             raise Unavailable(f"{path} is in use by another shard; stop it or name another folder") from error
         try:
-            self.identity = self._identified(shard_id)
+            self.identity = self._load_identity(shard_id)
         except BaseException:
             self.close()
             raise
 
-    def _identified(self, shard_id: str | None) -> Identity:
+    def _load_identity(self, shard_id: str | None) -> Identity:
         file = self.path / _IDENTITY
         if not file.exists():
             identity = Identity(DATA_FORMAT_VERSION, shard_id or str(uuid.uuid4()))

@@ -70,7 +70,7 @@ class Slab:
                     raise Corrupted(f"{self.path} ends before byte {position + _size(part)}")
                 left = _after(left, count)
 
-    def measured_read_bytes_per_s(self) -> float:
+    def measure_read_bytes_per_s(self) -> float:
         """How fast its first blocks are read, written first where the slab is new: blocks that never were
         cost no read. Before anything else uses it. Takes some 10 ms on an SSD."""
         block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, self.capacity_bytes)))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.tiers.catalog import catalog_key
 from kintsugi.store.shard.tiers.home import write_durably
 
@@ -55,7 +55,7 @@ class Uses:
             log.warning("%s: %s; chunks count as unused", self._file, error)
             return {}
 
-    def save(self, entries: Iterable[Entry]) -> None:
+    def save(self, entries: Iterable[ChunkEntry]) -> None:
         """Replace the snapshot. A disk that refuses is logged: the next one may succeed."""
         if self._file is None:
             return
@@ -65,7 +65,7 @@ class Uses:
             log.warning("%s: %s; uses are not kept over a restart", self._file, error)
 
 
-def encoded(entries: Iterable[Entry]) -> bytes:
+def encoded(entries: Iterable[ChunkEntry]) -> bytes:
     """A checksum and a row per chunk. Reads each entry once, without the shard's lock."""
     rows = []
     for entry in entries:

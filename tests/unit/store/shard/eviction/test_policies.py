@@ -10,7 +10,7 @@ import pytest
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.shard.eviction.policies import POLICIES, policy_factory
 from kintsugi.store.shard.eviction.policy import Lru
-from kintsugi.store.shard.eviction.simulate import Access, Belady, rag_trace, read_trace, replay
+from kintsugi.store.shard.eviction.simulate import Belady, TraceAccess, rag_trace, read_trace, replay
 
 names = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -55,14 +55,14 @@ def test_an_item_that_is_not_there_is_ignored(name: str) -> None:
 
 @names
 def test_nothing_beats_belady_at_equal_sizes(name: str) -> None:
-    trace = [Access(access.key) for access in rag_trace(500, 500, seed=1)]
+    trace = [TraceAccess(access.key) for access in rag_trace(500, 500, seed=1)]
     optimum = replay(trace, Belady(trace), 50)
     assert replay(trace, policy_factory(name)(50), 50).hits <= optimum.hits
 
 
 def test_s3fifo_survives_a_scan_that_empties_lru() -> None:
-    hot = [Access(f"hot{i}") for i in range(10)]
-    trace = [a for round_ in range(50) for a in [*hot, *(Access(f"{round_}-{i}") for i in range(100))]]
+    hot = [TraceAccess(f"hot{i}") for i in range(10)]
+    trace = [a for round_ in range(50) for a in [*hot, *(TraceAccess(f"{round_}-{i}") for i in range(100))]]
     assert replay(trace, Lru(60), 60).hits == 0
     assert replay(trace, policy_factory("s3fifo")(60), 60).hit_ratio > 0.05
 
@@ -83,7 +83,7 @@ def test_an_unknown_policy_is_named() -> None:
 def test_traces_are_read_or_the_line_is_named(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n{"key": "a", "size": 5, "cost_ms": 2}\n')
-    assert read_trace(trace) == [Access("1"), Access("2"), Access("a", 5, 2.0)]
+    assert read_trace(trace) == [TraceAccess("1"), TraceAccess("2"), TraceAccess("a", 5, 2.0)]
     for line in ('{"size": 5}', "5", '"hash_ids"', '{"key": "a", "size": 1e999}', "{"):
         trace.write_text('{"key": "a"}\n' + line + "\n")
         with pytest.raises(InvalidField, match="jsonl:2"):

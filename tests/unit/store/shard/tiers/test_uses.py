@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.store.shard.entry import Entry
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.policies import POLICIES
 from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
@@ -105,7 +105,7 @@ def test_a_damaged_snapshot_costs_nothing_but_order(
 
 def test_any_flipped_bit_is_found_and_rows_survive() -> None:
     manifest, _ = make_chunk(range(40))
-    data = uses.encoded([Entry(manifest, uses=7, used_at_s=12.5)])
+    data = uses.encoded([ChunkEntry(manifest, uses=7, used_at_s=12.5)])
     assert uses.decoded(data) == {catalog_key(("acme", manifest.key)): Use(7, 12.5)}
     for bit in range(0, 8 * len(data), 7):
         flipped = bytearray(data)
