@@ -47,7 +47,7 @@ def judged_by_codec(
             for chunk in chunks if codec is not Codec.RAW else ():
                 put_back(store, chunk, codec)
             scores = measure_selection(bench, selection, range(len(bench.cases)))
-            found[codec] = found[codec].joined(scores) if codec in found else scores
+            found[codec] = found[codec].join_scores(scores) if codec in found else scores
             entry = scores.entry
             setup.details.setdefault("judged_by_codec", []).append(
                 [task, codec.name.lower(), entry.cost, entry.accuracy, entry.accuracy_full, entry.kl_mean]

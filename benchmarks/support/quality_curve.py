@@ -182,7 +182,7 @@ def judged(
         bench = bench_of(running, testbed.cases(running, asked))
         for selection in selections:
             scores = measure_selection(bench, selection, range(len(bench.cases)))
-            found[selection] = found[selection].joined(scores) if selection in found else scores
+            found[selection] = found[selection].join_scores(scores) if selection in found else scores
             entry = scores.entry
             row = [
                 task,
