@@ -36,7 +36,7 @@ def store_at(url: str) -> RamStore:
 def judged_by_codec(
     setup: Setup, running: LocalEngine, store: RamStore, selection: Selection
 ) -> dict[Codec, Scores]:
-    """Of `Codec.RAW` and, unless it has to be quick, `REWRITTEN`; over every task's judging questions."""
+    """Scores of `Codec.RAW` and, unless `setup.quick`, `REWRITTEN`, over every task's judging questions."""
     found: dict[Codec, Scores] = {}
     rewritten = () if setup.quick else REWRITTEN
     for task in testbed.TASKS:

@@ -67,7 +67,7 @@ class ChunkingConfig:
 
 
 @dataclass(frozen=True)
-class DocumentPiece:
+class Chunk:
     """One chunk of a document."""
 
     index: int
@@ -140,7 +140,7 @@ class Chunker:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    def chunks(self, text: str, markdown: bool = False) -> Iterator[DocumentPiece]:
+    def chunks(self, text: str, markdown: bool = False) -> Iterator[Chunk]:
         """Yield the document's chunks in order, one section at a time; none for an empty text.
 
         Cost: about 2 µs per character, mostly for counting the tokens of candidate chunks.
@@ -152,7 +152,7 @@ class Chunker:
                 ids = self.token_ids(piece)
                 # The splitter counts with its own build of the tokenizer; a difference would break the bound.
                 assert len(ids) <= self.config.tokens_max or len(piece) == 1, (len(ids), piece[:80])
-                yield DocumentPiece(index, begin + start, piece, ids)
+                yield Chunk(index, begin + start, piece, ids)
                 index += 1
 
 
