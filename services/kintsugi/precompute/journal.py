@@ -26,9 +26,9 @@ CREATE TABLE IF NOT EXISTS job (
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class JournalRecord:
-    """One job as it was last written."""
+    """What the journal keeps of a job."""
 
     job_id: str
     spec: JobSpec

@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,17 +32,11 @@ KEPT_MAX = 256
 
 
 @dataclass
-class JobEntry:
+class JobEntry(JournalRecord):
     """One submitted job."""
 
-    job_id: str
-    spec: JobSpec
-    dry: bool
-    progress: Progress
     job: Job | None = None
     started: bool = False
-    cancelled: bool = False
-    paused: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     version: int = 0
     """Increases with every change."""
@@ -79,22 +74,22 @@ class JobManager:
 
     def _restore(self, record: JournalRecord) -> None:
         """List a job of the journal, and queue it unless it has ended."""
-        entry = JobEntry(record.job_id, record.spec, record.dry, record.progress)
-        entry.cancelled, entry.paused = record.cancelled, record.paused
-        self._entries[record.job_id] = entry
-        if record.cancelled and not record.progress.state.is_final:
+        entry = JobEntry(**vars(record))
+        self._entries[entry.job_id] = entry
+        if entry.cancelled and not entry.progress.state.is_final:
             entry.progress.state = State.CANCELLED
         if entry.is_waiting:
-            entry.progress = Progress(corpus=record.spec.corpus_name, dry=record.dry)
+            entry.progress = Progress(corpus=entry.spec.corpus_name, dry=entry.dry)
             self._queue.put(entry)
 
     def submit(self, spec: JobSpec, dry: bool = False) -> JobEntry:
         """Queue a job. Raises `ResourceExhausted` if too many are waiting."""
-        entry = JobEntry(uuid.uuid4().hex, spec, dry, Progress(corpus=spec.corpus_name, dry=dry))
+        progress = Progress(corpus=spec.corpus_name, dry=dry)
+        entry = JobEntry(uuid.uuid4().hex, spec, dry, progress=progress)
         with self._lock:
             if sum(other.is_waiting for other in self._entries.values()) >= QUEUED_MAX:
                 raise ResourceExhausted(f"{QUEUED_MAX} jobs are waiting; submit later, or cancel some")
-            self._write(entry)
+            self._journal.write(entry)
             self._entries[entry.job_id] = entry
             ended = [e.job_id for e in self._entries.values() if e.progress.state.is_final]
             forgotten = ended[: max(0, len(ended) - KEPT_MAX)]
@@ -124,7 +119,7 @@ class JobManager:
             entry.cancelled = True
             if entry.is_waiting:
                 _set_progress(entry, replace(entry.progress, state=State.CANCELLED))
-            self._write(entry)
+            self._journal.write(entry)
         if entry.job is not None:
             entry.job.cancel()
         return entry
@@ -133,7 +128,7 @@ class JobManager:
         with self._lock:
             entry = self.get(job_id)
             entry.paused = paused
-            self._write(entry)
+            self._journal.write(entry)
         if entry.job is not None:
             (entry.job.pause if paused else entry.job.resume)()
         return entry
@@ -162,17 +157,13 @@ class JobManager:
     def _mark_failed(self, entry: JobEntry, error: str) -> None:
         _set_progress(entry, replace(entry.progress, state=State.FAILED, error=error))
 
-    def _write(self, entry: JobEntry) -> None:
-        flags = (entry.dry, entry.paused, entry.cancelled)
-        self._journal.write(JournalRecord(entry.job_id, entry.spec, *flags, progress=entry.progress))
-
     def _write_end(self, entry: JobEntry) -> None:
         """Write the final state, except of a job that only stopped because the manager closes: the next
         manager continues it."""
         if entry.progress.state is State.CANCELLED and not entry.cancelled:
             return
         try:
-            self._write(entry)
+            self._journal.write(entry)
         except KintsugiError:
             # Clients still see the result; after a restart the job would run again and find everything done.
             log.exception("the end of job %s could not be written to the journal", entry.job_id)
@@ -225,11 +216,10 @@ def survey(
 ) -> Progress:
     """Find out what a job would do: chunks, bytes, and what is resident in which tier. Keeps nothing and
     starts no engine."""
-    with tempfile.TemporaryDirectory(prefix="kintsugi-survey-") as folder:
-        ledger = Ledger(Path(folder))
-        try:
-            job = Job(spec, ledger, dataset=dataset, dry=True, on_progress=on_progress)
-            on_start(job)
-            return job.run()
-        finally:
-            ledger.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="kintsugi-survey-") as folder,
+        closing(Ledger(Path(folder))) as ledger,
+    ):
+        job = Job(spec, ledger, dataset=dataset, dry=True, on_progress=on_progress)
+        on_start(job)
+        return job.run()

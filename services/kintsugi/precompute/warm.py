@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, NotFound
@@ -35,8 +36,7 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> PinCount
     Raises `NotFound`, and `InvalidField` for a store without pins.
     """
     edition = newest_complete_edition(ledger, corpus)
-    store = open_store(store_url)
-    try:
+    with closing(open_store(store_url)) as store:
         if not isinstance(store, BlockingStore):
             raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
         chunks = pinned = 0
@@ -44,8 +44,6 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> PinCount
             chunks += len(page)
             pinned += store.pin(edition.namespace, page, lease_s).chunks
         return PinCounts(chunks, pinned)
-    finally:
-        store.close()
 
 
 def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
@@ -56,12 +54,8 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
     """
     keep = newest_complete_edition(ledger, corpus)
     old = [edition for edition in ledger.editions(corpus) if edition.id < keep.id]
-    store = open_store(store_url)
-    try:
-        with ledger.exclusive(corpus):
-            return forget(ledger, store, old) + delete_orphans(ledger, store, keep.namespace)
-    finally:
-        store.close()
+    with closing(open_store(store_url)) as store, ledger.exclusive(corpus):
+        return forget(ledger, store, old) + delete_orphans(ledger, store, keep.namespace)
 
 
 def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> int:
