@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 SAMPLES_MIN = 256
 """Values that are compared of each parameter, at least; all of a smaller one."""
 VALUES_PER_SAMPLE = 1 << 16
-"""Of larger parameters: stacked experts, embeddings."""
+"""Larger parameters (stacked experts, embeddings) are compared at one value in so many."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes per value: compared as such, a NaN equals itself."""
 
