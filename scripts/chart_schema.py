@@ -22,7 +22,17 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from kintsugi_operator.api import (
+from kintsugi_operator.api.bounds import (
+    HOST_AND_PATH,
+    HUB_NAME,
+    NAME,
+    NAMESPACE,
+    OPTIONAL_NAME,
+    QUANTITY,
+    field_with_bounds,
+)
+from kintsugi_operator.api.crd import Schema, field_docs, schema_of
+from kintsugi_operator.api.types import (
     CorpusPrecomputeSpec,
     Engines,
     Gateway,
@@ -37,16 +47,6 @@ from kintsugi_operator.api import (
     dataclass_within,
     to_manifest,
 )
-from kintsugi_operator.bounds import (
-    HOST_AND_PATH,
-    HUB_NAME,
-    NAME,
-    NAMESPACE,
-    OPTIONAL_NAME,
-    QUANTITY,
-    field_with_bounds,
-)
-from kintsugi_operator.crd import Schema, field_docs, schema_of
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110

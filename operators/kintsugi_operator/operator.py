@@ -25,14 +25,14 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from kintsugi_operator.api import API_VERSION, GROUP, VERSION
-from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
-from kintsugi_operator.election import LeaseLost, lead
-from kintsugi_operator.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
-from kintsugi_operator.pulse import Counted, Pulse
-from kintsugi_operator.queue import ObjectKey, WorkQueue
-from kintsugi_operator.reconcile import SOON_S, Reconciler, utc_now
-from kintsugi_operator.scrape import HttpWeb
+from kintsugi_operator.api.types import API_VERSION, GROUP, VERSION
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
+from kintsugi_operator.controller.election import LeaseLost, lead
+from kintsugi_operator.controller.pulse import Counted, Pulse
+from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
+from kintsugi_operator.controller.reconcile import SOON_S, Reconciler, utc_now
+from kintsugi_operator.controller.scrape import HttpWeb
+from kintsugi_operator.objects.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any
 import jsonpatch
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.scrape import Web
+from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
+from kintsugi_operator.controller.scrape import Web
+from kintsugi_operator.objects.pods import Manifest
 
 RAY = frozenset({"rayservices", "rayjobs", "rayclusters", "raycronjobs"})
 

@@ -30,7 +30,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_kube_config
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.cluster import (
+from kintsugi_operator.api.crd import crds
+from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
     CORPUS_PRECOMPUTE,
     RAY_JOB,
@@ -39,8 +40,7 @@ from kintsugi_operator.cluster import (
     Refused,
     Resource,
 )
-from kintsugi_operator.crd import crds
-from kintsugi_operator.pods import Manifest
+from kintsugi_operator.objects.pods import Manifest
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]

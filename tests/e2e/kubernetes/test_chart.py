@@ -16,11 +16,11 @@ from kubernetes_validate import utils as kubernetes_schemas
 from scripts.chart_schema import HINT, generated
 
 from kintsugi.gateway.access import TokenFile
-from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, from_manifest
-from kintsugi_operator.cluster import OWNED
-from kintsugi_operator.network import OPERATOR
-from kintsugi_operator.rbac import LEASE_RULES, RULES, expand_rules
-from kintsugi_operator.validation import check_corpus, check_service
+from kintsugi_operator.api.types import BlendServiceSpec, CorpusPrecomputeSpec, from_manifest
+from kintsugi_operator.controller.cluster import OWNED
+from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, expand_rules
+from kintsugi_operator.desired.validation import check_corpus, check_service
+from kintsugi_operator.objects.network import OPERATOR
 from tests.e2e.kubernetes.rendering import (
     CHART,
     HELMS,

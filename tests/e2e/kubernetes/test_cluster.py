@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kintsugi_operator.api import BlendServiceSpec, from_manifest
-from kintsugi_operator.cluster import (
+from kintsugi_operator.api.types import BlendServiceSpec, from_manifest
+from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
     BUDGET,
     CLAIM,
@@ -30,11 +30,11 @@ from kintsugi_operator.cluster import (
     Refused,
     Resource,
 )
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.names import FINALIZER, LABEL_SERVICE
-from kintsugi_operator.observed import digest_of
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.rbac import LEASE_RULES, RULES, PolicyRule
+from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, PolicyRule
+from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.objects.names import FINALIZER, LABEL_SERVICE
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import digest_of
 from tests.e2e.kubernetes.clusters import (
     SMALL,
     Kube,

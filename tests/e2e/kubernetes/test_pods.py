@@ -24,12 +24,12 @@ import pytest
 
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import Sampling
-from kintsugi_operator.api import BlendServiceSpec, from_manifest
-from kintsugi_operator.desired import desired
-from kintsugi_operator.objects import Owner
-from kintsugi_operator.observed import Observed, RayServiceView
-from kintsugi_operator.pods import USER_ID, quantity
-from kintsugi_operator.status import BlendServiceStatus
+from kintsugi_operator.api.status import BlendServiceStatus
+from kintsugi_operator.api.types import BlendServiceSpec, from_manifest
+from kintsugi_operator.desired.plan import desired
+from kintsugi_operator.objects.base import Owner
+from kintsugi_operator.objects.pods import USER_ID, quantity
+from kintsugi_operator.observed.views import Observed, RayServiceView
 from tests.e2e.kubernetes.containers import Player
 from tests.e2e.kubernetes.kuberay import Network, Node, PlayedService
 from tests.e2e.kubernetes.rendering import HELMS, NAMESPACE, RELEASE, REPOSITORY, helm_named, one

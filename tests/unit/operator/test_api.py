@@ -16,7 +16,8 @@ from hypothesis import given, settings
 
 from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.spaces import check_namespace
-from kintsugi_operator.api import (
+from kintsugi_operator.api.crd import crds
+from kintsugi_operator.api.types import (
     BlendServiceSpec,
     CorpusPrecomputeSpec,
     camel,
@@ -24,9 +25,8 @@ from kintsugi_operator.api import (
     snake,
     to_manifest,
 )
-from kintsugi_operator.crd import crds
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.validation import check_corpus, check_service
+from kintsugi_operator.desired.validation import check_corpus, check_service
+from kintsugi_operator.objects.deployed import Revision
 from tests.unit.operator.specs import SMALL, manifests, spec_of, specs
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.cluster import BLEND_SERVICE, CLAIM, POD, RAY_CLUSTER, ApiServer, Refused
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, CLAIM, POD, RAY_CLUSTER, ApiServer, Refused
 from tests.unit.operator.conversation import Conversation, held
 
 SERVICE = {

@@ -12,14 +12,14 @@ import pytest
 from typer.main import get_command
 
 from kintsugi.cli.main import app
-from kintsugi_operator.api import CorpusPrecomputeSpec, from_manifest
-from kintsugi_operator.corpus import CorpusDesired, CorpusObserved, Target, figures_in, plan_corpus
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.jobs import calibration_job
-from kintsugi_operator.names import LABEL_SERVICE
-from kintsugi_operator.objects import Owner
-from kintsugi_operator.observed import JobState, JobView
-from kintsugi_operator.status import CorpusPrecomputeStatus
+from kintsugi_operator.api.status import CorpusPrecomputeStatus
+from kintsugi_operator.api.types import CorpusPrecomputeSpec, from_manifest
+from kintsugi_operator.desired.corpus import CorpusDesired, CorpusObserved, Target, figures_in, plan_corpus
+from kintsugi_operator.objects.base import Owner
+from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.objects.jobs import calibration_job
+from kintsugi_operator.objects.names import LABEL_SERVICE
+from kintsugi_operator.observed.views import JobState, JobView
 from tests.unit.operator.specs import NOW, spec_of
 
 OWNER = Owner("CorpusPrecompute", "handbook", "team", "uid-2")

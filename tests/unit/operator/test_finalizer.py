@@ -13,12 +13,12 @@ import aiohttp
 import kopf
 import pytest
 
-from kintsugi_operator.cluster import BLEND_SERVICE, ApiServer
-from kintsugi_operator.names import FINALIZER
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, ApiServer
+from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.reconcile import utc_now
+from kintsugi_operator.objects.names import FINALIZER
+from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.operator import Settings, operate
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.pulse import Pulse
-from kintsugi_operator.reconcile import utc_now
 from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeWeb
 from tests.unit.operator.conversation import served
@@ -33,8 +33,8 @@ NOTE = {"example.com/note": "seen"}
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look again at once, and fetch no metrics from pods that do not exist."""
-    monkeypatch.setattr("kintsugi_operator.reconcile.SOON_S", 0.05)
-    monkeypatch.setattr("kintsugi_operator.reconcile.LATER_S", 0.05)
+    monkeypatch.setattr("kintsugi_operator.controller.reconcile.SOON_S", 0.05)
+    monkeypatch.setattr("kintsugi_operator.controller.reconcile.LATER_S", 0.05)
     monkeypatch.setattr("kintsugi_operator.operator.HttpWeb", lambda session: FakeWeb())
 
 

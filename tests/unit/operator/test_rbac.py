@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.rbac import LEASE_RULES, RULES, PolicyRule, expand_rules
-from kintsugi_operator.rollout import RETIRE_AFTER_S
+from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, PolicyRule, expand_rules
+from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
+from kintsugi_operator.objects.deployed import Revision
 from tests.unit.operator.specs import spec_of
 from tests.unit.operator.test_reconcile import OLD, World, run
 

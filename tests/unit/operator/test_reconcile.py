@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from kintsugi_operator.api import API_VERSION
-from kintsugi_operator.cluster import Refused
-from kintsugi_operator.compare import drift
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.names import FINALIZER, LABEL_REVISION
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.reconcile import Reconciler
-from kintsugi_operator.rollout import RETIRE_AFTER_S
+from kintsugi_operator.api.types import API_VERSION
+from kintsugi_operator.controller.cluster import Refused
+from kintsugi_operator.controller.reconcile import Reconciler
+from kintsugi_operator.desired.compare import drift
+from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
+from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
+from kintsugi_operator.objects.pods import Manifest
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeWeb
 from tests.unit.operator.specs import NOW, SMALL, spec_of
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.observed import CorpusView, JobState, JobView, Observed, RayServiceView
-from kintsugi_operator.rollout import RETIRE_AFTER_S, RETIRING_MAX, Phase, Rollout, step
+from kintsugi_operator.desired.rollout import RETIRE_AFTER_S, RETIRING_MAX, Phase, Rollout, step
+from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.observed.views import CorpusView, JobState, JobView, Observed, RayServiceView
 from tests.unit.operator.specs import spec_of
 
 READY = RayServiceView(is_ready=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField
-from kintsugi_operator.schedule import Schedule
+from kintsugi_operator.desired.schedule import Schedule
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)  # a Saturday
 

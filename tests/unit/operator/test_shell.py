@@ -17,12 +17,12 @@ import kopf
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.api import API_VERSION
-from kintsugi_operator.cluster import ApiServer, Refused
-from kintsugi_operator.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
+from kintsugi_operator.api.types import API_VERSION
+from kintsugi_operator.controller.cluster import ApiServer, Refused
+from kintsugi_operator.controller.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
+from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.queue import KEYS_MAX, ObjectKey, WorkQueue
 from kintsugi_operator.operator import Settings, _until_served, operate
-from kintsugi_operator.pulse import Pulse
-from kintsugi_operator.queue import KEYS_MAX, ObjectKey, WorkQueue
 from tests.fakes.cluster import FakeCluster
 from tests.unit.operator.conversation import Asked, Conversation, held
 

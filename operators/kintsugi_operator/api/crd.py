@@ -1,0 +1,199 @@
+"""The CRDs, from the types of `api`: structural OpenAPI, defaults, CEL rules, columns, status."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from kintsugi_operator.api.status import BlendServiceStatus, CorpusPrecomputeStatus
+from kintsugi_operator.api.types import (
+    GROUP,
+    VERSION,
+    BlendServiceSpec,
+    CorpusPrecomputeSpec,
+    camel,
+    to_manifest,
+)
+
+Schema = dict[str, Any]
+
+NAME_RULE = {
+    "rule": "self.metadata.name.matches('^[a-z][-a-z0-9]*$') && self.metadata.name.size() <= 63",
+    "message": "the name must start with a letter, hold a-z, 0-9 and - only, and have at most 63 characters",
+}
+"""KubeRay makes Services out of names, and label values end at 63."""
+
+COLUMNS = {
+    "BlendService": [
+        ("Model", "string", ".status.model"),
+        ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status'),
+        ("Shards", "integer", ".status.shardsReady"),
+        ("Calibration", "string", ".status.calibration"),
+        ("Hit rate", "number", ".status.hitRate"),
+        ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason'),
+        ("Age", "date", ".metadata.creationTimestamp"),
+    ],
+    "CorpusPrecompute": [
+        ("Service", "string", ".spec.service"),
+        ("Phase", "string", ".status.phase"),
+        ("Documents", "integer", ".status.documents"),
+        ("Chunks", "integer", ".status.chunks"),
+        ("Coverage", "number", ".status.coverage"),
+        ("Age", "date", ".metadata.creationTimestamp"),
+    ],
+}
+
+
+def crds() -> dict[str, Schema]:
+    """By plural name."""
+    return {
+        "blendservices": _crd(
+            "BlendService", "blendservices", "blendservice", "bs", BlendServiceSpec, BlendServiceStatus
+        ),
+        "corpusprecomputes": _crd(
+            "CorpusPrecompute",
+            "corpusprecomputes",
+            "corpusprecompute",
+            "cp",
+            CorpusPrecomputeSpec,
+            CorpusPrecomputeStatus,
+        ),
+    }
+
+
+def schema_of(cls: type[Any]) -> Schema:
+    """OpenAPI v3 of one dataclass, as a CRD may have it."""
+    hints, docs = get_type_hints(cls), field_docs(cls)
+    properties: Schema = {}
+    required = []
+    for one in dataclasses.fields(cls):
+        schema = _schema_of_annotation(hints[one.name], dict(one.metadata))
+        if docs.get(one.name):
+            schema = {"description": docs[one.name], **schema}
+        default = _default(one)
+        if default is dataclasses.MISSING:
+            required.append(camel(one.name))
+        elif default is not None:
+            schema["default"] = to_manifest(default)
+        properties[camel(one.name)] = schema
+    schema = {"type": "object", "description": _first_line(cls), "properties": properties}
+    if required:
+        schema["required"] = required
+    if rules := getattr(cls, "RULES", ()):
+        schema["x-kubernetes-validations"] = [dataclasses.asdict(rule) for rule in rules]
+    return schema
+
+
+def _crd(kind: str, plural: str, singular: str, short: str, spec: type[Any], status: type[Any]) -> Schema:
+    columns = [dict(zip(("name", "type", "jsonPath"), one, strict=True)) for one in COLUMNS[kind]]
+    root: Schema = {
+        "type": "object",
+        "description": _first_line(spec),
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": schema_of(spec),
+            "status": _without_defaults(schema_of(status)),
+        },
+        "x-kubernetes-validations": [NAME_RULE],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": singular,
+                "shortNames": [short],
+                "categories": ["kintsugi"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": columns,
+                    "schema": {"openAPIV3Schema": root},
+                }
+            ],
+        },
+    }
+
+
+def _schema_of_annotation(annotation: Any, metadata: dict[str, Any]) -> Schema:
+    map_key = metadata.pop("mapKey", None)
+    inner = {"pattern": metadata.pop("itemPattern", None), "maxLength": metadata.pop("itemLength", None)}
+    inner["maxLength"] = metadata.pop("valueLength", inner["maxLength"])
+    inner |= {"minimum": metadata.pop("itemMinimum", None), "maximum": metadata.pop("itemMaximum", None)}
+    inner = {key: bound for key, bound in inner.items() if bound is not None}
+    if get_origin(annotation) in (types.UnionType, Union):
+        (annotation,) = [one for one in get_args(annotation) if one is not type(None)]
+    origin = get_origin(annotation)
+    if origin is tuple:
+        items = _schema_of_annotation(get_args(annotation)[0], inner)
+        listed: Schema = {"type": "array", "items": items, **metadata}
+        if map_key:
+            listed |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [map_key]}
+        return listed
+    if origin is not None and issubclass(origin, Mapping):
+        value = get_args(annotation)[1]
+        if value is Any:
+            return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **metadata}
+        return {"type": "object", "additionalProperties": _schema_of_annotation(value, inner), **metadata}
+    if dataclasses.is_dataclass(annotation):
+        assert isinstance(annotation, type)
+        return schema_of(annotation)
+    if issubclass(annotation, StrEnum):
+        return {"type": "string", "enum": [str(one) for one in annotation], **metadata}
+    names = {str: "string", bool: "boolean", int: "integer", float: "number"}
+    return {"type": names[annotation], **metadata}
+
+
+def _default(one: Any) -> Any:
+    if one.default_factory is not dataclasses.MISSING:
+        return one.default_factory()
+    return one.default
+
+
+def _without_defaults(schema: Schema) -> Schema:
+    """A status is what the operator wrote; nothing is made up for it, and nothing but keys is mandatory."""
+    kept = {key: value for key, value in schema.items() if key != "default"}
+    if "properties" in kept:
+        kept["properties"] = {name: _without_defaults(one) for name, one in kept["properties"].items()}
+    if isinstance(kept.get("items"), dict):
+        kept["items"] = _without_defaults(kept["items"])
+    return kept
+
+
+def _first_line(cls: type[Any]) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+
+
+def field_docs(cls: type[Any]) -> dict[str, str]:
+    """The strings behind fields, which Python itself forgets."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs

@@ -1,0 +1,71 @@
+"""Whether an object is what it should be, however Kubernetes has written it down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kintsugi_operator.objects.pods import Manifest, quantity
+from kintsugi_operator.observed.views import digest_of
+
+CLAIM = "PersistentVolumeClaim"
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
+"""More than a spec may say: Kubernetes writes 1024Ti as 1Pi."""
+
+
+def needs_write(wanted: Manifest, live: Manifest | None) -> bool:
+    """Whether an object has to be applied: it is not there, was applied as something else, or has drifted.
+
+    What others have added, a default or a controller's field, is not drift.
+    """
+    return live is None or digest_of(wanted) != digest_of(live) or drift(wanted, live) is not None
+
+
+def drift(wanted: Any, live: Any, path: str = "") -> str | None:
+    """Where the first difference lies; None where everything wanted is there."""
+    if isinstance(wanted, Mapping):
+        if not isinstance(live, Mapping):
+            return None if not wanted and live is None else path
+        inner = (drift(value, live.get(key), f"{path}.{key}") for key, value in wanted.items())
+        return next((one for one in inner if one is not None), None)
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        if not isinstance(live, Sequence) or isinstance(live, str):
+            return None if not wanted and live is None else path
+        if len(wanted) != len(live):
+            return path
+        pairs = enumerate(zip(wanted, live, strict=True))
+        inner = (drift(one, other, f"{path}[{index}]") for index, (one, other) in pairs)
+        return next((one for one in inner if one is not None), None)
+    return None if _equal(wanted, live) else path
+
+
+def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
+    """A claim as large as it is by now: Kubernetes shrinks none, and who has enlarged it by hand meant to.
+    Other objects as they are wanted."""
+    if live is None or wanted["kind"] != CLAIM:
+        return wanted
+    ours = wanted["spec"]["resources"]["requests"]["storage"]
+    theirs = str(live.get("spec", {}).get("resources", {}).get("requests", {}).get("storage", ""))
+    if not _QUANTITY.fullmatch(theirs) or quantity(theirs) <= quantity(ours):
+        return wanted
+    return {**wanted, "spec": {**wanted["spec"], "resources": {"requests": {"storage": theirs}}}}
+
+
+def replacement_patch(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
+    """A merge patch that makes `wanted` of `live`: what is there beside it is taken away."""
+    gone: Manifest = {key: None for key in live if key not in wanted}
+    for key, value in wanted.items():
+        former = live.get(key)
+        is_inner = isinstance(value, Mapping) and isinstance(former, Mapping)
+        gone[key] = replacement_patch(value, former) if is_inner else value  # type: ignore[arg-type]
+    return gone
+
+
+def _equal(wanted: Any, live: Any) -> bool:
+    if wanted == live:
+        return True
+    if isinstance(wanted, str) and isinstance(live, str):
+        both = _QUANTITY.fullmatch(wanted) and _QUANTITY.fullmatch(live)
+        return bool(both) and quantity(wanted) == quantity(live)
+    return False
