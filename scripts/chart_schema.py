@@ -22,31 +22,13 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from kintsugi_operator.api.bounds import (
-    HOST_AND_PATH,
-    HUB_NAME,
-    NAME,
-    NAMESPACE,
-    OPTIONAL_NAME,
-    QUANTITY,
-    field_with_bounds,
-)
-from kintsugi_operator.api.crd import Schema, field_docs, schema_of
-from kintsugi_operator.api.types import (
-    CorpusPrecomputeSpec,
-    Engines,
-    Gateway,
-    Model,
-    Network,
-    Nodes,
-    PullPolicy,
-    Replicas,
-    Store,
-    Tls,
-    camel,
-    dataclass_within,
-    to_manifest,
-)
+from kintsugi.core.settings import ordered_fields, setting
+from kintsugi_operator.api.blend_service import Engines, Gateways, Model, Network, Replicas, Store, Tls
+from kintsugi_operator.api.common import Nodes, PullPolicy
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.crd import Schema, descriptions, schema_of
+from kintsugi_operator.api.manifest import dataclass_within, to_manifest, yaml_name
+from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
@@ -81,15 +63,15 @@ class Scope(StrEnum):
 class Images:
     """Where all images lie: REPOSITORY/operator and REPOSITORY/serving-gpu or serving-cpu."""
 
-    repository: str = field_with_bounds("", maxLength=230, pattern=REPOSITORY)
+    repository: str = setting("", maxLength=230, pattern=REPOSITORY)
     """Mandatory, such as registry.example.com/kintsugi. `make images` builds what has to be there."""
-    tag: str = field_with_bounds("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
+    tag: str = setting("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
     """Empty: the chart's appVersion."""
     serving: Serving = Serving.AUTO
     """auto: serving-gpu where engines have GPUs, else serving-cpu."""
-    serving_digest: str = field_with_bounds("", pattern=DIGEST)
+    serving_digest: str = setting("", pattern=DIGEST)
     """Wins over the tag."""
-    operator_digest: str = field_with_bounds("", pattern=DIGEST)
+    operator_digest: str = setting("", pattern=DIGEST)
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
 
 
@@ -99,13 +81,13 @@ class Operator:
 
     enabled: bool = True
     """Off where another release's operator looks after this namespace."""
-    replicas: int = field_with_bounds(1, minimum=1, maximum=5)
+    replicas: int = setting(1, minimum=1, maximum=5)
     """One leads; the others wait for its lease. From two on there is a PodDisruptionBudget."""
     scope: Scope = Scope.NAMESPACE
     """Namespace: it looks after this namespace and has rights in no other. Cluster: after all."""
-    cpu: str = field_with_bounds("50m", pattern=QUANTITY, maxLength=32)
+    cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
     """Requested; it may use more."""
-    memory: str = field_with_bounds("128Mi", pattern=QUANTITY, maxLength=32)
+    memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
     """Request and limit."""
     network_policy: bool = True
     """Nothing but probes comes in; out go name lookups and calls of the API server and the service's pods."""
@@ -118,7 +100,7 @@ class Service:
 
     enabled: bool = True
     """Off: install the operator alone."""
-    name: str = field_with_bounds("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
+    name: str = setting("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
     """Empty: the release's name."""
 
 
@@ -126,7 +108,7 @@ class Service:
 class Precompute:
     """CorpusPrecompute objects: documents that are prefilled before anybody asks."""
 
-    corpora: tuple[CorpusPrecomputeSpec, ...] = field_with_bounds((), maxItems=64)
+    corpora: tuple[CorpusPrecomputeSpec, ...] = setting((), maxItems=64)
     """Each has a name, and what a CorpusPrecompute's spec has, but the service."""
 
 
@@ -136,7 +118,7 @@ class Monitoring:
 
     service_monitor: bool = False
     """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
-    interval: str = field_with_bounds("30s", pattern=r"^[0-9]+(ms|s|m)$")
+    interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
     labels: Mapping[str, str] = field(default_factory=dict)
     """By which Prometheus selects its monitors."""
     dashboard: bool = False
@@ -150,12 +132,12 @@ class HelmTest:
     """`helm test`: a first request."""
 
     enabled: bool = True
-    prompt: str = field_with_bounds("Kintsugi mends pottery with", minLength=1, maxLength=4096)
-    namespace: str = field_with_bounds("default", minLength=1, maxLength=128, pattern=NAMESPACE)
+    prompt: str = setting("Kintsugi mends pottery with", minLength=1, maxLength=4096)
+    namespace: str = setting("default", minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant it asks as."""
-    token_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
+    token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `token` is a bearer token for it. Empty: the one that the chart made, if it did."""
-    timeout_s: int = field_with_bounds(600, minimum=1, maximum=7200)
+    timeout_s: int = setting(600, minimum=1, maximum=7200)
     """How long it waits for the gateway."""
 
 
@@ -164,14 +146,14 @@ class Values:
     """Everything that `helm install --set` knows."""
 
     image: Images = field(default_factory=Images)
-    image_pull_secrets: tuple[str, ...] = field_with_bounds((), maxItems=16, itemPattern=NAME, itemLength=253)
+    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, itemPattern=NAME, itemLength=253)
     """Secrets of this namespace."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(
         default_factory=lambda: Engines(replicas=Replicas(1, 4), gpus=1, memory="64Gi", shared_memory="8Gi")
     )
     store: Store = field(default_factory=Store)
-    gateway: Gateway = field(default_factory=Gateway)
+    gateway: Gateways = field(default_factory=Gateways)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
     precompute: Precompute = field(default_factory=Precompute)
@@ -235,10 +217,10 @@ def values_yaml() -> str:
 
 
 def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
-    docs, hints = field_docs(type(value)), get_type_hints(type(value))
+    docs, hints = descriptions(type(value)), get_type_hints(type(value))
     indent = "  " * depth
-    for one in dataclasses.fields(value):
-        name, inner = camel(one.name), getattr(value, one.name)
+    for one in ordered_fields(type(value)):
+        name, inner = yaml_name(type(value), one), getattr(value, one.name)
         where = f"{path}.{name}".lstrip(".")
         cls = dataclass_within(hints[one.name])
         if depth == 0:

@@ -25,7 +25,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from kintsugi_operator.api.types import API_VERSION, GROUP, VERSION
+from kintsugi_operator.api.manifest import API_VERSION, GROUP, VERSION
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
 from kintsugi_operator.controller.election import LeaseLost, lead
 from kintsugi_operator.controller.pulse import Counted, Pulse

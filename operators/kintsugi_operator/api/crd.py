@@ -9,17 +9,14 @@ import textwrap
 import types
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from kintsugi.core.settings import bounds_of, default_of, ordered_fields, split_bounds
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.manifest import GROUP, VERSION, to_manifest, yaml_name
 from kintsugi_operator.api.status import BlendServiceStatus, CorpusPrecomputeStatus
-from kintsugi_operator.api.types import (
-    GROUP,
-    VERSION,
-    BlendServiceSpec,
-    CorpusPrecomputeSpec,
-    camel,
-    to_manifest,
-)
 
 Schema = dict[str, Any]
 
@@ -69,24 +66,25 @@ def crds() -> dict[str, Schema]:
 
 def schema_of(cls: type[Any]) -> Schema:
     """OpenAPI v3 of one dataclass, as a CRD may have it."""
-    hints, docs = get_type_hints(cls), field_docs(cls)
+    hints, docs = get_type_hints(cls), descriptions(cls)
     properties: Schema = {}
     required = []
-    for one in dataclasses.fields(cls):
-        schema = _schema_of_annotation(hints[one.name], dict(one.metadata))
-        if docs.get(one.name):
+    for one in ordered_fields(cls):
+        bounds, name = bounds_of(cls, one), yaml_name(cls, one)
+        schema = _schema_of_annotation(hints[one.name], bounds)
+        if one.name in docs:
             schema = {"description": docs[one.name], **schema}
-        default = _default(one)
+        default = default_of(one)
         if default is dataclasses.MISSING:
-            required.append(camel(one.name))
+            required.append(name)
         elif default is not None:
             schema["default"] = to_manifest(default)
-        properties[camel(one.name)] = schema
+        properties[name] = schema
     schema = {"type": "object", "description": _first_line(cls), "properties": properties}
     if required:
         schema["required"] = required
     if rules := getattr(cls, "RULES", ()):
-        schema["x-kubernetes-validations"] = [dataclasses.asdict(rule) for rule in rules]
+        schema["x-kubernetes-validations"] = [rule.manifest() for rule in rules]
     return schema
 
 
@@ -134,39 +132,29 @@ def _crd(kind: str, plural: str, singular: str, short: str, spec: type[Any], sta
     }
 
 
-def _schema_of_annotation(annotation: Any, metadata: dict[str, Any]) -> Schema:
-    map_key = metadata.pop("mapKey", None)
-    inner = {"pattern": metadata.pop("itemPattern", None), "maxLength": metadata.pop("itemLength", None)}
-    inner["maxLength"] = metadata.pop("valueLength", inner["maxLength"])
-    inner |= {"minimum": metadata.pop("itemMinimum", None), "maximum": metadata.pop("itemMaximum", None)}
-    inner = {key: bound for key, bound in inner.items() if bound is not None}
+def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
+    own, inner = split_bounds(bounds)
     if get_origin(annotation) in (types.UnionType, Union):
         (annotation,) = [one for one in get_args(annotation) if one is not type(None)]
     origin = get_origin(annotation)
     if origin is tuple:
         items = _schema_of_annotation(get_args(annotation)[0], inner)
-        listed: Schema = {"type": "array", "items": items, **metadata}
-        if map_key:
-            listed |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [map_key]}
+        listed: Schema = {"type": "array", "items": items, **own}
+        if key := bounds.get("mapKey"):
+            listed |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
         return listed
     if origin is not None and issubclass(origin, Mapping):
         value = get_args(annotation)[1]
         if value is Any:
-            return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **metadata}
-        return {"type": "object", "additionalProperties": _schema_of_annotation(value, inner), **metadata}
+            return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **own}
+        return {"type": "object", "additionalProperties": _schema_of_annotation(value, inner), **own}
     if dataclasses.is_dataclass(annotation):
         assert isinstance(annotation, type)
         return schema_of(annotation)
     if issubclass(annotation, StrEnum):
-        return {"type": "string", "enum": [str(one) for one in annotation], **metadata}
+        return {"type": "string", "enum": [str(one) for one in annotation], **own}
     names = {str: "string", bool: "boolean", int: "integer", float: "number"}
-    return {"type": names[annotation], **metadata}
-
-
-def _default(one: Any) -> Any:
-    if one.default_factory is not dataclasses.MISSING:
-        return one.default_factory()
-    return one.default
+    return {"type": names[annotation], **own}
 
 
 def _without_defaults(schema: Schema) -> Schema:
@@ -183,8 +171,19 @@ def _first_line(cls: type[Any]) -> str:
     return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 
-def field_docs(cls: type[Any]) -> dict[str, str]:
-    """The strings behind fields, which Python itself forgets."""
+def descriptions(cls: type[Any]) -> dict[str, str]:
+    """What to say of fields: `description` where a field has one, else the string behind it."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs |= _docstrings(base)
+    told = {one.name: bounds_of(cls, one).get("description") for one in dataclasses.fields(cls)}
+    return docs | {name: text for name, text in told.items() if text is not None}
+
+
+@cache
+def _docstrings(cls: type[Any]) -> dict[str, str]:
+    """The strings behind the fields that a class itself defines, which Python forgets."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kintsugi.core.schema import STRICT
-from kintsugi_operator.api.bounds import NAME, CelRule, field_with_bounds
+from kintsugi.core.rules import Rule, exactly_one, is_set, this
+from kintsugi.core.settings import Settings, setting
+from kintsugi_operator.api.patterns import NAME
 
 RESERVED = (
     "^(KINTSUGI_.*|KUBERAY_.*|RAY_.*|HF_HOME|HF_HUB_CACHE|HF_TOKEN|HOME|TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR"
@@ -30,33 +28,27 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class KeyRef:
+class KeyRef(Settings):
     """A key of a Secret or ConfigMap of this namespace."""
 
-    __pydantic_config__ = STRICT
-
-    name: str = field_with_bounds(pattern=NAME, maxLength=253)
-    key: str = field_with_bounds(pattern=r"^[-._a-zA-Z0-9]+$", maxLength=253)
+    name: str = setting(pattern=NAME, maxLength=253)
+    key: str = setting(pattern=r"^[-._a-zA-Z0-9]+$", maxLength=253)
 
 
 @dataclass(frozen=True)
-class FieldRef:
+class FieldRef(Settings):
     """Something of the pod itself."""
 
-    __pydantic_config__ = STRICT
-
-    field_path: str = field_with_bounds(enum=list(FIELDS))
+    field_path: str = setting(enum=list(FIELDS))
 
 
 @dataclass(frozen=True)
-class EnvVarSource:
+class EnvVarSource(Settings):
     """Where a value comes from."""
 
-    __pydantic_config__ = STRICT
-
-    RULES: ClassVar = (
-        CelRule(
-            "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)].exists_one(one, one)",
+    RULES = (
+        Rule(
+            exactly_one(is_set(this.secret_key_ref), is_set(this.config_map_key_ref), is_set(this.field_ref)),
             "name one of secretKeyRef, configMapKeyRef and fieldRef",
         ),
     )
@@ -67,35 +59,14 @@ class EnvVarSource:
 
 
 @dataclass(frozen=True)
-class Variable:
+class Variable(Settings):
     """As in a container's `env`: a later one may name an earlier one, `$(NAME)`."""
 
-    __pydantic_config__ = STRICT
-
-    RULES: ClassVar = (
-        CelRule("self.value == '' || !has(self.valueFrom)", "give value or valueFrom, not both"),
-        CelRule(f"!self.name.matches('{RESERVED}')", RESERVED_MESSAGE),
+    RULES = (
+        Rule((this.value == "") | ~is_set(this.value_from), "give value or valueFrom, not both", "value"),
+        Rule(~this.name.matches(RESERVED), RESERVED_MESSAGE, "name"),
     )
 
-    name: str = field_with_bounds(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
-    value: str = field_with_bounds("", maxLength=8192)
+    name: str = setting(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
+    value: str = setting("", maxLength=8192)
     value_from: EnvVarSource | None = None
-
-
-def problem_of(variables: Sequence[Variable]) -> tuple[str, str] | None:
-    """Where and why they cannot be set; None where they can. As CEL does, for specs that it has not seen."""
-    names = [one.name for one in variables]
-    for index, one in enumerate(variables):
-        source = one.value_from
-        if re.match(RESERVED, one.name):
-            return f"{index}.name", f"{one.name}: {RESERVED_MESSAGE}"
-        if one.name in names[:index]:
-            return f"{index}.name", f"{one.name} is there twice"
-        if source is None:
-            continue
-        if one.value:
-            return f"{index}.value", "give value or valueFrom, not both"
-        given = [source.secret_key_ref, source.config_map_key_ref, source.field_ref]
-        if sum(each is not None for each in given) != 1:
-            return f"{index}.valueFrom", "name one of secretKeyRef, configMapKeyRef and fieldRef"
-    return None

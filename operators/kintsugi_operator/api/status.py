@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kintsugi.core.schema import STRICT
-from kintsugi_operator.api.bounds import field_with_bounds
+from kintsugi.core.settings import Settings, setting
 
 
 class ConditionStatus(StrEnum):
-    """Of a condition."""
+    """Whether a condition holds."""
 
     TRUE = "True"
     FALSE = "False"
@@ -18,35 +17,29 @@ class ConditionStatus(StrEnum):
 
 
 @dataclass(frozen=True)
-class Condition:
+class Condition(Settings):
     """As Kubernetes writes them."""
-
-    __pydantic_config__ = STRICT
 
     type: str
     status: ConditionStatus
     reason: str
-    message: str = field_with_bounds("", maxLength=4096)
-    last_transition_time: str = field_with_bounds("", format="date-time")
+    message: str = setting("", maxLength=4096)
+    last_transition_time: str = setting("", format="date-time")
     observed_generation: int = 0
 
 
 @dataclass(frozen=True)
-class TierStatus:
+class TierStatus(Settings):
     """Of all shards together."""
 
-    __pydantic_config__ = STRICT
-
     name: str
-    bytes_used: int = field_with_bounds(format="int64")
-    bytes_total: int = field_with_bounds(format="int64")
+    bytes_used: int = setting(format="int64")
+    bytes_total: int = setting(format="int64")
 
 
 @dataclass(frozen=True)
-class Endpoints:
+class Endpoints(Settings):
     """Where clients find what, within the cluster."""
-
-    __pydantic_config__ = STRICT
 
     grpc: str = ""
     http: str = ""
@@ -55,10 +48,8 @@ class Endpoints:
 
 
 @dataclass(frozen=True)
-class RolloutStatus:
+class RolloutStatus(Settings):
     """Which revision of the engines serves, and which is to."""
-
-    __pydantic_config__ = STRICT
 
     active: str = ""
     pending: str = ""
@@ -71,10 +62,8 @@ class RolloutStatus:
 
 
 @dataclass(frozen=True)
-class BlendServiceStatus:
+class BlendServiceStatus(Settings):
     """What the operator has seen and done."""
-
-    __pydantic_config__ = STRICT
 
     observed_generation: int = 0
     shards_ready: int = 0
@@ -93,14 +82,12 @@ class BlendServiceStatus:
     """Served now."""
     endpoints: Endpoints = field(default_factory=Endpoints)
     rollout: RolloutStatus = field(default_factory=RolloutStatus)
-    conditions: tuple[Condition, ...] = field_with_bounds((), mapKey="type")
+    conditions: tuple[Condition, ...] = setting((), mapKey="type")
 
 
 @dataclass(frozen=True)
-class CorpusPrecomputeStatus:
+class CorpusPrecomputeStatus(Settings):
     """What the last job has done."""
-
-    __pydantic_config__ = STRICT
 
     observed_generation: int = 0
     phase: str = ""
@@ -118,4 +105,4 @@ class CorpusPrecomputeStatus:
     """Share of the corpus's chunks that the store holds."""
     progress: float | None = None
     """Share of the work that is done."""
-    conditions: tuple[Condition, ...] = field_with_bounds((), mapKey="type")
+    conditions: tuple[Condition, ...] = setting((), mapKey="type")

@@ -16,7 +16,7 @@ from aiohttp import ClientError, ClientTimeout
 from kubernetes.aio.client import ApiClient
 
 from kintsugi.core.errors import KintsugiError, Unavailable
-from kintsugi_operator.api.types import API_VERSION
+from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.objects.base import RAY_API_VERSION
 from kintsugi_operator.objects.names import FIELD_MANAGER
 from kintsugi_operator.objects.pods import Manifest

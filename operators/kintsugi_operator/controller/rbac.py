@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kintsugi_operator.api.types import GROUP
+from kintsugi_operator.api.manifest import GROUP
 
 APPLY = ("create", "delete", "get", "list", "patch")
 

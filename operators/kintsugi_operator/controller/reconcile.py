@@ -11,14 +11,10 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.manifest import API_VERSION, from_manifest, to_manifest
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus
-from kintsugi_operator.api.types import (
-    API_VERSION,
-    BlendServiceSpec,
-    CorpusPrecomputeSpec,
-    from_manifest,
-    to_manifest,
-)
 from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
     BY_KIND,
@@ -46,7 +42,7 @@ from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
 from kintsugi_operator.objects.base import RAY_API_VERSION, Owner
-from kintsugi_operator.objects.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, Revision
+from kintsugi_operator.objects.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, EngineRevision
 from kintsugi_operator.objects.jobs import CALIBRATION, CORPUS
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
@@ -109,7 +105,7 @@ class Reconciler:
         before = _status_of(BlendServiceStatus, live)
         try:
             spec = from_manifest(BlendServiceSpec, live["spec"])
-            check_service(spec, name, namespace)
+            check_service(spec)
         except InvalidField as error:
             await self._write_status(live, before, before, [_invalid(error)])
             return LATER_S
@@ -291,12 +287,12 @@ class Reconciler:
             return None
         try:
             spec = from_manifest(BlendServiceSpec, live["spec"])
-            check_service(spec, service, namespace)
+            check_service(spec)
         except InvalidField:
             return None
         store = await self._cluster.get(RAY_SERVICE, namespace, ray_service_name(service))
         is_ready = store is not None and ray_service_view(store).is_ready
-        return Target(spec, Revision.of(spec), is_ready)
+        return Target(spec, EngineRevision.of(spec), is_ready)
 
     async def _report(self, job: Any) -> Any:
         if job is None or not (job.dashboard and job.job_id):

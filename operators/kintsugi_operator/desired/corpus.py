@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Condition, CorpusPrecomputeStatus
-from kintsugi_operator.api.types import BlendServiceSpec, CorpusPrecomputeSpec, non_default_values
 from kintsugi_operator.desired.plan import sign, timestamp
 from kintsugi_operator.desired.schedule import Schedule
 from kintsugi_operator.objects.base import Owner
-from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import corpus_job, corpus_job_name, ledger_claim
 from kintsugi_operator.objects.names import digest
 from kintsugi_operator.objects.pods import Manifest
@@ -29,7 +31,7 @@ class Target:
     """The service that a corpus is for."""
 
     spec: BlendServiceSpec
-    revision: Revision
+    revision: EngineRevision
     """The one that comes, where one does: it serves once its corpora are filled."""
     is_store_ready: bool
 
@@ -58,13 +60,15 @@ class CorpusDesired:
     """RayJobs to delete: of former runs."""
 
 
-def basis_of(spec: CorpusPrecomputeSpec, revision: Revision) -> str:
+def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
     """Digest of all that makes a corpus's chunks other ones."""
-    asked = {key: value for key, value in non_default_values(spec).items() if key not in WITHOUT_RERUN}
+    asked = {key: value for key, value in non_default_manifest(spec).items() if key not in WITHOUT_RERUN}
     return digest([asked, revision.name])
 
 
-def next_run(spec: CorpusPrecomputeSpec, revision: Revision, run: str, job: JobView, now: datetime) -> str:
+def next_run(
+    spec: CorpusPrecomputeSpec, revision: EngineRevision, run: str, job: JobView, now: datetime
+) -> str:
     """The run that should be: `BASIS-REVISION-TICK`. A new tick waits for a job that still runs; a change of
     what is asked for does not."""
     tick = Schedule.parse(spec.schedule).last_tick(now) if spec.schedule else None

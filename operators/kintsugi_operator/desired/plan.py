@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
-from kintsugi_operator.api.types import BlendServiceSpec
 from kintsugi_operator.desired.compare import replacement_patch
 from kintsugi_operator.desired.rollout import Phase, Rollout, from_status, step
 from kintsugi_operator.desired.shards import Action, ShardStep, next_step, ready_shards
 from kintsugi_operator.objects.base import Owner
-from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import calibration_job
 from kintsugi_operator.objects.names import ANNOTATION_CLUSTER, ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
 from kintsugi_operator.objects.network import budgets, policies
@@ -65,7 +65,7 @@ def desired(
     now: datetime,
 ) -> Desired:
     """For a spec that `validation` has let pass. Raises `InvalidField` all the same where it has not."""
-    asked = Revision.of(spec)
+    asked = EngineRevision.of(spec)
     known = {**observed.revisions, asked.name: asked}
     now_s = now.timestamp()
     rollout = from_status(before.rollout, _seconds(before.rollout.retiring_since))
@@ -106,7 +106,7 @@ def sign(manifest: Manifest) -> Manifest:
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
-def _with_known(rollout: Rollout, known: dict[str, Revision], asked: str) -> Rollout:
+def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) -> Rollout:
     """Without revisions that nobody remembers: their engines cannot be described. Where the active one is
     forgotten, what is asked for takes its place."""
     if rollout.active not in known:
@@ -128,7 +128,7 @@ def _calibration(
     spec: BlendServiceSpec,
     owner: Owner,
     rollout: Rollout,
-    known: dict[str, Revision],
+    known: dict[str, EngineRevision],
     observed: Observed,
 ) -> list[Manifest]:
     """The job of the revision that comes, else of the one that serves. Starts with the store, whose reports
@@ -166,7 +166,7 @@ def _status(
     observed: Observed,
     rollout: Rollout,
     shard_step: ShardStep,
-    known: dict[str, Revision],
+    known: dict[str, EngineRevision],
     now: datetime,
 ) -> BlendServiceStatus:
     ready = ready_shards(spec.store.shards, observed.pods)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kintsugi_operator.api.types import API_VERSION
+from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.objects.pods import Manifest, resources, security
 
 RAY_API_VERSION = "ray.io/v1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,17 +12,17 @@ from kintsugi.core.deploy import (
     EngineSpec,
     GatewaySpec,
     ModelSpec,
-    OpenAISpec,
     Placement,
-    Scale,
     ServiceSpec,
     StoreSpec,
     TierSpec,
     directory_url,
     serve_config,
 )
-from kintsugi.core.schema import STRICT
-from kintsugi_operator.api.types import BlendServiceSpec, Engines, Image, Model, OpenAI, non_default_values
+from kintsugi.core.settings import Settings, shared_settings
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
+from kintsugi_operator.api.common import Image
+from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.objects.names import digest, join_name
 from kintsugi_operator.objects.pods import STORE_TLS, TLS, TOKENS, Manifest
 
@@ -38,113 +39,79 @@ ANY_HOST = "0.0.0.0"
 
 
 @dataclass(frozen=True)
-class Revision:
+class EngineRevision(Settings):
     """What makes engines answer differently: another one is calibrated and warmed beside the old."""
-
-    __pydantic_config__ = STRICT
 
     model: Model
     image: Image
     ray_version: str
-    connector: dict[str, Any] = field(default_factory=dict)
-    vllm: dict[str, Any] = field(default_factory=dict)
+    connector: Mapping[str, Any] = field(default_factory=dict)
+    vllm: Mapping[str, Any] = field(default_factory=dict)
     openai: OpenAI = field(default_factory=OpenAI)
 
     @staticmethod
-    def of(spec: BlendServiceSpec) -> Revision:
-        """The one that a spec asks for."""
-        engines = spec.engines
-        return Revision(
-            spec.model,
-            spec.image,
-            spec.ray_version,
-            dict(engines.connector),
-            dict(engines.vllm),
-            engines.openai,
+    def of(spec: BlendServiceSpec) -> EngineRevision:
+        """The revision that a spec asks for."""
+        told = spec.engines
+        return EngineRevision(
+            spec.model, spec.image, spec.ray_version, told.connector, told.vllm, told.openai
         )
 
     @property
     def name(self) -> str:
         """Digest: the same inputs are the same revision."""
-        return digest(non_default_values(self))
+        return digest(non_default_manifest(self))
 
     def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
-        """The spec as it would be had this revision been asked for; everything else is as it is now."""
-        engines: Engines = replace(spec.engines, connector=self.connector, vllm=self.vllm, openai=self.openai)
+        """The spec as it would be if it had asked for this revision; everything else stays as it is."""
+        engines = replace(spec.engines, connector=self.connector, vllm=self.vllm, openai=self.openai)
         return replace(
             spec, model=self.model, image=self.image, ray_version=self.ray_version, engines=engines
         )
 
 
 def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
-    """What the parts of the service are told. Raises `InvalidField`."""
-    model, engines, gateway, tls = spec.model, spec.engines, spec.gateway, spec.tls
+    """The settings of the service's parts. Raises `InvalidField`."""
+    engines, gateway, tls = spec.engines, spec.gateway, spec.tls
     vllm = dict(engines.vllm)
     if engines.gpus > 1:
         vllm.setdefault("tensor_parallel_size", engines.gpus)
     return ServiceSpec(
-        model=ModelSpec(
-            path=model.path,
-            name=model.name,
-            dtype=model.dtype,
-            max_model_len=model.max_model_len,
-            system_prompt=model.system_prompt,
-            codec=model.codec,
-        ),
-        engines=EngineSpec(
-            replicas=Scale(engines.replicas.min, engines.replicas.max),
-            cpus=engines.cpus,
+        model=shared_settings(ModelSpec, spec.model),
+        engines=shared_settings(
+            EngineSpec,
+            engines,
             gpus=float(engines.gpus),
-            kv_cache_gib=engines.kv_cache_gib,
-            allow_uncalibrated=engines.allow_uncalibrated,
             # A job of its own calibrates, so that engines do nothing but serve.
             calibrate=False,
-            shadow_share=engines.shadow_share,
             metrics_port=ENGINE_METRICS_PORT,
-            connector=dict(engines.connector),
             vllm=vllm,
-            openai=OpenAISpec(
-                engines.openai.chat_template,
-                engines.openai.tool_call_parser,
-                engines.openai.reasoning_parser,
-            ),
         ),
         store=store_spec(spec),
-        gateway=GatewaySpec(
-            replicas=gateway.replicas,
+        gateway=shared_settings(
+            GatewaySpec,
+            gateway,
             host=ANY_HOST,
-            grpc_port=gateway.grpc_port,
-            http_port=gateway.http_port,
-            cpus=gateway.cpus,
             tokens_file=f"{TOKENS}/tokens.yaml" if gateway.tokens_secret else "",
             tls_cert=f"{TLS}/tls.crt" if tls.secret else "",
             tls_key=f"{TLS}/tls.key" if tls.secret else "",
             tls_client_ca=f"{TLS}/ca.crt" if tls.secret and tls.require_client else "",
             # The API asks for tokens or `gateway.insecure`, and says that TLS is the user's to add.
             insecure=not tls.secret or gateway.insecure,
-            fill_on_miss=str(gateway.fill_on_miss),
-            read_only=gateway.read_only,
-            overtaking=gateway.overtaking,
             data_dir=DATA,
         ),
     )
 
 
 def store_spec(spec: BlendServiceSpec) -> StoreSpec:
-    """What shards are told: of `spec.store` alone. Raises `InvalidField`."""
+    """The settings of shards, which depend on `spec.store` alone."""
     store = spec.store
-
-    def file(name: str) -> str:
-        return f"{STORE_TLS}/{name}" if store.tls_secret else ""
-
-    return StoreSpec(
-        shards=store.shards,
-        replication=store.replication,
-        ramp_s=store.ramp_seconds,
-        ram_gib=store.ram_gib,
+    files = {"tls_ca": "ca.crt", "tls_cert": "tls.crt", "tls_key": "tls.key"} if store.tls_secret else {}
+    return shared_settings(
+        StoreSpec,
+        store,
         tiers=tuple(TierSpec(f"{TIERS}/{tier.name}", tier.gib) for tier in store.tiers),
         data_dir=DATA,
-        cpus=store.cpus,
         host=ANY_HOST,
         directory_port=DIRECTORY_PORT,
         port=SHARD_PORT,
@@ -153,10 +120,8 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         insecure=not store.tls_secret,
         # Engines are in other pods, which share no memory.
         share_arena=False,
-        tls_ca=file("ca.crt"),
-        tls_cert=file("tls.crt"),
-        tls_key=file("tls.key"),
         tls_name=store.tls_name if store.tls_secret else "",
+        **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
     )
 
 

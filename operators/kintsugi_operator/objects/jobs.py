@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kintsugi_operator.api.types import BlendServiceSpec, CorpusPrecomputeSpec
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
-from kintsugi_operator.objects.deployed import Revision, store_url
+from kintsugi_operator.objects.deployed import EngineRevision, store_url
 from kintsugi_operator.objects.names import LABEL_CORPUS, join_name, labels, ray_named
 from kintsugi_operator.objects.pods import (
     STORE_TLS,
@@ -44,7 +45,7 @@ def calibration_name(name: str, revision: str) -> str:
     return ray_named(name, "calibrate", revision)
 
 
-def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Manifest:
+def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
     """Measures how well a revision's model blends and writes the report that lets it."""
     spec = revision.within(spec)
     model = spec.model
@@ -87,11 +88,11 @@ def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any])
     return {**arguments, **more}
 
 
-def _system_option(revision: Revision) -> list[str]:
+def _system_option(revision: EngineRevision) -> list[str]:
     return [] if revision.model.system_prompt is None else ["--system", f"{REVISION}/system-prompt.txt"]
 
 
-def _system_prompt(service: str, revision: Revision) -> list[Volume]:
+def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
     """A file with what the revision's chunks are prefilled behind."""
     if revision.model.system_prompt is None:
         return []
@@ -120,7 +121,7 @@ def corpus_job(
     corpus: CorpusPrecomputeSpec,
     owner: Owner,
     service: BlendServiceSpec,
-    revision: Revision,
+    revision: EngineRevision,
     run: str,
 ) -> Manifest:
     """Fills the store with a corpus, for one revision of a service. The driver runs on the head, with the
@@ -173,7 +174,7 @@ def corpus_job(
 
 
 def corpus_command(
-    corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendServiceSpec, revision: Revision
+    corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendServiceSpec, revision: EngineRevision
 ) -> list[str]:
     """What the job runs: chunks of the very space in which the service looks for them."""
     model, workers = service.model, corpus.workers

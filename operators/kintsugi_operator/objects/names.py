@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kintsugi_operator.api.types import GROUP
+from kintsugi_operator.api.manifest import GROUP
 
 NAME_LENGTH_MAX = 63
 """Of Services, label values and what becomes a part of a host's name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kintsugi_operator.api.types import BlendServiceSpec, Egress
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress
 from kintsugi_operator.objects.base import Owner, make_object
 from kintsugi_operator.objects.deployed import (
     DIRECTORY_PORT,

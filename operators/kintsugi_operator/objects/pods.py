@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kintsugi_operator.api.common import Nodes
 from kintsugi_operator.api.environment import Variable
-from kintsugi_operator.api.types import Nodes, to_manifest
+from kintsugi_operator.api.manifest import to_manifest
 from kintsugi_operator.objects.names import LABEL_TEMPLATE, digest
 
 Manifest = dict[str, Any]

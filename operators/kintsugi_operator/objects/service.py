@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Endpoints
-from kintsugi_operator.api.types import BlendServiceSpec, non_default_values
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
 from kintsugi_operator.objects.deployed import (
     DATA,
@@ -15,7 +16,7 @@ from kintsugi_operator.objects.deployed import (
     ENGINE_METRICS_PORT,
     ENGINE_RESOURCE,
     GATEWAY_RESOURCE,
-    Revision,
+    EngineRevision,
     service_config,
     store_url,
 )
@@ -51,7 +52,7 @@ def head_account_name(name: str) -> str:
     return join_name(name, "head")
 
 
-def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> list[Manifest]:
+def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> list[Manifest]:
     """The RayService of a revision, and the ConfigMap that remembers what it is. Raises `InvalidField`.
 
     What a revision is has to survive a change of the spec: the old engines go on as they were.
@@ -76,7 +77,7 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: Revision) -
     remembered = {
         "immutable": True,
         "data": {
-            REVISION_KEY: serve_yaml(non_default_values(revision)),
+            REVISION_KEY: serve_yaml(non_default_manifest(revision)),
             "system-prompt.txt": revision.model.system_prompt or "",
         },
     }
@@ -137,7 +138,7 @@ def _service(owner: Owner, what: str, kind: str, chosen: Mapping[str, str], port
     return make_object(owner, "Service", join_name(owner.name, what), labels(owner.name), body)
 
 
-def _head(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Manifest:
+def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
     return template(
         Pod(
             **_common(spec, owner, revision, "head", account=head_account_name(owner.name)),
@@ -151,7 +152,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Manifest:
     )
 
 
-def _engines(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Group:
+def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
     engines = spec.engines
     pod = Pod(
         **_common(spec, owner, revision, "engine"),
@@ -169,7 +170,7 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Group:
     return Group("engine", template(pod), engines.replicas.min, resources, engines.cpus, engines.gpus)
 
 
-def _gateways(spec: BlendServiceSpec, owner: Owner, revision: Revision) -> Group:
+def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
     gateway, tls = spec.gateway, spec.tls
     volumes = [scratch("data", DATA, "2Gi"), *model_volumes(spec, "5Gi"), *_store_tls(spec)]
     if tls.secret:
@@ -199,7 +200,7 @@ def _readiness(spec: BlendServiceSpec) -> Manifest:
 
 
 def _common(
-    spec: BlendServiceSpec, owner: Owner, revision: Revision, role: str, account: str = ""
+    spec: BlendServiceSpec, owner: Owner, revision: EngineRevision, role: str, account: str = ""
 ) -> dict[str, Any]:
     return {
         "labels": labels(owner.name, part=PART, role=role, revision=revision.name),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kintsugi_operator.api.types import BlendServiceSpec, ShardPlacement, VolumeKind
+from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
 from kintsugi_operator.objects.deployed import (
     DATA,

@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import KintsugiError
+from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.api.status import TierStatus
-from kintsugi_operator.api.types import from_manifest
-from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import ANNOTATION_DIGEST, LABEL_REVISION, LABEL_SHARD, LABEL_TEMPLATE
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.service import REVISION_KEY
@@ -111,10 +111,10 @@ class Observed:
     """By revision."""
     engines: Mapping[str, int] = field(default_factory=dict)
     """Pods of engines that are to stay, by revision."""
-    revisions: Mapping[str, Revision] = field(default_factory=dict)
+    revisions: Mapping[str, EngineRevision] = field(default_factory=dict)
     """That are remembered."""
     selected: str = ""
-    """Revision that the gateway's Service chooses."""
+    """EngineRevision that the gateway's Service chooses."""
     troubles: Mapping[str, str] = field(default_factory=dict)
     """Why a pod does not start, by part."""
     calibrations: Mapping[str, JobView] = field(default_factory=dict)
@@ -194,12 +194,12 @@ def shard_pod(manifest: Manifest) -> ShardPod:
     )
 
 
-def revision_of(manifest: Manifest) -> tuple[str, Revision] | None:
+def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
     """Name and content of a remembered revision; None for a ConfigMap that holds none of ours."""
     name = manifest["metadata"].get("labels", {}).get(LABEL_REVISION, "")
     try:
         values: Mapping[str, Any] = json.loads(manifest["data"][REVISION_KEY])
-        return name, from_manifest(Revision, values, "revision")
+        return name, from_manifest(EngineRevision, values, "revision")
     except (KeyError, ValueError, TypeError, KintsugiError):
         return None
 

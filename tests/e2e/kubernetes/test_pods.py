@@ -24,8 +24,9 @@ import pytest
 
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import Sampling
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.api.status import BlendServiceStatus
-from kintsugi_operator.api.types import BlendServiceSpec, from_manifest
 from kintsugi_operator.desired.plan import desired
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.pods import USER_ID, quantity

@@ -17,12 +17,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from kintsugi.gateway.access import check_exposure
+from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.environment import RESERVED
 from kintsugi_operator.api.status import BlendServiceStatus
-from kintsugi_operator.api.types import BlendServiceSpec
 from kintsugi_operator.desired.plan import desired
 from kintsugi_operator.objects.base import Owner
-from kintsugi_operator.objects.deployed import Revision, service_spec
+from kintsugi_operator.objects.deployed import EngineRevision, service_spec
 from kintsugi_operator.objects.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX, matches
 from kintsugi_operator.objects.network import OPERATOR
 from kintsugi_operator.objects.pods import Manifest
@@ -143,7 +143,8 @@ def test_a_budget_can_be_counted_without_the_scale_of_a_ray_cluster() -> None:
 
     def least(engines: int) -> dict[str, int]:
         observed = Observed(
-            store=RayServiceView(is_ready=True), engines={Revision.of(spec).name: engines, "retiring": 9}
+            store=RayServiceView(is_ready=True),
+            engines={EngineRevision.of(spec).name: engines, "retiring": 9},
         )
         budgets = [one for one in objects_of(spec, observed=observed) if one["kind"] == "PodDisruptionBudget"]
         assert all("maxUnavailable" not in one["spec"] for one in budgets)
@@ -331,7 +332,7 @@ def test_scaling_engines_changes_no_pod_and_no_argument() -> None:
         named(
             objects_of(spec_of(engines={"replicas": {"min": 1, "max": most}})),
             "RayService",
-            f"acme-{Revision.of(spec_of()).name}",
+            f"acme-{EngineRevision.of(spec_of()).name}",
         )
         for most in (2, 8)
     )
@@ -344,7 +345,7 @@ def test_scaling_engines_changes_no_pod_and_no_argument() -> None:
 
 def test_gpus_are_asked_for_and_used() -> None:
     spec = spec_of(engines={"gpus": 2, "gpuResource": "amd.com/gpu"})
-    service = named(objects_of(spec), "RayService", f"acme-{Revision.of(spec).name}")
+    service = named(objects_of(spec), "RayService", f"acme-{EngineRevision.of(spec).name}")
     engine, gateway = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert engine["template"]["spec"]["containers"][0]["resources"]["limits"]["amd.com/gpu"] == "2"
     assert engine["rayStartParams"]["num-gpus"] == "2"
@@ -453,7 +454,7 @@ def test_policies_deny_what_they_do_not_name() -> None:
 def test_the_gateways_are_those_of_the_active_revision() -> None:
     spec = spec_of()
     service = named(objects_of(spec), "Service", "acme-grpc")
-    assert service["spec"]["selector"][LABEL_REVISION] == Revision.of(spec).name
+    assert service["spec"]["selector"][LABEL_REVISION] == EngineRevision.of(spec).name
     assert service["spec"]["selector"][LABEL_ROLE] == "gateway"
 
 
@@ -502,7 +503,7 @@ def test_tokens_are_asked_for_with_and_without_tls() -> None:
 def test_the_store_speaks_tls_where_a_secret_is_named() -> None:
     spec = spec_of(store={"tlsSecret": "certificates", "tlsName": "acme-store"})
     objects = objects_of(spec)
-    service = named(objects, "RayService", f"acme-{Revision.of(spec).name}")
+    service = named(objects, "RayService", f"acme-{EngineRevision.of(spec).name}")
     args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
     assert args["store_url"].startswith(
         "shards://acme-directory.team.svc:7410?tls_ca=/etc/kintsugi/store-tls/"

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from kintsugi_operator.api.types import API_VERSION
+from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import Refused
 from kintsugi_operator.controller.reconcile import Reconciler
 from kintsugi_operator.desired.compare import drift
 from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
-from kintsugi_operator.objects.deployed import Revision
+from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
 from kintsugi_operator.objects.pods import Manifest
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeWeb
 from tests.unit.operator.specs import NOW, SMALL, spec_of
 
-OLD = Revision.of(spec_of()).name
+OLD = EngineRevision.of(spec_of()).name
 
 
 class World:
@@ -206,7 +206,7 @@ def test_another_model_serves_only_once_it_may(world: World) -> None:
     store = copy.deepcopy(world.cluster.find("RayService", "acme-store")["spec"])
     world.make(model={"path": "/models/other"}, image={"tag": "2"})
     world.settle()
-    new = Revision.of(spec_of(model={"path": "/models/other"}, image={"tag": "2"})).name
+    new = EngineRevision.of(spec_of(model={"path": "/models/other"}, image={"tag": "2"})).name
     assert {f"acme-{OLD}", f"acme-{new}"} <= set(world.cluster.named("RayService"))
     assert world.serving() == OLD
     world.kuberay.serve(f"acme-{new}")
@@ -232,7 +232,7 @@ def test_a_model_that_does_not_blend_is_not_switched_to(world: World) -> None:
     world.up()
     world.make(model={"path": "/models/other"})
     world.settle()
-    new = Revision.of(spec_of(model={"path": "/models/other"})).name
+    new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve(f"acme-{new}")
     world.settle()
     (job,) = [one for one in world.cluster.named("RayJob") if "calibrate" in one]
@@ -487,7 +487,7 @@ def test_a_corpus_is_filled_and_waited_for(world: World) -> None:
     # A new model is warm once the corpus has been filled for it.
     world.make(model={"path": "/models/other"})
     world.settle()
-    new = Revision.of(spec_of(model={"path": "/models/other"})).name
+    new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve(f"acme-{new}")
     world.settle()
     world.kuberay.finish(*[one for one in world.cluster.named("RayJob") if "calibrate" in one])

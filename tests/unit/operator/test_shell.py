@@ -17,7 +17,7 @@ import kopf
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.api.types import API_VERSION
+from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import ApiServer, Refused
 from kintsugi_operator.controller.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
 from kintsugi_operator.controller.pulse import Pulse
