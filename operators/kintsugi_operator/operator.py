@@ -28,7 +28,7 @@ from kubernetes.aio.config.config_exception import ConfigException
 from kintsugi_operator.api.manifest import API_VERSION, GROUP, VERSION
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
 from kintsugi_operator.controller.election import LeaseLost, lead
-from kintsugi_operator.controller.pulse import Counted, Pulse
+from kintsugi_operator.controller.pulse import Pulse
 from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
 from kintsugi_operator.controller.reconcile import SOON_S, Reconciler, utc_now
 from kintsugi_operator.controller.scrape import HttpWeb
@@ -117,14 +117,15 @@ def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegist
 
 
 async def operate(
-    cluster: Cluster,
+    client: ApiClient,
     settings: Settings,
     session: aiohttp.ClientSession,
     pulse: Pulse,
     login: Callable[..., Any] = kopf.login_via_client,
 ) -> None:
     """Watch and reconcile until cancelled. `login`: how kopf finds the API server."""
-    reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now, home=settings.lease_namespace)
+    cluster = ApiServer(client, pulse.count_write)
+    reconciler = Reconciler(cluster, HttpWeb(session), utc_now, home=settings.lease_namespace)
 
     async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
@@ -166,15 +167,15 @@ async def main(settings: Settings) -> None:
     runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
     try:
         async with ApiClient(configuration) as client, aiohttp.ClientSession() as session:
-            cluster = ApiServer(client)
 
             async def work() -> None:
                 pulse.is_leader = True
                 logger.info("%s leads", settings.identity)
-                await operate(cluster, settings, session, pulse)
+                await operate(client, settings, session, pulse)
 
             logger.info("%s waits for the lease", settings.identity)
-            await lead(cluster, settings.lease_name, settings.lease_namespace, settings.identity, work)
+            lease = (settings.lease_name, settings.lease_namespace, settings.identity)
+            await lead(ApiServer(client), *lease, work)
     finally:
         for runner in runners:
             await runner.cleanup()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
@@ -115,10 +115,12 @@ class Cluster(ABC):
 
 
 class ApiServer(Cluster):
-    """The real one."""
+    """Kubernetes' API server over HTTP."""
 
-    def __init__(self, client: ApiClient) -> None:
+    def __init__(self, client: ApiClient, on_write: Callable[[], None] = lambda: None) -> None:
+        """`on_write` is called before each request that may change the cluster."""
         self._client = client
+        self._on_write = on_write
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
         return await self._or_none("GET", resource.path(namespace, name))
@@ -203,6 +205,8 @@ class ApiServer(Cluster):
         content_type: str = "application/json",
     ) -> Manifest:
         """Anything else. Raises as the others do."""
+        if method != "GET":
+            self._on_write()
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content_type

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from kintsugi_operator.controller.cluster import Cluster, Resource
-from kintsugi_operator.objects.pods import Manifest
 
-
-class Pulse:
+class Pulse(Collector):
     """Counts, and the pages that show them."""
 
     def __init__(self) -> None:
@@ -32,20 +32,24 @@ class Pulse:
         await web.TCPSite(runner, "0.0.0.0", port).start()
         return runner
 
+    def count_write(self) -> None:
+        """The operator sends a request that changes the cluster."""
+        self.writes += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus' client."""
+        name = "kintsugi_operator_{}".format
+        yield GaugeMetricFamily(name("leader"), "Whether this operator leads", int(self.is_leader))
+        yield CounterMetricFamily(name("looks"), "Objects that were looked at", self.looks)
+        yield CounterMetricFamily(name("failures"), "Looks that failed", self.failures)
+        yield CounterMetricFamily(name("writes"), "Requests that changed the cluster", self.writes)
+        yield GaugeMetricFamily(name("waiting"), "Objects that will be looked at again", self.waiting())
+
     def text(self) -> str:
-        """In Prometheus' format."""
-        rows = (
-            ("leader", "gauge", "Whether this operator leads", int(self.is_leader)),
-            ("looks_total", "counter", "Objects that were looked at", self.looks),
-            ("failures_total", "counter", "Looks that failed", self.failures),
-            ("writes_total", "counter", "Requests that changed the cluster", self.writes),
-            ("waiting", "gauge", "Objects that will be looked at again", self.waiting()),
-        )
-        lines = []
-        for name, kind, help_text, value in rows:
-            full = f"kintsugi_operator_{name}"
-            lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}", f"{full} {value}"]
-        return "\n".join(lines) + "\n"
+        """The metrics in Prometheus' text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry).decode()
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -55,48 +59,3 @@ class Pulse:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-
-class Counted(Cluster):
-    """A cluster whose writes are counted."""
-
-    def __init__(self, inner: Cluster, pulse: Pulse) -> None:
-        self._inner = inner
-        self._pulse = pulse
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
-        return await self._inner.get(resource, namespace, name)
-
-    async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
-        return await self._inner.list(resource, namespace, labels)
-
-    async def served(self, api_version: str) -> frozenset[str]:
-        return await self._inner.served(api_version)
-
-    async def apply(self, manifest: Manifest) -> Manifest:
-        self._pulse.writes += 1
-        return await self._inner.apply(manifest)
-
-    async def apply_status(self, manifest: Manifest) -> None:
-        self._pulse.writes += 1
-        await self._inner.apply_status(manifest)
-
-    async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
-        self._pulse.writes += 1
-        await self._inner.merge(resource, namespace, name, patch)
-
-    async def create(self, manifest: Manifest) -> None:
-        self._pulse.writes += 1
-        await self._inner.create(manifest)
-
-    async def replace(self, manifest: Manifest) -> None:
-        self._pulse.writes += 1
-        await self._inner.replace(manifest)
-
-    async def delete(self, resource: Resource, namespace: str, name: str) -> None:
-        self._pulse.writes += 1
-        await self._inner.delete(resource, namespace, name)
-
-    async def evict(self, namespace: str, pod: str) -> bool:
-        self._pulse.writes += 1
-        return await self._inner.evict(namespace, pod)

@@ -1,14 +1,16 @@
-"""What metrics and logs say: shards' bytes by tier, engines' hit rate, a corpus job's report."""
+"""What metrics of pods say: bytes in the shards' tiers and the engines' hit rate."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kintsugi_operator.api.status import TierStatus
 from kintsugi_operator.observed.views import Figures
@@ -18,9 +20,10 @@ BYTES_MAX = 2 << 20
 AT_ONCE_MAX = 16
 GRAIN_BYTES = 1 << 26
 """Bytes in a status change in steps of this, so that an idle service is not written to."""
-
-_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
-_TIER = re.compile(r'tier="([^"]*)"')
+TIER_USED = "kintsugi_store_tier_used_bytes"
+TIER_CAPACITY = "kintsugi_store_tier_capacity_bytes"
+HIT = "kintsugi_blend_tokens_hit_total"
+MISSED = "kintsugi_blend_tokens_missed_total"
 
 
 class Web(ABC):
@@ -57,36 +60,30 @@ async def fetch_all(web: Web, urls: Iterable[str]) -> list[str]:
 
 def figures(shards: Sequence[str], engines: Sequence[str]) -> Figures:
     """From the pages of shards and engines."""
-    used: dict[str, float] = defaultdict(float)
-    total: dict[str, float] = defaultdict(float)
-    for name, labels, value in _samples(shards):
-        tier = _TIER.search(labels)
-        if tier is not None and name == "kintsugi_store_tier_used_bytes":
-            used[tier[1]] += value
-        elif tier is not None and name == "kintsugi_store_tier_capacity_bytes":
-            total[tier[1]] += value
-    hit = missed = 0.0
-    for name, _, value in _samples(engines):
-        if name == "kintsugi_blend_tokens_hit_total":
-            hit += value
-        elif name == "kintsugi_blend_tokens_missed_total":
-            missed += value
+    used, total = _sum_by_tier(shards, TIER_USED), _sum_by_tier(shards, TIER_CAPACITY)
+    hit, missed = (sum(sample.value for sample in _samples(engines, name)) for name in (HIT, MISSED))
     tiers = tuple(TierStatus(name, _coarse(used[name]), int(total[name])) for name in sorted(total))
     return Figures(tiers, round(hit / (hit + missed), 2) if hit + missed else None)
+
+
+def _sum_by_tier(pages: Sequence[str], name: str) -> dict[str, float]:
+    amounts: dict[str, float] = defaultdict(float)
+    for sample in _samples(pages, name):
+        amounts[sample.labels.get("tier", "")] += sample.value
+    return amounts
 
 
 def _coarse(value: float) -> int:
     return int(value // GRAIN_BYTES) * GRAIN_BYTES
 
 
-def _samples(pages: Sequence[str]) -> Iterable[tuple[str, str, float]]:
-    """Name, labels and value of each sample in the Prometheus text format; what is none is passed over."""
+def _samples(pages: Sequence[str], name: str) -> Iterator[Sample]:
+    """Samples of one metric in pages of Prometheus' text format; a page with a malformed one has none.
+
+    Only the metric's lines are parsed: an engine's page has thousands of others, and the event loop waits.
+    """
     for page in pages:
-        for line in page.splitlines():
-            match = _SAMPLE.match(line)
-            if match is None:
-                continue
-            try:
-                yield match["name"], match["labels"] or "", float(match["value"])
-            except ValueError:
-                continue
+        lines = [line for line in page.splitlines() if line.startswith(name)]
+        with suppress(ValueError):
+            families = list(text_string_to_metric_families("\n".join(lines)))
+            yield from (sample for family in families for sample in family.samples if sample.name == name)

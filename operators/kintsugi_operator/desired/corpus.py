@@ -13,7 +13,7 @@ from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Condition, CorpusPrecomputeStatus
 from kintsugi_operator.desired.plan import sign, timestamp
-from kintsugi_operator.desired.schedule import Schedule
+from kintsugi_operator.desired.schedule import last_tick
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import corpus_job, corpus_job_name, ledger_claim
@@ -71,7 +71,7 @@ def next_run(
 ) -> str:
     """The run that should be: `BASIS-REVISION-TICK`. A new tick waits for a job that still runs; a change of
     what is asked for does not."""
-    tick = Schedule.parse(spec.schedule).last_tick(now) if spec.schedule else None
+    tick = last_tick(spec.schedule, now) if spec.schedule else None
     stamp = tick.strftime("%Y%m%d%H%M") if tick is not None else "once"
     wanted = f"{basis_of(spec, revision)}-{revision.name}-{stamp}"
     if not run or run.split("-")[0] != wanted.split("-")[0]:

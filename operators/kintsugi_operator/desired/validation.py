@@ -9,7 +9,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress, Engines, Gateways
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import check_manifest
-from kintsugi_operator.desired.schedule import Schedule
+from kintsugi_operator.desired.schedule import check_schedule
 from kintsugi_operator.objects.deployed import (
     DIRECTORY_PORT,
     ENGINE_METRICS_PORT,
@@ -50,7 +50,7 @@ def check_corpus(spec: CorpusPrecomputeSpec) -> None:
     for name in sorted({*BOUND, "dtype", "kv_transfer_config", "model"} & set(spec.workers.vllm)):
         raise InvalidField(f"spec.workers.vllm.{name}", "follows from the service: set it there")
     if spec.schedule:
-        Schedule.parse(spec.schedule)
+        check_schedule(spec.schedule)
 
 
 def _check_engines(engines: Engines) -> None:

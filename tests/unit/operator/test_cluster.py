@@ -10,6 +10,7 @@ import pytest
 
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, CLAIM, POD, RAY_CLUSTER, ApiServer, Refused
+from kintsugi_operator.controller.cluster import SERVICE as SERVICE_KIND
 from tests.unit.operator.conversation import Conversation, held
 
 SERVICE = {
@@ -105,5 +106,21 @@ def test_nobody_there_is_unavailable() -> None:
             client.configuration.host = "http://127.0.0.1:9"
             with pytest.raises(Unavailable, match="does not answer"):
                 await ApiServer(client).get(POD, "team", "p")
+
+    asyncio.run(main())
+
+
+def test_only_what_may_change_the_cluster_is_counted() -> None:
+    path = "/api/v1/namespaces/team/services/acme-grpc"
+    conversation = Conversation({("GET", path): (200, SERVICE), ("PATCH", path): (200, SERVICE)})
+    writes = []
+
+    async def main() -> None:
+        async with held(conversation) as client:
+            server = ApiServer(client, lambda: writes.append(1))
+            await server.get(SERVICE_KIND, "team", "acme-grpc")
+            assert writes == []
+            await server.apply(SERVICE)
+            assert writes == [1]
 
     asyncio.run(main())

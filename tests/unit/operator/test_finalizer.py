@@ -13,7 +13,7 @@ import aiohttp
 import kopf
 import pytest
 
-from kintsugi_operator.controller.cluster import BLEND_SERVICE, ApiServer
+from kintsugi_operator.controller.cluster import BLEND_SERVICE
 from kintsugi_operator.controller.pulse import Pulse
 from kintsugi_operator.controller.reconcile import utc_now
 from kintsugi_operator.objects.names import FINALIZER
@@ -94,7 +94,7 @@ async def operated(world: World) -> AsyncIterator[Operated]:
         def login(**_: Any) -> kopf.ConnectionInfo:
             return kopf.ConnectionInfo(server=client.configuration.host)
 
-        task = asyncio.create_task(operate(ApiServer(client), settings, session, it.pulse, login))
+        task = asyncio.create_task(operate(client, settings, session, it.pulse, login))
         try:
             yield it
         finally:

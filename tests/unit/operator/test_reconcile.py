@@ -14,11 +14,13 @@ import pytest
 from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import Refused
 from kintsugi_operator.controller.reconcile import Reconciler
+from kintsugi_operator.controller.scrape import figures
 from kintsugi_operator.desired.compare import drift
 from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
 from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import Figures
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeWeb
 from tests.unit.operator.specs import NOW, SMALL, spec_of
 
@@ -468,6 +470,12 @@ def test_figures_come_from_metrics(world: World) -> None:
     world.web.pages["http://10.0.0.9:7480/metrics"] = page.replace("4e9", "4.001e9")
     world.look()
     assert world.cluster.writes == before
+
+
+def test_a_page_that_is_no_metrics_is_passed_over() -> None:
+    engine = 'x 1\nkintsugi_blend_tokens_hit_total{engine="0"} %s\nkintsugi_blend_tokens_missed_total 1\n'
+    pages = ["", "<html>no metrics</html>", engine % "what", engine % "3"]
+    assert figures(["kintsugi_store_tier_used_bytes{tier="], pages) == Figures((), 0.6)
 
 
 def test_a_corpus_is_filled_and_waited_for(world: World) -> None:

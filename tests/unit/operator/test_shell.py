@@ -313,8 +313,7 @@ def test_an_event_leads_to_a_look_and_kopf_writes_nothing(monkeypatch: pytest.Mo
         pulse = Pulse()
         settings = Settings("team", "me", namespaces=("team",))
         async with held(conversation) as client, aiohttp.ClientSession() as session:
-            server = ApiServer(client)
-            task = asyncio.create_task(operate(server, settings, session, pulse, login))
+            task = asyncio.create_task(operate(client, settings, session, pulse, login))
             await until(lambda: any(one.path.endswith("/blendservices/acme") for one in conversation.asked))
             await stopped(task)
         return pulse
