@@ -22,7 +22,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from kintsugi.core.settings import ordered_fields, setting
+from kintsugi.core.settings import fields_in_order, setting
 from kintsugi_operator.api.blend_service import Engines, Gateways, Model, Network, Replicas, Store, Tls
 from kintsugi_operator.api.common import Nodes, PullPolicy
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
@@ -219,7 +219,7 @@ def values_yaml() -> str:
 def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
     docs, hints = descriptions(type(value)), get_type_hints(type(value))
     indent = "  " * depth
-    for one in ordered_fields(type(value)):
+    for one in fields_in_order(type(value)):
         name, inner = yaml_name(type(value), one), getattr(value, one.name)
         where = f"{path}.{name}".lstrip(".")
         cls = dataclass_within(hints[one.name])

@@ -157,7 +157,7 @@ class FakeCluster(Cluster):
             self.objects.pop((POD.kind, namespace, pod), None)
         return self.may_evict
 
-    async def served(self, api_version: str) -> frozenset[str]:
+    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
         return self.ray if api_version == "ray.io/v1" else frozenset()
 
     def _uses(self, resource: Resource, verb: str, sub: str = "") -> None:

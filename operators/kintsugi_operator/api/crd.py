@@ -1,4 +1,4 @@
-"""The CRDs, from the types of `api`: structural OpenAPI, defaults, CEL rules, columns, status."""
+"""The CRDs, generated from the types: structural OpenAPI, defaults, CEL rules, columns, status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kintsugi.core.settings import bounds_of, default_of, ordered_fields, split_bounds
+from kintsugi.core.settings import bounds_of, default_of, fields_in_order, split_bounds
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import GROUP, VERSION, to_manifest, yaml_name
@@ -24,7 +24,7 @@ NAME_RULE = {
     "rule": "self.metadata.name.matches('^[a-z][-a-z0-9]*$') && self.metadata.name.size() <= 63",
     "message": "the name must start with a letter, hold a-z, 0-9 and - only, and have at most 63 characters",
 }
-"""KubeRay makes Services out of names, and label values end at 63."""
+"""KubeRay derives Services from names, and label values have at most 63 characters."""
 
 COLUMNS = {
     "BlendService": [
@@ -48,7 +48,7 @@ COLUMNS = {
 
 
 def crds() -> dict[str, Schema]:
-    """By plural name."""
+    """The CRDs by plural name."""
     return {
         "blendservices": _crd(
             "BlendService", "blendservices", "blendservice", "bs", BlendServiceSpec, BlendServiceStatus
@@ -65,11 +65,11 @@ def crds() -> dict[str, Schema]:
 
 
 def schema_of(cls: type[Any]) -> Schema:
-    """OpenAPI v3 of one dataclass, as a CRD may have it."""
+    """OpenAPI v3 schema of a dataclass, as a CRD may hold it."""
     hints, docs = get_type_hints(cls), descriptions(cls)
     properties: Schema = {}
     required = []
-    for one in ordered_fields(cls):
+    for one in fields_in_order(cls):
         bounds, name = bounds_of(cls, one), yaml_name(cls, one)
         schema = _schema_of_annotation(hints[one.name], bounds)
         if one.name in docs:
@@ -158,7 +158,7 @@ def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
 
 
 def _without_defaults(schema: Schema) -> Schema:
-    """A status is what the operator wrote; nothing is made up for it, and nothing but keys is mandatory."""
+    """The schema of a status: the API server must not add to what the operator wrote."""
     kept = {key: value for key, value in schema.items() if key != "default"}
     if "properties" in kept:
         kept["properties"] = {name: _without_defaults(one) for name, one in kept["properties"].items()}
@@ -168,11 +168,14 @@ def _without_defaults(schema: Schema) -> Schema:
 
 
 def _first_line(cls: type[Any]) -> str:
+    """The description of a class: `DESCRIPTION` where it has one, else the first paragraph of its docstring."""
+    if hasattr(cls, "DESCRIPTION"):
+        return str(cls.DESCRIPTION)
     return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 
 def descriptions(cls: type[Any]) -> dict[str, str]:
-    """What to say of fields: `description` where a field has one, else the string behind it."""
+    """The descriptions of fields: `description` where a field has one, else its docstring."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -183,7 +186,7 @@ def descriptions(cls: type[Any]) -> dict[str, str]:
 
 @cache
 def _docstrings(cls: type[Any]) -> dict[str, str]:
-    """The strings behind the fields that a class itself defines, which Python forgets."""
+    """Docstrings of the fields that a class itself defines; Python does not keep them."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

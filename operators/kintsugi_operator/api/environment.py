@@ -1,4 +1,4 @@
-"""Environment variables that a spec adds to pods, written as in a container, and which it may not."""
+"""Environment variables that a spec may add to pods, written as in a container."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESERVED = (
     "^(KINTSUGI_.*|KUBERAY_.*|RAY_.*|HF_HOME|HF_HUB_CACHE|HF_TOKEN|HOME|TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR"
     "|VLLM_CACHE_ROOT|VLLM_CPU_KVCACHE_SPACE|VLLM_NO_USAGE_STATS|XDG_CACHE_HOME)$"
 )
-"""Names that the operator, KubeRay or Ray decide about: folders that may be written, addresses, sizes."""
+"""Names that the operator, KubeRay or Ray set themselves: writable folders, addresses, sizes."""
 RESERVED_MESSAGE = (
     "this variable is the operator's or Ray's own: a download's token is model.tokenSecret, "
     "the KV cache of a CPU engines.kvCacheGib"

@@ -1,4 +1,4 @@
-"""What the operator says of an object: the statuses, from which the CRDs are generated too."""
+"""The statuses that the operator writes; the CRDs are generated from these types, too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Condition(Settings):
 
 @dataclass(frozen=True)
 class TierStatus(Settings):
-    """Of all shards together."""
+    """One tier of all shards together."""
+
+    DESCRIPTION = "Of all shards together."
 
     name: str
     bytes_used: int = setting(format="int64")

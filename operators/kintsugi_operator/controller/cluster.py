@@ -1,4 +1,4 @@
-"""What the operator asks of Kubernetes: an interface, and the API server behind it.
+"""The requests that the operator sends to Kubernetes: an interface, and the API server behind it.
 
 Objects are plain mappings. `kubernetes.aio` brings configuration, TLS and the connection pool; its models are
 not used, since most of what is applied is not among them.
@@ -36,7 +36,7 @@ class Resource:
     api_version: str = "v1"
 
     def path(self, namespace: str, name: str = "", sub: str = "") -> str:
-        """Of a collection, an object or its subresource."""
+        """URL path of a collection, an object or its subresource."""
         root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
         parts = [root, "namespaces", namespace, self.plural, name, sub]
         return "/".join(part for part in parts if part)
@@ -58,7 +58,7 @@ RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
 LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
 
 OWNED = (SERVICE_ACCOUNT, CONFIG_MAP, CLAIM, SERVICE, BUDGET, POLICY, RAY_SERVICE, RAY_JOB)
-"""Kinds that are applied."""
+"""Kinds that the operator applies."""
 BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE, LEASE)}
 
 
@@ -71,47 +71,47 @@ class Refused(KintsugiError):
 
 
 class Cluster(ABC):
-    """Kubernetes, as far as it is needed. Raises `Refused`, and `Unavailable` where nobody answers."""
+    """Kubernetes, as far as the operator needs it. Raises `Refused`, and `Unavailable` without an answer."""
 
     @abstractmethod
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
-        """None where there is no such object."""
+        """Read an object; None where there is none."""
 
     @abstractmethod
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
-        """Those with all the labels."""
+        """Read the objects that have all the labels."""
 
     @abstractmethod
     async def apply(self, manifest: Manifest) -> Manifest:
-        """Server-side, as `FIELD_MANAGER`, taking over fields that others have set."""
+        """Apply server-side as `FIELD_MANAGER`, taking over fields that others have set."""
 
     @abstractmethod
     async def apply_status(self, manifest: Manifest) -> None:
-        """The same for the status alone."""
+        """Apply the status alone."""
 
     @abstractmethod
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
-        """A JSON merge patch."""
+        """Send a JSON merge patch."""
 
     @abstractmethod
     async def create(self, manifest: Manifest) -> None:
-        """Refused where there is one."""
+        """Create an object; refused where there is one."""
 
     @abstractmethod
     async def replace(self, manifest: Manifest) -> None:
-        """Refused where it has changed since its `resourceVersion`."""
+        """Replace an object; refused where it has changed since its `resourceVersion`."""
 
     @abstractmethod
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
-        """With all that it owns; nothing where there is no such object."""
+        """Delete an object and everything that it owns; does nothing where there is none."""
 
     @abstractmethod
     async def evict(self, namespace: str, pod: str) -> bool:
-        """False where a disruption budget forbids it now."""
+        """Evict a pod; False where a disruption budget forbids it now."""
 
     @abstractmethod
-    async def served(self, api_version: str) -> frozenset[str]:
-        """Plural names of what the API server serves of a group's version; empty where it knows none."""
+    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
+        """Plural names of the kinds that the API server serves in a group's version."""
 
 
 class ApiServer(Cluster):
@@ -176,7 +176,7 @@ class ApiServer(Cluster):
                 raise
         return True
 
-    async def served(self, api_version: str) -> frozenset[str]:
+    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
         found = await self._or_none("GET", f"/apis/{api_version}") or {}
         return frozenset(one["name"] for one in found.get("resources") or [])
 
@@ -204,7 +204,7 @@ class ApiServer(Cluster):
         body: Manifest | None = None,
         content_type: str = "application/json",
     ) -> Manifest:
-        """Anything else. Raises as the others do."""
+        """Send one request and parse the answer. Raises `Refused` and `Unavailable`."""
         if method != "GET":
             self._on_write()
         headers = {"Accept": "application/json"}
@@ -229,7 +229,7 @@ class ApiServer(Cluster):
 
 
 def _read_error_message(text: bytes, reason: str) -> str:
-    """The API server's own message; what stands between may answer with something else."""
+    """The API server's own message; a proxy in between may answer without one."""
     try:
         return str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""One of several operators leads: a Lease says which. Who loses it ends.
+"""Leader election: a Lease names the operator that leads, and one that loses it exits.
 
 The library brings an election, but in version 37.0.2 its `LeaseLock` cannot make a Lease (it passes a bool
 where its own generated client wants text), lets errors of the connection through and waits five minutes for
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Terms:
-    """Of a lease, in seconds."""
+    """Times of a lease, in seconds."""
 
     lease_s: float = 15
     """How long others wait after the last renewal that they saw."""
@@ -41,11 +41,11 @@ TERMS = Terms()
 
 
 class LeaseLost(Exception):
-    """Another may lead by now: whatever this process still does has to end."""
+    """Another operator may lead by now, so this process has to stop its work."""
 
 
 class Move(StrEnum):
-    """What a candidate does now."""
+    """What a candidate does next."""
 
     CREATE = "create"
     TAKE = "take"
@@ -55,14 +55,14 @@ class Move(StrEnum):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a candidate saw of the Lease, and since when it has not changed."""
+    """What a candidate saw of the Lease, and since when that has not changed."""
 
     holder: str = ""
     renewed: str = ""
     since_s: float = 0.0
 
     def again(self, spec: Manifest, now_s: float) -> Sight:
-        """After another look: a renewal that is seen starts the wait anew."""
+        """The sight after another look; a renewal restarts the wait."""
         holder, renewed = str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or "")
         if (holder, renewed) == (self.holder, self.renewed):
             return self
@@ -70,7 +70,7 @@ class Sight:
 
 
 def decide_move(there: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
-    """From what was seen. The holder's clock is never compared with ours."""
+    """Decide from what was seen. The holder's clock is never compared with ours."""
     if not there:
         return Move.CREATE
     if sight.holder == identity:
@@ -81,7 +81,7 @@ def decide_move(there: bool, sight: Sight, identity: str, lease_s: float, now_s:
 
 
 class Candidate:
-    """One of those who would lead."""
+    """An operator that wants to lead."""
 
     def __init__(self, cluster: Cluster, name: str, namespace: str, identity: str, terms: Terms) -> None:
         self._cluster = cluster
@@ -92,7 +92,7 @@ class Candidate:
         self._sight = Sight()
 
     async def attempt(self, now_s: float) -> bool:
-        """Whether this one holds the lease now. False too where the API server does not answer."""
+        """Try to take or renew the lease; whether it is held now. False if the API server does not answer."""
         try:
             async with asyncio.timeout(self._terms.try_s):
                 return await self._attempt(now_s)
@@ -101,7 +101,7 @@ class Candidate:
             return False
 
     async def release(self) -> None:
-        """So that the next one need not wait."""
+        """Give the lease up, so that the next candidate need not wait."""
         with suppress(KintsugiError, TimeoutError):
             async with asyncio.timeout(self._terms.try_s):
                 live = await self._cluster.get(LEASE, self._namespace, self._name)

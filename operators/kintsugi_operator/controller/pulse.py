@@ -1,4 +1,4 @@
-"""Whether this process is alive, whether it leads, and what it has done: for probes and Prometheus."""
+"""Health, leadership and counts of this process, for probes and Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class Pulse(Collector):
-    """Counts, and the pages that show them."""
+    """Counts, and the HTTP pages that show them."""
 
     def __init__(self) -> None:
         self.is_leader = False
@@ -33,11 +33,11 @@ class Pulse(Collector):
         return runner
 
     def count_write(self) -> None:
-        """The operator sends a request that changes the cluster."""
+        """Count a request that changes the cluster."""
         self.writes += 1
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus' client."""
+        """The metrics, as Prometheus' client wants them."""
         name = "kintsugi_operator_{}".format
         yield GaugeMetricFamily(name("leader"), "Whether this operator leads", int(self.is_leader))
         yield CounterMetricFamily(name("looks"), "Objects that were looked at", self.looks)

@@ -1,4 +1,4 @@
-"""What has to be looked at, and when: a bounded set of keys with times; workers take the due ones."""
+"""The work queue: a bounded set of object keys with due times, from which workers take what is due."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 KEYS_MAX = 10_000
 BACKOFF_S_MIN, BACKOFF_S_MAX = 2.0, 120.0
 SETTLE_S = 0.2
-"""Events come in bunches: one look serves them all."""
+"""Delay after an event: events come in bunches, and one look serves them all."""
 
 
 class ObjectKey(NamedTuple):
-    """One object of ours."""
+    """Names one of our objects."""
 
     kind: str
     namespace: str
@@ -27,8 +27,8 @@ class ObjectKey(NamedTuple):
 
 
 class WorkQueue:
-    """Each key is looked at by one worker at a time, again after what `look` returns, and later and later
-    while it fails."""
+    """Gives each key to one worker at a time, again after the seconds that `look` returns, and with growing
+    delays while it fails."""
 
     def __init__(
         self, look: Callable[[ObjectKey], Awaitable[float | None]], clock: Callable[[], float]
@@ -46,7 +46,7 @@ class WorkQueue:
         return len(self._due)
 
     def add(self, key: ObjectKey, in_s: float = SETTLE_S) -> None:
-        """Look at it, no later than that."""
+        """Schedule a look at `key` within `in_s` seconds."""
         if key in self._busy:
             self._again.add(key)
             return

@@ -1,5 +1,4 @@
-"""What the operator may do: no more than its requests need. The chart's role says the same, and a test that
-it does."""
+"""The rights that the operator's requests need, and no others. A test holds the chart's role to them."""
 
 from __future__ import annotations
 
@@ -34,10 +33,10 @@ RULES = (
     PolicyRule("policy", ("poddisruptionbudgets",), APPLY),
     PolicyRule("networking.k8s.io", ("networkpolicies",), APPLY),
 )
-"""In the namespaces that it looks after."""
+"""Rights in the namespaces that the operator looks after."""
 
 LEASE_RULES = (PolicyRule("coordination.k8s.io", ("leases",), ("create", "get", "update")),)
-"""In its own."""
+"""Rights in the operator's own namespace."""
 
 
 def expand_rules(rules: tuple[PolicyRule, ...]) -> frozenset[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Look, decide, apply what differs. The shell around `desired`, `corpus` and `teardown`."""
+"""Observe, decide, apply what differs: the I/O around `desired`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kintsugi_operator.desired.corpus import (
     plan_corpus,
     revision_of_run,
 )
-from kintsugi_operator.desired.plan import Desired, desired, timestamp
+from kintsugi_operator.desired.plan import Desired, plan_service, timestamp
 from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
@@ -76,14 +76,14 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 
 SOON_S = 10.0
-"""Until another look while something is under way."""
+"""Seconds until the next look while something is under way."""
 LATER_S = 60.0
-"""While nothing is: drift of what is not watched is corrected within this."""
+"""Seconds until the next look otherwise: unwatched objects that drifted are corrected within this time."""
 UNENFORCEABLE_MAX = 10_000
 
 
 class Reconciler:
-    """Brings one object after the other to where it should be. Holds nothing that a restart would lose."""
+    """Brings one object after the other to its desired state. Holds nothing that must survive a restart."""
 
     def __init__(self, cluster: Cluster, web: Web, clock: Callable[[], datetime], home: str = "") -> None:
         """`home`: the namespace of the operator's own pods."""
@@ -92,10 +92,10 @@ class Reconciler:
         self._clock = clock
         self._home = home
         self._unenforceable: dict[tuple[str, str, str], str] = {}
-        """Digest of what was applied and came back different: applying it again would not help."""
+        """Digest of what came back different after it was applied: applying it again would not help."""
 
     async def service(self, namespace: str, name: str) -> float | None:
-        """Returns the seconds until the next look; None where the object is gone."""
+        """Reconcile a BlendService. Returns the seconds until the next look; None once the object is gone."""
         live = await self._cluster.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
@@ -113,7 +113,7 @@ class Reconciler:
         kuberay = await self._kuberay()
         owned = await self._list_owned(namespace, selector(name)) if kuberay.is_installed else []
         observed = await self._observe_cluster(owner, owned, kuberay)
-        result = desired(spec, owner, before, observed, self._clock())
+        result = plan_service(spec, owner, before, observed, self._clock())
         if not kuberay.is_installed:
             await self._write_status(live, before, replace(before, conditions=result.status.conditions))
             return SOON_S
@@ -132,7 +132,7 @@ class Reconciler:
         return SOON_S if _is_under_way(conditions) else LATER_S
 
     async def corpus(self, namespace: str, name: str) -> float | None:
-        """The same for a corpus. Its objects go with it; nothing has to be drained."""
+        """Reconcile a CorpusPrecompute likewise. Its objects are deleted with it; nothing has to drain."""
         live = await self._cluster.get(CORPUS_PRECOMPUTE, namespace, name)
         if live is None or "deletionTimestamp" in live["metadata"]:
             return None
@@ -198,18 +198,18 @@ class Reconciler:
             await self._set_finalizers(live, [*finalizers, FINALIZER])
 
     async def _set_finalizers(self, live: Manifest, finalizers: list[str]) -> None:
-        """Of the object as it was seen: where somebody else has changed it since, Kubernetes refuses."""
+        """Write the finalizers of the object as it was seen; refused if somebody has changed it since."""
         metadata = live["metadata"]
         patch = {"metadata": {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}}
         await self._cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
 
     async def _list_owned(self, namespace: str, tags: dict[str, str]) -> list[Manifest]:
-        """What carries the service's label, whatever the field manager."""
+        """Objects with the service's label, whatever their field manager."""
         lists = await asyncio.gather(*(self._cluster.list(one, namespace, tags) for one in OWNED))
         return [one for found in lists for one in found]
 
     async def _kuberay(self) -> KubeRay:
-        served = await self._cluster.served(RAY_API_VERSION)
+        served = await self._cluster.list_served_kinds(RAY_API_VERSION)
         needed = {RAY_SERVICE.plural, RAY_JOB.plural, RAY_CLUSTER.plural}
         return KubeRay(needed <= served, "raycronjobs" in served)
 
@@ -281,7 +281,7 @@ class Reconciler:
         return figures(shards, engines)
 
     async def _target(self, namespace: str, service: str) -> Target | None:
-        """The revision that comes, else the one that serves."""
+        """The service of a corpus, with the revision that its spec asks for; None where none could run."""
         live = await self._cluster.get(BLEND_SERVICE, namespace, service)
         if live is None or "deletionTimestamp" in live["metadata"]:
             return None
@@ -301,7 +301,7 @@ class Reconciler:
         return figures_in(await self._web.fetch(f"http://{host}/api/jobs/{job.job_id}/logs"))
 
     async def _apply(self, wanted: Iterable[Manifest], live: Sequence[Manifest]) -> None:
-        """What differs, in order: claims before what mounts them."""
+        """Apply what differs, in order: claims before what mounts them."""
         by_name = {(one["kind"], one["metadata"]["name"]): one for one in live}
         for asked in wanted:
             metadata = asked["metadata"]
@@ -323,7 +323,7 @@ class Reconciler:
                 logger.warning("%s %s/%s: something else decides about %s; it is left as it is", *key, path)
 
     async def _check_unowned(self, wanted: Manifest) -> None:
-        """An object of that name that is not ours is not taken over. Raises `InvalidField`."""
+        """Raise `InvalidField` where somebody else's object has the name."""
         metadata = wanted["metadata"]
         there = await self._cluster.get(BY_KIND[wanted["kind"]], metadata["namespace"], metadata["name"])
         if there is not None and _label(there, LABEL_SERVICE) != metadata["labels"][LABEL_SERVICE]:
@@ -334,8 +334,8 @@ class Reconciler:
             )
 
     async def _prune(self, owner: Owner, wanted: Sequence[Manifest], live: Sequence[Manifest]) -> None:
-        """What is ours and superfluous: policies that are switched off, revisions that have retired. Never a
-        claim, which may hold chunks, and nothing that KubeRay has made."""
+        """Delete what the service owns and no longer needs: policies that are switched off, revisions that
+        retired. Never a claim, which may hold chunks, and nothing that KubeRay has made."""
         kept = {(one["kind"], one["metadata"]["name"]) for one in wanted}
         for one in live:
             owners = [ref.get("uid") for ref in one["metadata"].get("ownerReferences", [])]
@@ -346,7 +346,7 @@ class Reconciler:
             logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
 
     async def _upgrade(self, namespace: str, result: Desired) -> None:
-        """First the RayCluster, so that what is restarted then is made anew."""
+        """Update the RayCluster first, so that pods restart from the new template."""
         if result.cluster_patch is not None:
             patch = result.cluster_patch
             live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}
@@ -359,10 +359,10 @@ class Reconciler:
     async def _write_status(
         self, live: Manifest, before: S, after: S, conditions: Sequence[Condition] | None = None
     ) -> None:
-        """Where it says something else than before."""
+        """Write the status if it has changed."""
         generation = int(live["metadata"].get("generation", 0))
         now = timestamp(self._clock())
-        merged = c.merged(before.conditions, conditions or after.conditions, generation, now)
+        merged = c.merge_conditions(before.conditions, conditions or after.conditions, generation, now)
         written = replace(after, observed_generation=generation, conditions=merged)
         if to_manifest(written) == to_manifest(before):
             return
@@ -378,7 +378,7 @@ class Reconciler:
 
 
 def utc_now() -> datetime:
-    """The clock of a running operator."""
+    """Now, in UTC."""
     return datetime.now(UTC)
 
 
@@ -388,7 +388,7 @@ def _owner(live: Manifest) -> Owner:
 
 
 def _status_of(cls: type[S], live: Manifest) -> S:
-    """What was written last; one that a later or earlier operator wrote is begun anew."""
+    """The status that was written last; an empty one where another version's cannot be read."""
     try:
         return from_manifest(cls, live.get("status") or {}, "status")
     except InvalidField:
@@ -396,11 +396,11 @@ def _status_of(cls: type[S], live: Manifest) -> S:
 
 
 def _invalid(error: InvalidField) -> Condition:
-    return c.false(c.VALID, "InvalidSpec", f"{error}. What runs is left as it is")
+    return c.false(c.VALID, "InvalidSpec", f"{error}. Whatever runs continues unchanged")
 
 
 def _not_applied_condition(error: KintsugiError) -> Condition:
-    """What kept an object from being applied, in the API server's words."""
+    """Why an object could not be applied, in the API server's words."""
     return c.false(c.RECONCILED, "NotApplied", str(error))
 
 

@@ -1,4 +1,4 @@
-"""Whether an object is what it should be, however Kubernetes has written it down."""
+"""Whether a live object equals the wanted one, whatever form Kubernetes has given it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kintsugi_operator.observed.views import digest_of
 
 CLAIM = "PersistentVolumeClaim"
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
-"""More than a spec may say: Kubernetes writes 1024Ti as 1Pi."""
+"""Also suffixes that a spec may not use: Kubernetes writes 1024Ti as 1Pi."""
 
 
 def needs_write(wanted: Manifest, live: Manifest | None) -> bool:
-    """Whether an object has to be applied: it is not there, was applied as something else, or has drifted.
+    """Whether an object has to be applied: it is missing, was last applied as something else, or has drifted.
 
-    What others have added, a default or a controller's field, is not drift.
+    Fields that others add, such as defaults, are no drift.
     """
     return live is None or digest_of(wanted) != digest_of(live) or drift(wanted, live) is not None
 
 
 def drift(wanted: Any, live: Any, path: str = "") -> str | None:
-    """Where the first difference lies; None where everything wanted is there."""
+    """Path of the first difference; None where everything wanted is there."""
     if isinstance(wanted, Mapping):
         if not isinstance(live, Mapping):
             return None if not wanted and live is None else path
@@ -41,8 +41,8 @@ def drift(wanted: Any, live: Any, path: str = "") -> str | None:
 
 
 def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
-    """A claim as large as it is by now: Kubernetes shrinks none, and who has enlarged it by hand meant to.
-    Other objects as they are wanted."""
+    """A claim at least as large as the live one: Kubernetes shrinks none, and somebody may have enlarged
+    it by hand. Other objects as they are wanted."""
     if live is None or wanted["kind"] != CLAIM:
         return wanted
     ours = wanted["spec"]["resources"]["requests"]["storage"]
@@ -53,7 +53,7 @@ def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
 
 
 def replacement_patch(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
-    """A merge patch that makes `wanted` of `live`: what is there beside it is taken away."""
+    """A merge patch that turns `live` into `wanted`, removing all other keys."""
     gone: Manifest = {key: None for key in live if key not in wanted}
     for key, value in wanted.items():
         former = live.get(key)

@@ -32,36 +32,36 @@ class Target:
 
     spec: BlendServiceSpec
     revision: EngineRevision
-    """The one that comes, where one does: it serves once its corpora are filled."""
+    """The revision to fill the corpus for: a pending one serves once its corpora are filled."""
     is_store_ready: bool
 
 
 @dataclass(frozen=True)
 class CorpusObserved:
-    """What was seen."""
+    """What the operator saw of a corpus."""
 
     target: Target | None = None
     """None: there is no such service, or none that works."""
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     """By name."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Of the current job, as `kintsugi precompute --json` prints them; empty while there are none."""
+    """Figures of the current job, as `kintsugi precompute --json` prints them; empty before it has ended."""
     trouble: str = ""
     """Why a pod of a job does not start."""
 
 
 @dataclass(frozen=True)
 class CorpusDesired:
-    """What follows."""
+    """What has to be there for a corpus, and its status."""
 
     objects: tuple[Manifest, ...]
     status: CorpusPrecomputeStatus
     superfluous: tuple[str, ...] = ()
-    """RayJobs to delete: of former runs."""
+    """Names of RayJobs of former runs, which are to be deleted."""
 
 
 def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
-    """Digest of all that makes a corpus's chunks other ones."""
+    """Digest of everything that a corpus's chunks depend on."""
     asked = {key: value for key, value in non_default_manifest(spec).items() if key not in WITHOUT_RERUN}
     return digest([asked, revision.name])
 
@@ -83,7 +83,7 @@ def next_run(
 
 
 def revision_of_run(run: str) -> str:
-    """Which revision a run was for."""
+    """The revision that a run was for; empty for a run without one."""
     parts = run.split("-")
     return parts[1] if len(parts) == 3 else ""
 
@@ -95,7 +95,7 @@ def plan_corpus(
     observed: CorpusObserved,
     now: datetime,
 ) -> CorpusDesired:
-    """Raises `InvalidField` where `validation` would have."""
+    """What follows for a corpus. Raises `InvalidField` for a schedule that `check_corpus` refuses."""
     target = observed.target
     if target is None:
         missing = c.false(
@@ -112,7 +112,7 @@ def plan_corpus(
     was_done = run == before.run and before.phase in ("Succeeded", "Failed")
     objects = [sign(ledger_claim(spec, owner))]
     if job.state.is_final or was_done:
-        pass  # it is a record now: nothing about it changes any more
+        pass  # the job is a record now: nothing about it changes any more
     elif job.state is not JobState.ABSENT or (target.is_store_ready and not spec.suspend):
         objects.append(sign(corpus_job(spec, owner, target.spec, target.revision, digest(run))))
     return CorpusDesired(
@@ -189,7 +189,7 @@ def _complete(phase: str, job: JobView, trouble: str) -> Condition:
 
 
 def figures_in(log: str) -> Mapping[str, Any]:
-    """The report that a finished job has printed last, among whatever Ray wrote around it; empty without."""
+    """The last report in a job's log, among whatever Ray wrote around it; empty where there is none."""
     decoder = json.JSONDecoder()
     start = log.rfind("\n{")
     while start >= 0 or log.startswith("{"):

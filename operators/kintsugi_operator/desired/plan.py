@@ -1,4 +1,4 @@
-"""What there has to be: a pure function of a spec, its last status and what was seen."""
+"""What there has to be for a service: a function of its spec, its last status and what was seen."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
 
 @dataclass(frozen=True)
 class ClusterPatch:
-    """What KubeRay does not carry over to the store's RayCluster by itself."""
+    """A change of the store's RayCluster that KubeRay does not make by itself."""
 
     cluster: str
     patch: Manifest
 
     def over(self, live: Manifest) -> Manifest:
-        """As a merge patch that leaves nothing of the former head, whose keys a merge would keep."""
+        """A merge patch that also removes the former head's keys, which a plain merge would keep."""
         spec = self.patch["spec"]
         former = live.get("spec", {}).get("headGroupSpec") or {}
         return {
@@ -48,23 +48,23 @@ class ClusterPatch:
 
 @dataclass(frozen=True)
 class Desired:
-    """Everything that follows from one look."""
+    """The objects, status and next step that follow from one look."""
 
     objects: tuple[Manifest, ...]
-    """With their digests. What is ours and not among them is superfluous."""
+    """Objects with their digests. Whatever else the service owns is superfluous."""
     status: BlendServiceStatus
     shard_step: ShardStep
     cluster_patch: ClusterPatch | None = None
 
 
-def desired(
+def plan_service(
     spec: BlendServiceSpec,
     owner: Owner,
     before: BlendServiceStatus,
     observed: Observed,
     now: datetime,
 ) -> Desired:
-    """For a spec that `validation` has let pass. Raises `InvalidField` all the same where it has not."""
+    """Decide for a spec that `validation.check_service` has accepted."""
     asked = EngineRevision.of(spec)
     known = {**observed.revisions, asked.name: asked}
     now_s = now.timestamp()
@@ -100,15 +100,15 @@ def desired(
 
 
 def sign(manifest: Manifest) -> Manifest:
-    """With the digest of itself, by which an unchanged object is known."""
+    """A manifest with its own digest, which tells an unchanged object."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_DIGEST: digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
 def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) -> Rollout:
-    """Without revisions that nobody remembers: their engines cannot be described. Where the active one is
-    forgotten, what is asked for takes its place."""
+    """Drop revisions that no ConfigMap remembers: their engines cannot be described. The requested revision
+    takes the place of a forgotten active one."""
     if rollout.active not in known:
         return Rollout(active=asked)
     return replace(
@@ -119,7 +119,7 @@ def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) 
 
 
 def _hold_config(store: Sequence[Manifest], observed: Observed, shard_step: ShardStep) -> None:
-    """Shards learn of a new volume or size only once every pod has it."""
+    """Keep the Serve configuration until every pod has the new volumes or sizes."""
     if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
         store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
 
@@ -131,8 +131,8 @@ def _calibration(
     known: dict[str, EngineRevision],
     observed: Observed,
 ) -> list[Manifest]:
-    """The job of the revision that comes, else of the one that serves. Starts with the store, whose reports
-    it writes."""
+    """The calibration job of the pending revision, else of the active one. It starts once the store is ready,
+    because it writes its report there."""
     if not spec.engines.calibrate or observed.store is None or not observed.store.is_ready:
         existing = observed.calibrations.get(rollout.calibrated)
         if not spec.engines.calibrate or existing is None:
@@ -141,8 +141,8 @@ def _calibration(
 
 
 def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
-    """The RayCluster carries the annotations of the RayService that it was made from, and so the digest of
-    what it was to be. Another digest means that KubeRay left the cluster as it was."""
+    """A RayCluster carries the annotations of the RayService that it was made from, and so the digest of its
+    desired state. Another digest means that KubeRay has not updated the cluster."""
     if observed.store is None or not observed.store.cluster or not observed.cluster_digest:
         return None
     wanted = store["metadata"]["annotations"][ANNOTATION_CLUSTER]
@@ -229,12 +229,12 @@ def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condit
 def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
     if ready >= spec.store.shards:
         return c.true(c.STORE, "AllShardsReady")
-    said = _join_messages(observed.store, observed, "store")
-    return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{said}")
+    messages = _join_messages(observed.store, observed, "store")
+    return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{messages}")
 
 
 def _join_messages(service: RayServiceView | None, observed: Observed, part: str) -> str:
-    """What KubeRay says of a RayService, and Kubernetes of a pod that does not start."""
+    """The message of KubeRay about a RayService, and of Kubernetes about a pod that does not start."""
     texts = (service.message if service is not None else "", observed.troubles.get(part, ""))
     return "".join(f": {text}" for text in texts if text)
 
@@ -267,8 +267,10 @@ def _calibration_condition(spec: BlendServiceSpec, rollout: Rollout, observed: O
             f"{job.message or 'the job failed'}. Look at RayJob {job.name}; delete it to try again, or set "
             "engines.calibrate to false to serve this model without blending",
         )
-    said = _join_messages(None, observed, "calibration")
-    return c.false(c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill{said}")
+    messages = _join_messages(None, observed, "calibration")
+    return c.false(
+        c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill{messages}"
+    )
 
 
 def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
@@ -295,12 +297,12 @@ def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout
     if not observed.kuberay.is_installed:
         return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
     active = observed.services.get(rollout.active)
-    said = _join_messages(active, observed, "service")
-    return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{said}")
+    messages = _join_messages(active, observed, "service")
+    return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{messages}")
 
 
 def timestamp(moment: datetime) -> str:
-    """As Kubernetes writes it."""
+    """A time as Kubernetes writes it."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -1,4 +1,4 @@
-"""How one revision of the engines replaces another: a state machine without a clock or a cluster of its own.
+"""How one revision of the engines replaces another: a pure state machine.
 
 ::
 
@@ -11,7 +11,7 @@
                                                                  Blocked  (the old one serves on)
 
 The first revision serves at once, in full prefill, and is calibrated meanwhile: there is nothing better to
-serve. Whatever is asked for next replaces what is pending; asking for the active one again ends it.
+serve. A newly requested revision replaces the pending one; requesting the active one again ends the rollout.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kintsugi_operator.api.status import RolloutStatus
 from kintsugi_operator.observed.views import JobState, Observed
 
 RETIRE_AFTER_S = 120.0
-"""Requests that the old engines had begun may end: more than their drain time."""
+"""Time in which old engines finish their requests: more than their drain time."""
 RETIRING_MAX = 4
 
 
 class Phase(StrEnum):
-    """Where a change of revision stands."""
+    """The phase of a change of revision."""
 
     IDLE = "Idle"
     STARTING = "Starting"
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Revisions by name, and since when (seconds, of whatever clock `step` is given)."""
+    """Revisions by name. Times are seconds on the clock that `step` gets."""
 
     active: str = ""
     pending: str = ""
@@ -49,17 +49,17 @@ class Rollout:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Revisions whose engines have to be there."""
+        """Revisions whose engines have to run."""
         return tuple(dict.fromkeys(one for one in (self.active, self.pending, *self.retiring) if one))
 
     @property
     def calibrated(self) -> str:
-        """The revision that a calibration is for: the one that comes, or else the one that serves."""
+        """The revision to calibrate: the pending one, or else the active one."""
         return self.pending or self.active
 
 
 def recover_rollout(rollout: Rollout, observed: Observed) -> Rollout:
-    """What the cluster says, where a status was lost: the Service's selector knows who serves."""
+    """The rollout where a status was lost: the Service's selector tells which revision serves."""
     if rollout.active or not observed.selected or observed.selected not in observed.revisions:
         return rollout
     others = tuple(sorted(set(observed.revisions) - {observed.selected}))[:RETIRING_MAX]
@@ -67,8 +67,7 @@ def recover_rollout(rollout: Rollout, observed: Observed) -> Rollout:
 
 
 def step(rollout: Rollout, asked: str, calibrate: bool, observed: Observed, now_s: float) -> Rollout:
-    """The next state. Applied to its own result with the same input, it changes nothing more than one step
-    at a time, and comes to rest."""
+    """The next state, at most one phase further. Repeated with the same input, it comes to rest."""
     rollout = _retire_due(recover_rollout(rollout, observed), now_s)
     if not rollout.active:
         return replace(rollout, active=asked, pending="", phase=Phase.IDLE)
@@ -101,13 +100,13 @@ def _advance_pending(rollout: Rollout, calibrate: bool, observed: Observed, now_
 
 
 def is_warm(observed: Observed, revision: str) -> bool:
-    """Whether every corpus of the service has been filled for a revision. A suspended one is not waited for,
-    nor one that has failed: it has said so itself."""
+    """Whether every corpus of the service has been filled for a revision. Suspended and failed corpora do not
+    hold a rollout up."""
     return all(one.is_suspended or (one.revision == revision and one.is_finished) for one in observed.corpora)
 
 
 def _replace_pending(rollout: Rollout, pending: str, phase: Phase) -> Rollout:
-    """Another revision becomes the pending one; the former has served nobody and goes at once."""
+    """Make another revision the pending one. The former has served nobody and is removed at once."""
     retiring = tuple(one for one in rollout.retiring if one != pending)
     return replace(rollout, pending=pending, phase=phase, retiring=retiring)
 
@@ -123,6 +122,6 @@ def _bound_retiring(retiring: tuple[str, ...], but: str) -> tuple[str, ...]:
 
 
 def from_status(status: RolloutStatus, since_s: float) -> Rollout:
-    """As it was written; `since_s` is `retiringSince` on the clock that `step` is given."""
+    """The rollout of a status; `since_s` is `retiringSince` on the clock that `step` gets."""
     phase = Phase(status.phase) if status.phase in set(Phase) else Phase.IDLE
     return Rollout(status.active, status.pending, phase, status.retiring, since_s)

@@ -1,4 +1,4 @@
-"""Which shard is restarted next, so that never more than one is away because of us."""
+"""Which shard to restart next, so that the operator never has more than one down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kintsugi_operator.observed.views import ShardPod
 
 
 class Action(StrEnum):
-    """What to do now."""
+    """What to do next with the shards."""
 
     NONE = "None"
     WAIT = "Wait"
@@ -23,14 +23,14 @@ class ShardStep:
 
     action: Action
     pod: str = ""
-    """To be evicted; it writes back what only RAM holds before it ends, and comes back with its volumes."""
+    """The pod to evict. It writes back what only RAM holds before it ends, and returns with its volumes."""
     message: str = ""
     outdated: int = 0
-    """Pods that do not run what they should."""
+    """Number of pods that do not run what they should."""
 
 
 def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
-    """From the digests that pods should have, by shard, and those that are there.
+    """Decide from the template digests that pods should have, by shard, and the pods that are there.
 
     Evicts only while every shard has a ready pod, the outdated one included: a shard that is down for another
     reason is not joined by a second one.
@@ -42,7 +42,7 @@ def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
     ]
     if not outdated:
         return ShardStep(Action.NONE)
-    # What is not ready anyhow is replaced first: nothing is lost by it.
+    # A pod that is not ready is replaced first: nothing is lost by it.
     for pod in outdated:
         if not pod.is_ready and not pod.is_leaving and _all_ready(templates, pods, but=pod.shard):
             return ShardStep(Action.RESTART, pod.name, f"restarting shard {pod.shard}", len(outdated))
@@ -59,7 +59,7 @@ def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
 
 
 def ready_shards(shards: int, pods: Sequence[ShardPod]) -> int:
-    """Shards with a pod that answers."""
+    """Number of shards with a ready pod."""
     return len({pod.shard for pod in pods if pod.is_ready and not pod.is_leaving and 0 <= pod.shard < shards})
 
 

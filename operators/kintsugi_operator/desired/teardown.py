@@ -1,4 +1,4 @@
-"""The order in which a service goes: first what takes requests, then what holds chunks, then the claims."""
+"""The order in which a service is removed: what takes requests, then what holds chunks, then claims."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from kintsugi_operator.objects.names import LABEL_PART
 from kintsugi_operator.objects.pods import Manifest
 
 DRAIN_S_MAX = 600.0
-"""A node that is lost must not keep a service from going."""
+"""A lost node must not keep a service from being removed."""
 USERS = ("service", "calibration", "corpus")
 
 
 @dataclass(frozen=True)
 class Teardown:
-    """One step."""
+    """One step of a removal."""
 
     delete: tuple[Manifest, ...] = ()
     message: str = ""
 
     @property
     def is_done(self) -> bool:
-        """Whether the finalizer may go; Kubernetes collects what is owned."""
+        """Whether the finalizer may be removed; Kubernetes then deletes what the service owns."""
         return not self.message
 
 
 def next_teardown(ray: Sequence[Manifest], pods: Sequence[Manifest], age_s: float) -> Teardown:
-    """From the RayServices and RayJobs of a service, its pods, and the seconds since it was to go.
+    """Decide from a service's RayServices and RayJobs, its pods, and the seconds since its deletion.
 
-    Engines and jobs finish what they have begun and may still write chunks; only then do shards write back
-    what only RAM holds.
+    Engines and jobs finish first, because they may still write chunks; then shards write back what only RAM
+    holds.
     """
     if age_s >= DRAIN_S_MAX:
         return Teardown(delete=tuple(one for one in ray if not _is_leaving(one)))

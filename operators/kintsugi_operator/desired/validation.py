@@ -1,4 +1,4 @@
-"""Whether a spec can work. Bounds and rules are in the types; the rest is said here, with what to change."""
+"""Checks of specs beyond the bounds and rules that their types state. Errors say what to change."""
 
 from __future__ import annotations
 

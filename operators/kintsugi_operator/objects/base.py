@@ -15,7 +15,7 @@ RAY_API_VERSION = "ray.io/v1"
 OBJECT_STORE_BYTES = 256 << 20
 """Ray's own object store: chunk KV never passes through it."""
 GROUP_PODS_MAX = 1024
-"""Of a worker group. Serve's replicas decide how many there are; this only has to be enough."""
+"""Maximum number of pods in a worker group. Serve's replicas decide how many there are."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from kintsugi.core.deploy import (
     directory_url,
     serve_config,
 )
-from kintsugi.core.settings import Settings, shared_settings
+from kintsugi.core.settings import Settings, convert_settings
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
 from kintsugi_operator.api.common import Image
 from kintsugi_operator.api.manifest import non_default_manifest
@@ -40,7 +40,7 @@ ANY_HOST = "0.0.0.0"
 
 @dataclass(frozen=True)
 class EngineRevision(Settings):
-    """What makes engines answer differently: another one is calibrated and warmed beside the old."""
+    """Everything that changes engines' answers. A new revision is calibrated and warmed beside the old."""
 
     model: Model
     image: Image
@@ -77,8 +77,8 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
     if engines.gpus > 1:
         vllm.setdefault("tensor_parallel_size", engines.gpus)
     return ServiceSpec(
-        model=shared_settings(ModelSpec, spec.model),
-        engines=shared_settings(
+        model=convert_settings(ModelSpec, spec.model),
+        engines=convert_settings(
             EngineSpec,
             engines,
             gpus=float(engines.gpus),
@@ -88,7 +88,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             vllm=vllm,
         ),
         store=store_spec(spec),
-        gateway=shared_settings(
+        gateway=convert_settings(
             GatewaySpec,
             gateway,
             host=ANY_HOST,
@@ -107,7 +107,7 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
     """The settings of shards, which depend on `spec.store` alone."""
     store = spec.store
     files = {"tls_ca": "ca.crt", "tls_cert": "tls.crt", "tls_key": "tls.key"} if store.tls_secret else {}
-    return shared_settings(
+    return convert_settings(
         StoreSpec,
         store,
         tiers=tuple(TierSpec(f"{TIERS}/{tier.name}", tier.gib) for tier in store.tiers),

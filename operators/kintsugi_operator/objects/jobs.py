@@ -31,17 +31,17 @@ STATE = "/state"
 CORPUS_FILES = "/corpus"
 CALIBRATION_TTL_S = 600
 BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
-"""Arguments of vLLM that are part of a chunk's identity: corpora have those of the service, and no others."""
+"""Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
 LOADING = ("load_format", "trust_remote_code")
-"""Those without which some models cannot be loaded: corpora may have others."""
+"""Arguments without which some models cannot be loaded: corpora may override them."""
 SHARED = ("portable", "query_layers")
-"""Of the connector's configuration, what decides how well a model blends."""
+"""Keys of the connector's configuration that decide how well a model blends."""
 RETRIES = 2
-"""Of a corpus: a job goes on where the last one stopped."""
+"""Retries of a corpus's job: each continues where the last one stopped."""
 
 
 def calibration_name(name: str, revision: str) -> str:
-    """Of the RayJob."""
+    """Name of the RayJob that calibrates a revision."""
     return ray_named(name, "calibrate", revision)
 
 
@@ -81,7 +81,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
 
 
 def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What a job's engine is told for the model to load there as it does in the service."""
+    """vLLM arguments with which a job loads the model as the service does."""
     arguments = {"max_model_len": spec.model.max_model_len} if spec.model.max_model_len is not None else {}
     if gpus > 1:
         arguments["tensor_parallel_size"] = gpus
@@ -101,17 +101,17 @@ def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
 
 
 def corpus_job_name(name: str, run: str) -> str:
-    """Of the RayJob of one run."""
+    """Name of the RayJob of one run."""
     return ray_named(name, run)
 
 
 def corpus_labels(service: str, corpus: str) -> dict[str, str]:
-    """Of all that belongs to a corpus."""
+    """Labels of everything that belongs to a corpus."""
     return {**labels(service, part=CORPUS), LABEL_CORPUS: corpus}
 
 
 def ledger_claim(corpus: CorpusPrecomputeSpec, owner: Owner) -> Manifest:
-    """Which document has which chunks: outlives jobs."""
+    """The claim of the ledger, which knows the chunks of every document and outlives jobs."""
     body = {"spec": {**claim_spec(corpus.ledger_gib, ""), "volumeMode": "Filesystem"}}
     tags = corpus_labels(corpus.service, owner.name)
     return make_object(owner, "PersistentVolumeClaim", join_name(owner.name, "ledger"), tags, body)
@@ -164,11 +164,11 @@ def corpus_job(
         )
     )
     group = Group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
-    # No engine on the head, which has no room for one.
+    # The head has no room for an engine.
     cluster = ray_cluster(head, [group], service.ray_version)
     body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.ttl_s, RETRIES)
     if corpus.suspend:
-        # Else unsaid: KubeRay drops what is false when it writes, and a queue of jobs may decide about it.
+        # Never written as false: KubeRay drops it then, and a job queue may want to decide.
         body["spec"]["suspend"] = True
     return make_object(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)
 
@@ -176,7 +176,7 @@ def corpus_job(
 def corpus_command(
     corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendServiceSpec, revision: EngineRevision
 ) -> list[str]:
-    """What the job runs: chunks of the very space in which the service looks for them."""
+    """The job's command: it makes chunks in the space in which the service looks for them."""
     model, workers = service.model, corpus.workers
     vllm = {name: value for name, value in service.engines.vllm.items() if name in (*BOUND, *LOADING)}
     vllm = engine_arguments(service, workers.gpus, {**vllm, **workers.vllm})
@@ -213,7 +213,7 @@ def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) ->
     return {
         "spec": {
             "entrypoint": shlex.join(command),
-            # Without a submitter's pod of its own.
+            # KubeRay submits the job over HTTP and needs no pod for it.
             "submissionMode": "HTTPMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": ttl_s,

@@ -10,9 +10,9 @@ from typing import Any
 from kintsugi_operator.api.manifest import GROUP
 
 NAME_LENGTH_MAX = 63
-"""Of Services, label values and what becomes a part of a host's name."""
+"""Limit of Services, label values and whatever becomes part of a host name."""
 RAY_NAME_LENGTH_MAX = 47
-"""Of RayServices and RayJobs: KubeRay appends to them and refuses longer ones."""
+"""Limit of RayServices and RayJobs: KubeRay appends to their names and refuses longer ones."""
 DIGEST_LENGTH = 10
 
 LABEL_SERVICE = f"{GROUP}/service"
@@ -37,7 +37,7 @@ FIELD_MANAGER = "kintsugi-operator"
 
 
 def digest(value: Any) -> str:
-    """Of plain values, whatever the order of their keys. Lower-case letters and digits."""
+    """Digest of plain values, whatever the order of their keys: lower-case letters and digits."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
@@ -55,18 +55,18 @@ def join_name(*parts: str, length_max: int = NAME_LENGTH_MAX) -> str:
 
 
 def ray_named(*parts: str) -> str:
-    """Of a RayService or a RayJob."""
+    """Name of a RayService or a RayJob."""
     return join_name(*parts, length_max=RAY_NAME_LENGTH_MAX)
 
 
 def selector(service: str, **labels: str) -> dict[str, str]:
-    """What distinguishes pods of a service; `part`, `role`, `revision` and `shard` narrow it."""
+    """Labels that select a service's pods; `part`, `role`, `revision` and `shard` narrow the choice."""
     keys = {"part": LABEL_PART, "role": LABEL_ROLE, "revision": LABEL_REVISION, "shard": LABEL_SHARD}
     return {LABEL_SERVICE: service, **{keys[name]: value for name, value in labels.items()}}
 
 
 def labels(service: str, **narrower: str) -> dict[str, str]:
-    """Of an object or pod: those of Kubernetes' conventions and ours."""
+    """Labels of an object or pod: Kubernetes' recommended ones and ours."""
     return {
         "app.kubernetes.io/name": "kintsugi",
         "app.kubernetes.io/instance": service,

@@ -1,4 +1,4 @@
-"""Disruption budgets and network policies. Everything is denied that is not named here."""
+"""Disruption budgets and network policies, which deny everything that is not named here."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
 
 
 def _clients_of_the_store(owner: Owner) -> list[Manifest]:
-    """The other end of it."""
+    """Policies that let engines, gateways and jobs call the store."""
     shards = _pods(selector(owner.name, part="store"))
     egress = [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
     return [
@@ -141,12 +141,12 @@ def _metrics_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest
 
 
 def _operator(home: str) -> Manifest:
-    """Its pods. A label alone would let in whoever may make a pod somewhere."""
+    """The operator's pods. A label alone would let in anybody who may make a pod somewhere."""
     return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
 
 
 def _downloads(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
-    """Of models and corpora."""
+    """Policies that let engines, gateways and jobs download models and corpora."""
     if not spec.network.downloads:
         return []
     egress = [{"ports": _ports(443)}]
@@ -158,7 +158,7 @@ def _downloads(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
 
 
 def _elsewhere(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
-    """What the spec names."""
+    """Policies for whatever else the spec lets pods call."""
     if not spec.network.egress:
         return []
     egress = [_egress_rule(one) for one in spec.network.egress]

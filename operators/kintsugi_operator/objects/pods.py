@@ -18,7 +18,7 @@ Environment = Mapping[str, str | Mapping[str, Any]]
 """Values, or `valueFrom` mappings, by name."""
 
 USER_ID = 10001
-"""Any but root: images must not care which."""
+"""Any user but root: images work with every one."""
 DASHBOARD_PORT = 8265
 AGENT_PORT = 52365
 METRICS_PORT = 8080
@@ -36,7 +36,7 @@ _SUFFIXES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 
 
 
 def quantity(text: str) -> float:
-    """Bytes or cores that a Kubernetes quantity says."""
+    """Bytes or cores of a Kubernetes quantity."""
     number, suffix = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", text).groups()  # type: ignore[union-attr]
     return float(number) * _SUFFIXES.get(suffix, 1.0)
 
@@ -47,7 +47,7 @@ def mebibytes(gib: float) -> str:
 
 
 def cores(cpus: float) -> str:
-    """Thousandths, since Kubernetes writes them so."""
+    """Cores as a quantity in thousandths, as Kubernetes writes them."""
     return f"{math.ceil(cpus * 1000)}m"
 
 
@@ -62,7 +62,7 @@ class Volume:
 
 
 def scratch(name: str, path: str, size: str, in_memory: bool = False) -> Volume:
-    """A folder that goes with the pod."""
+    """A folder that is deleted with the pod."""
     medium = {"medium": "Memory"} if in_memory else {}
     return Volume(name, path, {"emptyDir": {**medium, "sizeLimit": size}})
 
@@ -84,7 +84,7 @@ def ephemeral(name: str, path: str, claim_spec: Manifest) -> Volume:
 
 
 def claim_spec(gib: float, storage_class: str) -> Manifest:
-    """Of a PersistentVolumeClaim or a template of one."""
+    """The spec of a PersistentVolumeClaim or of a template of one."""
     named = {"storageClassName": storage_class} if storage_class else {}
     requests = {"storage": mebibytes(gib)}
     return {"accessModes": ["ReadWriteOnce"], "resources": {"requests": requests}, **named}
@@ -92,7 +92,7 @@ def claim_spec(gib: float, storage_class: str) -> Manifest:
 
 @dataclass(frozen=True)
 class Pod:
-    """What one pod of a Ray cluster is to be."""
+    """The description of one pod of a Ray cluster."""
 
     labels: Mapping[str, str]
     image: str
@@ -113,19 +113,19 @@ class Pod:
     nodes: Nodes = field(default_factory=Nodes)
     affinity: Mapping[str, Any] = field(default_factory=dict)
     grace_s: int = 90
-    """For shards to write back, for engines and gateways to finish requests."""
+    """Seconds for shards to write back, and for engines and gateways to finish requests."""
     is_head: bool = False
     has_autoscaler: bool = False
     """Ray's, which KubeRay adds to a head: it asks Kubernetes for pods."""
 
 
 def environment(variables: Sequence[Variable]) -> Environment:
-    """What a spec adds, in its order: Kubernetes resolves `$(NAME)` by what stands before."""
+    """The variables of a spec in their order: Kubernetes resolves `$(NAME)` from earlier ones."""
     return {one.name: to_manifest(one.value_from) if one.value_from else one.value for one in variables}
 
 
 def security() -> Manifest:
-    """Of a container."""
+    """The security context of a container."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -221,7 +221,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
 
 
 def _health(is_head: bool) -> Manifest:
-    """Ray's own answer, asked by the kubelet: nothing has to exist in the image."""
+    """A probe of Ray's health endpoint, which needs no program in the image."""
     if is_head:
         return {"httpGet": {"path": "/api/gcs_healthz", "port": DASHBOARD_PORT}}
     return {"httpGet": {"path": "/api/local_raylet_healthz", "port": AGENT_PORT}}
@@ -229,7 +229,7 @@ def _health(is_head: bool) -> Manifest:
 
 def _variable(name: str, value: str | Mapping[str, Any]) -> Manifest:
     if isinstance(value, str):
-        # An empty one is left unsaid: KubeRay drops it when it writes.
+        # KubeRay drops an empty value when it writes.
         return {"name": name, "value": value} if value else {"name": name}
     return {"name": name, "valueFrom": value}
 

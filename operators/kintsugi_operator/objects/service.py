@@ -43,19 +43,19 @@ REVISION_KEY = "revision.json"
 
 
 def ray_service_name(name: str, revision: str) -> str:
-    """Of the RayService of a revision."""
+    """Name of the RayService of a revision."""
     return ray_named(name, revision)
 
 
 def head_account_name(name: str) -> str:
-    """Of the ServiceAccount that Ray's autoscaler asks for pods with; KubeRay binds its role."""
+    """Name of the ServiceAccount with which Ray's autoscaler asks for pods; KubeRay binds its role."""
     return join_name(name, "head")
 
 
 def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> list[Manifest]:
     """The RayService of a revision, and the ConfigMap that remembers what it is. Raises `InvalidField`.
 
-    What a revision is has to survive a change of the spec: the old engines go on as they were.
+    A revision has to survive a change of the spec, because its engines continue as they were.
     """
     spec = revision.within(spec)
     tags = labels(owner.name, part=PART, revision=revision.name)
@@ -88,7 +88,7 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
 
 
 def revision_map_name(name: str, revision: str) -> str:
-    """Of the ConfigMap that remembers a revision."""
+    """Name of the ConfigMap that remembers a revision."""
     return join_name(name, "revision", revision)
 
 
@@ -123,7 +123,7 @@ def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[M
 
 
 def endpoints(spec: BlendServiceSpec, name: str, namespace: str) -> Endpoints:
-    """Where clients within the cluster find what."""
+    """Addresses for clients within the cluster."""
     scheme = "https" if spec.tls.secret else "http"
     return Endpoints(
         grpc=f"{join_name(name, 'grpc')}.{namespace}.svc:{spec.gateway.grpc_port}",
@@ -191,8 +191,8 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) ->
 
 
 def _readiness(spec: BlendServiceSpec) -> Manifest:
-    """Whether a gateway runs here and has engines. A probe cannot show a client's certificate: where one is
-    wanted, an open port has to do."""
+    """A probe that asks whether the gateway has engines. It cannot show a client certificate: where one is
+    mandatory, it checks for an open port."""
     if spec.tls.require_client:
         return {"tcpSocket": {"port": "http"}}
     scheme = "HTTPS" if spec.tls.secret else "HTTP"
@@ -217,7 +217,7 @@ def engine_env(spec: BlendServiceSpec) -> Environment:
 
 
 def model_env(spec: BlendServiceSpec) -> Environment:
-    """Environment of whatever reads the model: caches that may be written, and how to download."""
+    """Environment of whatever reads the model: writable caches, and the token for downloads."""
     env: dict[str, str | Mapping[str, Any]] = {
         "HF_HOME": f"{SCRATCH}/huggingface",
         "VLLM_CACHE_ROOT": f"{SCRATCH}/vllm",
@@ -232,7 +232,7 @@ def model_env(spec: BlendServiceSpec) -> Environment:
 
 
 def model_volumes(spec: BlendServiceSpec, size: str) -> list[Volume]:
-    """Scratch for downloads and caches, and the checkpoints where a claim has them."""
+    """Scratch space for downloads and caches, and the claim with checkpoints where there is one."""
     volumes = [scratch("scratch", SCRATCH, size)]
     if spec.model.volume_claim:
         volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))

@@ -45,13 +45,13 @@ from kintsugi_operator.objects.pods import (
 
 PART = "store"
 OVERHEAD_GIB = 2.0
-"""Of a shard's pod beyond the RAM tier: Ray, gRPC's buffers, /dev/shm."""
+"""Memory of a shard's pod beyond the RAM tier, for Ray, gRPC's buffers and /dev/shm."""
 HOSTNAME = "kubernetes.io/hostname"
 
 
 @dataclass(frozen=True)
 class StoreImage:
-    """What shards run. Kept as it is until the store's own image is changed."""
+    """The image that shards run, which stays until the store's own image changes."""
 
     image: str
     pull_policy: str
@@ -59,7 +59,7 @@ class StoreImage:
 
 
 def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
-    """The one to run: what is set for the store, else what runs, else the service's.
+    """The image to run: the store's own, else the one that runs, else the service's.
 
     Ray accepts no worker of another version, so another one cannot be rolled out shard by shard: what runs
     stays until the RayService is deleted (`needs_restart` says so).
@@ -79,12 +79,12 @@ def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
 
 
 def shard_name(index: int) -> str:
-    """Of a worker group."""
+    """Name of a shard's worker group."""
     return f"shard-{index}"
 
 
 def ray_service_name(name: str) -> str:
-    """Of the store's RayService."""
+    """Name of the store's RayService."""
     return ray_named(name, PART)
 
 
@@ -129,7 +129,7 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
 
 
 def shard_templates(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> list[Manifest]:
-    """What the pods of shards are to be, by index."""
+    """Pod templates of the shards, by index."""
     return [_shard(spec, owner, image, index) for index in range(spec.store.shards)]
 
 
@@ -145,7 +145,7 @@ def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
 
 
 def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
-    """Of the store's Ray cluster. The directory runs here."""
+    """Head of the store's Ray cluster. The directory runs here."""
     return template(
         Pod(
             labels=labels(owner.name, part=PART, role="head"),
@@ -198,8 +198,8 @@ def _store_tls(spec: BlendServiceSpec) -> list[Volume]:
 
 
 def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
-    """Shards keep apart from each other; engines are neighbours or not, as asked. Preferences only: a shard
-    that runs somewhere is better than one that waits."""
+    """Shards keep apart from each other, and near or away from engines. These are preferences: a shard that
+    runs anywhere is better than one that waits."""
 
     def near(weight: int, match: Manifest) -> Manifest:
         term = {"topologyKey": HOSTNAME, "labelSelector": match}

@@ -21,24 +21,24 @@ MESSAGE_LENGTH_MAX = 4096
 
 
 def true(type_: str, reason: str, message: str = "") -> Condition:
-    """It is so."""
+    """A condition that holds."""
     return Condition(type_, ConditionStatus.TRUE, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def false(type_: str, reason: str, message: str) -> Condition:
-    """It is not, and the message says what to do or to wait for."""
+    """A condition that does not hold; the message says what to do or to wait for."""
     return Condition(type_, ConditionStatus.FALSE, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def unknown(type_: str, reason: str, message: str = "") -> Condition:
-    """Nothing is known yet."""
+    """A condition of which nothing is known yet."""
     return Condition(type_, ConditionStatus.UNKNOWN, reason, message[:MESSAGE_LENGTH_MAX])
 
 
-def merged(
+def merge_conditions(
     before: Sequence[Condition], after: Sequence[Condition], generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """What is true now, with the time since which it is; one that nobody speaks of any more is kept."""
+    """The conditions after a look, each with the time of its last change. One without news stays."""
     known = {one.type: one for one in before}
     for one in after:
         old = known.get(one.type)

@@ -1,4 +1,4 @@
-"""Why pods do not start, as Kubernetes says it of them: what a user would otherwise look up pod by pod."""
+"""Why pods do not start, so that a user need not look it up pod by pod."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kintsugi_operator.objects.names import LABEL_PART
 from kintsugi_operator.objects.pods import Manifest
 
 SLOW_S = 120.0
-"""Volumes of a pod that is made for longer are probably not coming."""
+"""After this time in creation, a volume of the pod is probably missing."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
 CREATING = ("ContainerCreating", "PodInitializing")
 
@@ -26,8 +26,8 @@ def troubles_of(pods: Sequence[Manifest], now: datetime) -> dict[str, str]:
 
 
 def trouble_of(pod: Manifest, now: datetime) -> str:
-    """Empty for a pod that runs, goes, or may still start by itself. Worded so that it does not change while
-    the trouble is the same: each change is a write."""
+    """Why a pod does not start; empty for one that runs, ends, or may still start by itself. The text stays
+    the same as long as the trouble does, because each change is a write."""
     if "deletionTimestamp" in pod["metadata"]:
         return ""
     status = pod.get("status") or {}

@@ -1,4 +1,4 @@
-"""What was seen of a service in the cluster: plain values, so that decisions are functions of them."""
+"""What the operator saw of a service in the cluster, as plain values that decisions are functions of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kintsugi_operator.objects.store import StoreImage
 
 
 class JobState(StrEnum):
-    """Of a RayJob."""
+    """The state of a RayJob."""
 
     ABSENT = "Absent"
     RUNNING = "Running"
@@ -46,7 +46,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class KubeRay:
-    """What the API server serves of it."""
+    """What the API server serves of KubeRay."""
 
     is_installed: bool = True
     is_recent: bool = True
@@ -71,7 +71,7 @@ class ShardPod:
     name: str
     shard: int
     template: str
-    """Digest of what it was made from."""
+    """Digest of the template that the pod was made from."""
     is_ready: bool
     is_leaving: bool = False
     address: str = ""
@@ -79,7 +79,7 @@ class ShardPod:
 
 @dataclass(frozen=True)
 class Figures:
-    """What metrics say."""
+    """Figures from the metrics of shards and engines."""
 
     tiers: tuple[TierStatus, ...] = ()
     hit_rate: float | None = None
@@ -87,34 +87,34 @@ class Figures:
 
 @dataclass(frozen=True)
 class CorpusView:
-    """How far a CorpusPrecompute of the service is."""
+    """The progress of one of the service's CorpusPrecomputes."""
 
     name: str
     revision: str
-    """Of the last job."""
+    """The revision that the last job was for."""
     is_finished: bool
     is_suspended: bool = False
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All of a service."""
+    """Everything that the operator saw of a service."""
 
     kuberay: KubeRay = field(default_factory=KubeRay)
     store: RayServiceView | None = None
     store_image: StoreImage | None = None
     shard_groups: int = 0
     cluster_digest: str = ""
-    """Of the RayCluster of the store: what it was last made to be."""
+    """Digest of what the store's RayCluster was last made to be."""
     pods: tuple[ShardPod, ...] = ()
     services: Mapping[str, RayServiceView] = field(default_factory=dict)
     """By revision."""
     engines: Mapping[str, int] = field(default_factory=dict)
-    """Pods of engines that are to stay, by revision."""
+    """Number of engine pods that are not being deleted, by revision."""
     revisions: Mapping[str, EngineRevision] = field(default_factory=dict)
-    """That are remembered."""
+    """Revisions that ConfigMaps remember, by name."""
     selected: str = ""
-    """EngineRevision that the gateway's Service chooses."""
+    """The revision that the gateway's Service selects."""
     troubles: Mapping[str, str] = field(default_factory=dict)
     """Why a pod does not start, by part."""
     calibrations: Mapping[str, JobView] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Observed:
 
 
 def ray_service_view(manifest: Manifest) -> RayServiceView:
-    """Of an object as the API server returned it."""
+    """The view of a RayService as the API server returned it."""
     status = manifest.get("status") or {}
     conditions = {one["type"]: one for one in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
@@ -142,7 +142,7 @@ def ray_service_view(manifest: Manifest) -> RayServiceView:
 
 
 def store_image_of(manifest: Manifest) -> StoreImage | None:
-    """What a store's RayService says that shards run; None where there is none to be read."""
+    """The image that a store's RayService gives its shards; None where it names none."""
     cluster = manifest.get("spec", {}).get("rayClusterConfig") or {}
     groups = cluster.get("workerGroupSpecs") or []
     try:
@@ -153,12 +153,12 @@ def store_image_of(manifest: Manifest) -> StoreImage | None:
 
 
 def shard_groups_of(manifest: Manifest) -> int:
-    """Worker groups of a store's RayService."""
+    """Number of worker groups in a store's RayService."""
     return len((manifest.get("spec", {}).get("rayClusterConfig") or {}).get("workerGroupSpecs") or [])
 
 
 def job_view(manifest: Manifest) -> JobView:
-    """Of a RayJob."""
+    """The view of a RayJob."""
     status = manifest.get("status") or {}
     deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     state = JobState.RUNNING
@@ -180,7 +180,7 @@ def job_view(manifest: Manifest) -> JobView:
 
 
 def shard_pod(manifest: Manifest) -> ShardPod:
-    """Of a pod."""
+    """The view of a shard's pod."""
     metadata, status = manifest["metadata"], manifest.get("status") or {}
     conditions = {one["type"]: one["status"] for one in status.get("conditions") or []}
     index = metadata.get("labels", {}).get(LABEL_SHARD, "-1")
@@ -195,7 +195,7 @@ def shard_pod(manifest: Manifest) -> ShardPod:
 
 
 def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
-    """Name and content of a remembered revision; None for a ConfigMap that holds none of ours."""
+    """Name and content of a remembered revision; None for a ConfigMap that holds none."""
     name = manifest["metadata"].get("labels", {}).get(LABEL_REVISION, "")
     try:
         values: Mapping[str, Any] = json.loads(manifest["data"][REVISION_KEY])
@@ -205,5 +205,5 @@ def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
 
 
 def digest_of(manifest: Manifest, annotation: str = ANNOTATION_DIGEST) -> str:
-    """What was applied when the object was last written by us."""
+    """The digest of what the operator last applied; empty for an object that it did not write."""
     return str((manifest["metadata"].get("annotations") or {}).get(annotation, ""))

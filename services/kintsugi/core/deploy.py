@@ -35,14 +35,14 @@ ENGINE_ROUTER = "kintsugi.serving.engine_router.EngineRouter"
 
 PORT_MAX = 65535
 HEALTH_CHECK_PERIOD_S = 2.0
-"""How long a dead replica may go unnoticed."""
+"""A dead replica is noticed within this time."""
 HEALTH_CHECK_TIMEOUT_S = 30.0
 """A machine that is busy with a prefill answers late."""
 END_MARGIN_S = 15.0
-"""What a replica is given beyond its drain time before Serve kills it: Serve waits two seconds first, and
-files and ports are closed after it."""
+"""Time beyond its drain time that a replica gets before Serve kills it: Serve waits two seconds before it
+starts to drain, and files and ports close after it."""
 REQUESTS_MAX = 512
-"""That run or wait in one engine; more wait in the gateway's handle, up to `QUEUED_MAX`."""
+"""Requests that run or wait in one engine; more wait in the gateway's handle, up to `QUEUED_MAX`."""
 QUEUED_MAX = 4096
 
 
@@ -51,7 +51,7 @@ METRICS_PORTS = 16
 
 @dataclass(frozen=True)
 class ModelSpec(Settings):
-    """What is served."""
+    """The model that is served."""
 
     path: str = setting(minLength=1)
     """Folder of the checkpoint, or a hub name, `org/model`."""
@@ -90,7 +90,7 @@ class OpenAISpec(Settings):
 
 @dataclass(frozen=True)
 class EngineSettings(Settings):
-    """What one group of equal engines is told, on one machine and on Kubernetes alike."""
+    """Settings of a group of equal engines, on one machine and on Kubernetes alike."""
 
     replicas: Scale = field(default_factory=Scale)
     cpus: float = setting(1.0, minimum=0)
@@ -116,13 +116,13 @@ class EngineSpec(EngineSettings):
     calibrate: bool = True
     """Whether a model without a report is calibrated while it serves full prefill."""
     questions: str = ""
-    """JSON lines to calibrate on; empty: those of the bundled model, or passages that come with us."""
+    """JSON lines to calibrate on; empty: those of the bundled model, or the bundled passages."""
     queueing_ms_max: float = setting(500.0, exclusiveMinimum=0)
     """With `replicas.max > replicas.min`: more engines where requests are predicted to wait longer."""
     drain_s: float = setting(60.0, minimum=0)
-    """How long requests may go on once an engine or a gateway is to stop."""
+    """How long requests may continue once an engine or a gateway has to stop."""
     metrics_port: int = setting(7580, minimum=0, maximum=PORT_MAX)
-    """First of `METRICS_PORTS` of which an engine takes one that is free; 0: no metrics."""
+    """First of `METRICS_PORTS` ports; an engine takes one that is free. 0: no metrics."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the engine's process."""
 
@@ -138,7 +138,7 @@ class TierSpec(Settings):
 
 @dataclass(frozen=True)
 class StoreSettings(Settings):
-    """What the chunk KV-cache store is told, on one machine and on Kubernetes alike."""
+    """Settings of the chunk KV-cache store, on one machine and on Kubernetes alike."""
 
     RULES = (Rule(this.replication <= this.shards, "replication must not exceed shards", "replication"),)
 
@@ -170,7 +170,7 @@ class StoreSpec(StoreSettings):
     port: int = setting(0, minimum=0, maximum=PORT_MAX)
     """Port of a shard; 0: any that is free, since several may share a host."""
     metrics_port: int = setting(7480, minimum=0, maximum=PORT_MAX)
-    """First of `METRICS_PORTS` of which a shard takes one that is free; 0: no metrics."""
+    """First of `METRICS_PORTS` ports; a shard takes one that is free. 0: no metrics."""
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -179,14 +179,14 @@ class StoreSpec(StoreSettings):
     insecure: bool = False
     """Listen beyond loopback without TLS."""
     share_arena: bool = True
-    """Let engines of a shard's host read its RAM directly; without, chunks travel over gRPC there, too."""
+    """Let engines on a shard's host read its RAM directly; otherwise chunks travel over gRPC there, too."""
     drain_s: float = setting(60.0, minimum=0)
-    """How long a shard may write back what only RAM holds, once it is to stop."""
+    """How long a shard that has to stop may write back what only RAM holds."""
 
 
 @dataclass(frozen=True)
 class GatewaySettings(Settings):
-    """What the gRPC and HTTP front end is told, on one machine and on Kubernetes alike."""
+    """Settings of the gRPC and HTTP front end, on one machine and on Kubernetes alike."""
 
     replicas: int = setting(1, minimum=1)
     cpus: float = setting(0.25, minimum=0)
@@ -211,7 +211,7 @@ class GatewaySpec(GatewaySettings):
     insecure: bool = False
     """Listen beyond loopback without tokens."""
     data_dir: str = ""
-    """Folder for what the gateway knows of chunk texts; empty: forgotten with the process."""
+    """Folder for the chunk texts that the gateway knows; empty: it forgets them when it stops."""
     ledger: str = ""
     """State folder of the precompute whose corpora segments may name and messages may hold."""
 
@@ -255,8 +255,8 @@ class Placement:
     store_url: str = ""
     """Where engines find the shards. Empty: both applications share a Ray cluster and its network."""
     proxy_port: int | None = None
-    """Of Serve's HTTP proxy, which carries nothing of ours, but answers a cluster's health checks. None: no
-    proxy."""
+    """Port of Serve's HTTP proxy, which carries no requests of ours but answers a cluster's health checks.
+    None: no proxy."""
     proxy_host: str = "127.0.0.1"
 
 
@@ -264,7 +264,7 @@ HERE = Placement()
 
 
 def spec_from_yaml_mapping(values: Mapping[str, Any]) -> ServiceSpec:
-    """What a configuration file says. Raises `InvalidField` and `UnknownField` with the key's path."""
+    """Build a service from a file's values. Raises `InvalidField` and `UnknownField` with the key's path."""
     return load(ServiceSpec, values, where="config")
 
 
@@ -273,7 +273,7 @@ def serve_config(
     placement: Placement = HERE,
     applications: Sequence[str] = (STORE_APP, SERVICE_APP),
 ) -> dict[str, Any]:
-    """What `serve deploy` reads, or KubeRay as `serveConfigV2`; plain values.
+    """The configuration that `serve deploy` reads, or KubeRay as `serveConfigV2`: plain values.
 
     On two clusters each has one of the ``applications``. Raises `InvalidField`.
     """
@@ -300,7 +300,7 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
             {"policy_function": SHARD_POLICY},
         ),
         "ray_actor_options": _actor(store.cpus, 0.0, placement.shard),
-        # The directory hears of it without a restart.
+        # The directory takes these over without a restart.
         "user_config": {"replication": store.replication, "ramp_s": store.ramp_s},
         **_health(store.drain_s),
     }
@@ -353,7 +353,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
             engines, "replicas", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"
         ),
         "store_url": store_url,
-        # Engines' metrics are as far to be seen as the shards'.
+        # Engine metrics listen on the same interface as shard metrics.
         "host": spec.store.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
@@ -374,7 +374,7 @@ def _application(
 ) -> dict[str, Any]:
     return {
         "name": name,
-        # Nothing of ours is reached through Serve's HTTP proxy.
+        # Clients reach nothing of ours through Serve's HTTP proxy.
         "route_prefix": None,
         "import_path": builder,
         "args": args,

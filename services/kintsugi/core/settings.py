@@ -57,7 +57,7 @@ def bounds_of(cls: type[Any], one: dataclasses.Field[Any]) -> dict[str, Any]:
     return bounds
 
 
-def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+def fields_in_order(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     """The fields of `cls`, each that names another in `after` directly behind that one."""
     ordered: list[dataclasses.Field[Any]] = []
     for one in dataclasses.fields(cls):
@@ -192,7 +192,7 @@ def plain(
 ) -> Any:
     """`value` as JSON and YAML know it, settings with those fields that `keep` keeps."""
     if dataclasses.is_dataclass(value):
-        pairs = [(one, getattr(value, one.name)) for one in ordered_fields(type(value))]
+        pairs = [(one, getattr(value, one.name)) for one in fields_in_order(type(value))]
         return {
             naming(type(value), one): plain(inner, naming, keep) for one, inner in pairs if keep(one, inner)
         }
@@ -212,7 +212,7 @@ def non_default_fields(settings: Any, *without: str, naming: Naming = field_name
     return {name: value for name, value in fields.items() if name not in without}
 
 
-def shared_settings(cls: type[T], settings: Any, **others: Any) -> T:
+def convert_settings(cls: type[T], settings: Any, **others: Any) -> T:
     """A `cls` with every setting that it inherits from the same class as `settings` does, and `others`."""
     common = next(
         base for base in cls.__mro__ if base in type(settings).__mro__ and dataclasses.is_dataclass(base)
@@ -221,5 +221,5 @@ def shared_settings(cls: type[T], settings: Any, **others: Any) -> T:
     shared = {one.name: getattr(settings, one.name) for one in dataclasses.fields(common)}
     for name, value in shared.items():
         if dataclasses.is_dataclass(value):
-            shared[name] = shared_settings(hints[name], value)
+            shared[name] = convert_settings(hints[name], value)
     return cls(**{**shared, **others})

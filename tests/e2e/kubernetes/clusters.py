@@ -112,7 +112,7 @@ class Kube:
         return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
     def _is_served(self, resource: Resource) -> bool:
-        return resource.plural in self._runner.run(self._server.served(resource.api_version))
+        return resource.plural in self._runner.run(self._server.list_served_kinds(resource.api_version))
 
     def service_addresses(self) -> int | None:
         """How many Services there may be; None where the API server does not say (before Kubernetes 1.33)."""

@@ -14,10 +14,10 @@ from kintsugi.core.settings import (
     Settings,
     bounds_of,
     check,
+    convert_settings,
     non_default_fields,
     plain,
     setting,
-    shared_settings,
 )
 
 
@@ -111,4 +111,4 @@ def test_only_what_differs_from_its_default_is_written() -> None:
 
 def test_settings_of_one_class_become_those_of_another() -> None:
     narrow = Narrow(count=2, part=Item("b"), other=True)
-    assert shared_settings(Wide, narrow, mode="off") == Wide(count=2, part=Item("b"), mode="off")
+    assert convert_settings(Wide, narrow, mode="off") == Wide(count=2, part=Item("b"), mode="off")

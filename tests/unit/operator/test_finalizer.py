@@ -18,7 +18,7 @@ from kintsugi_operator.controller.pulse import Pulse
 from kintsugi_operator.controller.reconcile import utc_now
 from kintsugi_operator.objects.names import FINALIZER
 from kintsugi_operator.objects.pods import Manifest
-from kintsugi_operator.operator import Settings, operate
+from kintsugi_operator.operator import OperatorOptions, operate
 from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeWeb
 from tests.unit.operator.conversation import served
@@ -88,7 +88,7 @@ class Operated:
 @contextlib.asynccontextmanager
 async def operated(world: World) -> AsyncIterator[Operated]:
     it = Operated(world, FakeApiServer(world.cluster))
-    settings = Settings("", "me", namespaces=("default",))
+    settings = OperatorOptions("", "me", namespaces=("default",))
     async with served(it.server.answer) as client, aiohttp.ClientSession() as session:
 
         def login(**_: Any) -> kopf.ConnectionInfo:

@@ -20,7 +20,7 @@ from kintsugi.gateway.access import check_exposure
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.environment import RESERVED
 from kintsugi_operator.api.status import BlendServiceStatus
-from kintsugi_operator.desired.plan import desired
+from kintsugi_operator.desired.plan import plan_service
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision, service_spec
 from kintsugi_operator.objects.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX, matches
@@ -48,7 +48,7 @@ def objects_of(
     spec: BlendServiceSpec, owner: Owner = OWNER, observed: Observed | None = None
 ) -> tuple[Manifest, ...]:
     store_up = Observed(store=RayServiceView(is_ready=True))
-    return desired(spec, owner, BEFORE, observed or store_up, NOW).objects
+    return plan_service(spec, owner, BEFORE, observed or store_up, NOW).objects
 
 
 def pod_templates(objects: tuple[Manifest, ...]) -> Iterator[Manifest]:
@@ -69,8 +69,8 @@ def named(objects: tuple[Manifest, ...], kind: str, name: str) -> Manifest:
 @PROPERTY
 @given(specs)
 def test_it_is_the_same_twice(spec: BlendServiceSpec) -> None:
-    first = desired(spec, OWNER, BEFORE, Observed(), NOW)
-    second = desired(spec, OWNER, first.status, Observed(), NOW)
+    first = plan_service(spec, OWNER, BEFORE, Observed(), NOW)
+    second = plan_service(spec, OWNER, first.status, Observed(), NOW)
     assert json.dumps(first.objects) == json.dumps(second.objects)
     assert first.status == second.status
 
@@ -426,7 +426,7 @@ def test_kuberay_reaches_dashboards_from_one_namespace_only(told: dict[str, str]
     policy = named(objects_of(spec_of(network=told)), "NetworkPolicy", "acme-heads")
     (peer,) = [one for one in policy["spec"]["ingress"][0]["from"] if "kuberay" in str(one["podSelector"])]
     assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-    seen = desired(spec_of(network=told), OWNER, BEFORE, Observed(KubeRay(True, True)), NOW)
+    seen = plan_service(spec_of(network=told), OWNER, BEFORE, Observed(KubeRay(True, True)), NOW)
     (condition,) = [one for one in seen.status.conditions if one.type == "KubeRayReady"]
     assert condition.message == f"let in from namespace {namespace} alone: network.kuberayNamespace"
 
@@ -474,7 +474,7 @@ def test_a_changed_store_image_waits_for_its_own_setting() -> None:
 def test_another_ray_version_of_the_store_is_said_and_not_done() -> None:
     observed = running(spec_of())
     asked = {"rayVersion": "2.99.0", "image": {"repository": "x/y", "tag": "9"}}
-    result = desired(spec_of(store=asked), OWNER, BEFORE, observed, NOW)
+    result = plan_service(spec_of(store=asked), OWNER, BEFORE, observed, NOW)
     store = named(result.objects, "RayService", "acme-store")
     assert store["spec"]["rayClusterConfig"]["rayVersion"] == "2.60.0"
     (condition,) = [one for one in result.status.conditions if one.type == "ShardsUpToDate"]
