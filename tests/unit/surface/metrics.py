@@ -20,7 +20,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.shadow import ShadowCounts
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.shard.metrics import ShardMetrics
-from kintsugi_operator.pulse import Pulse
+from kintsugi_operator.controller.pulse import Pulse
 
 REPOSITORY = Path(__file__).parents[3]
 

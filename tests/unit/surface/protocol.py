@@ -30,7 +30,7 @@ from kintsugi.store.client.directory import DIRECTORY_SERVICE
 from kintsugi.store.protocol.status import ERROR_METADATA
 from kintsugi.store.protocol.wire import PROTOCOL_METADATA, PROTOCOL_VERSION
 from kintsugi.store.protocol.wire import SERVICE as STORE_SERVICE
-from kintsugi_operator.pulse import Pulse
+from kintsugi_operator.controller.pulse import Pulse
 from tests.unit.surface.python_api import fields_of
 
 
