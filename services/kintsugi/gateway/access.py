@@ -85,7 +85,7 @@ class Caller:
             for pattern in self.namespaces
         )
 
-    def checked(self, namespace: str) -> str:
+    def authorize(self, namespace: str) -> str:
         """The namespace itself. Raises `InvalidField` for what is none, and `PermissionDenied`."""
         check_namespace(namespace)
         if not self.may_use(namespace):
@@ -96,7 +96,7 @@ class Caller:
         return namespace
 
     @property
-    def unrestricted(self) -> bool:
+    def is_unrestricted(self) -> bool:
         return EVERY_NAMESPACE in self.namespaces
 
 

@@ -30,13 +30,6 @@ FILL_PRIORITY = 1000
 Address = tuple[str, ChunkKey]
 
 
-class FillMode(StrEnum):
-    """`GatewaySpec.fill_on_miss`."""
-
-    OFF = "off"
-    BACKGROUND = "background"
-
-
 @dataclass(frozen=True)
 class FillConfig:
     """How eagerly misses are filled."""
@@ -104,7 +97,7 @@ class FillQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def missed(self, address: Address, tokens: bytes, now_s: float) -> MissDecision:
+    def record_miss(self, address: Address, tokens: bytes, now_s: float) -> MissDecision:
         """A request lacked a chunk."""
         if address in self._waiting or address in self._running:
             return MissDecision.DUPLICATE
@@ -132,7 +125,7 @@ class FillQueue:
         return 0.0 if idle else max(0.0, oldest.since_s + self.config.patience_s - now_s)
 
     def take(self) -> list[tuple[Address, bytes]]:
-        """The next batch, all of one namespace; each has to be reported to `done`."""
+        """The next batch, all of one namespace. Each chunk ends with `complete_chunk` or `drop_chunk`."""
         if not self._waiting:
             return []
         namespace = next(iter(self._waiting))[0]
@@ -146,7 +139,7 @@ class FillQueue:
         self._waiting_bytes -= len(tokens)
         return tokens
 
-    def done(self, address: Address, saved: bool) -> None:
+    def complete_chunk(self, address: Address, saved: bool) -> None:
         """A chunk that failed has to be missed again before it is tried again."""
         self._running.discard(address)
         if saved:
@@ -156,7 +149,7 @@ class FillQueue:
         sighted.failures += 1
         sighted.sights = 0
 
-    def dropped(self, address: Address) -> None:
+    def drop_chunk(self, address: Address) -> None:
         """A chunk that was taken found no room: no failure of its own, and its next miss is enough."""
         self._running.discard(address)
 
@@ -250,7 +243,7 @@ class Filler:
                 continue
             for (key, tokens), tier in zip(chunks, tiers, strict=True):
                 if tier is None:
-                    self._observe(self.queue.missed((namespace, key), tokens, time.monotonic()))
+                    self._observe(self.queue.record_miss((namespace, key), tokens, time.monotonic()))
 
     async def _fill(self) -> None:
         batch = self.queue.take()
@@ -263,14 +256,14 @@ class Filler:
         except ResourceExhausted as error:
             log.info("%d misses are not filled now: %s", len(batch), error)
             for address, _ in batch:
-                self.queue.dropped(address)
+                self.queue.drop_chunk(address)
                 self._observe(MissDecision.FULL)
             batch, saved = [], []
         except KintsugiError as error:
             log.info("%d misses are not filled: %s", len(batch), error)
         finally:
             for (address, _), one in zip(batch, saved, strict=True):
-                self.queue.done(address, one)
+                self.queue.complete_chunk(address, one)
                 self._observe("filled" if one else "failed")
 
     async def close(self) -> None:

@@ -6,14 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 
 log = logging.getLogger(__name__)
 
 RECENT_S = 1.0
 ANSWER_S = 5.0
+INFO_TTL_S = 5.0
+"""An engine's description is renewed when it is older: a calibration that passes is seen soon after."""
+SPACES_MAX = 1024
 
 
 class RecentInfo:
@@ -38,7 +43,7 @@ class RecentInfo:
             raise self._last.with_traceback(None)  # or it would grow with every caller
         return self._last
 
-    async def known(self, age_s_max: float) -> EngineInfo:
+    async def get_stale(self, age_s_max: float) -> EngineInfo:
         """The newest there is, whatever has failed since. What is older than ``age_s_max`` is renewed beside
         the caller that finds it so: an engine that hangs must not hold up those who could be answered. Raises
         what `get` raises where none has ever answered."""
@@ -78,3 +83,36 @@ class RecentInfo:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Spaces:
+    """The chunk spaces of the model that the engines serve. For one event loop."""
+
+    def __init__(self, recent_info: RecentInfo, tokenizer: str = "") -> None:
+        """``tokenizer``: the digest of ours; engines with another one are ignored. Empty: every engine's is
+        accepted."""
+        self._recent_info = recent_info
+        self._tokenizer = tokenizer
+        self._own_info: EngineInfo | None = None
+
+    async def info(self) -> EngineInfo:
+        """The newest description of an engine with our tokenizer: while one model replaces another, engines
+        of both answer. Raises `Unavailable` if none has answered yet."""
+        info = await self._recent_info.get_stale(INFO_TTL_S)
+        if not self._tokenizer or info.tokenizer in ("", self._tokenizer):
+            self._own_info = info
+        if self._own_info is None:
+            raise Unavailable("only engines of another model answer yet; try again later")
+        return self._own_info
+
+    async def find(self, namespace: str) -> ChunkSpace:
+        """The namespace's chunk space. Raises `Unavailable`."""
+        info = await self.info()
+        return _make_space(info.fingerprint, namespace, tuple(info.prefix_token_ids), info.portable)
+
+
+@lru_cache(SPACES_MAX)
+def _make_space(
+    fingerprint: str, namespace: str, prefix_token_ids: tuple[int, ...], portable: bool
+) -> ChunkSpace:
+    return ChunkSpace(ModelFingerprint(bytes.fromhex(fingerprint)), namespace, prefix_token_ids, portable)

@@ -39,7 +39,7 @@ TIMES = ("timeline", "began_unix_s")
 """What an accounting says for `add_layers` alone."""
 
 
-def export_as_asked() -> bool:
+def start_export() -> bool:
     """Send this process's spans where its environment says; whether it says so. Once per process.
 
     An SDK that was set up before, by `opentelemetry-instrument` say, is left as it is. Raises `Unavailable`
@@ -52,7 +52,7 @@ def export_as_asked() -> bool:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        exporter_class = exporter_class_as_asked()
+        exporter_class = load_exporter_class()
     except ImportError as error:
         raise Unavailable(
             f"traces are asked for and cannot be exported ({error}); install opentelemetry-exporter-otlp, or "
@@ -66,7 +66,7 @@ def export_as_asked() -> bool:
     return True
 
 
-def exporter_class_as_asked() -> Any:
+def load_exporter_class() -> Any:
     """Of the protocol that the environment names. Raises `InvalidField`, and `ImportError`."""
     protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")
     if protocol not in EXPORTERS:
@@ -86,7 +86,7 @@ class TraceSpan:
         """Whether anybody will see it."""
         return self._span is not None and bool(self._span.is_recording())
 
-    def past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
+    def record_past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
         """A span below this one of what is over. Nanoseconds since 1970."""
         if self._span is None:
             return self
@@ -105,7 +105,7 @@ class TraceSpan:
             propagate.inject(carrier, self._context)
         return carrier
 
-    def failed(self, error: BaseException) -> None:
+    def record_error(self, error: BaseException) -> None:
         if self._span is not None:
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
 
@@ -126,7 +126,7 @@ def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Trace
     try:
         yield current
     except BaseException as error:
-        current.failed(error)
+        current.record_error(error)
         raise
     finally:
         started.end()
@@ -142,7 +142,7 @@ class Timelines:
         self._left = per_s
         self._since_s = clock()
 
-    def wanted(self, request: TraceSpan) -> bool:
+    def should_trace_layers(self, request: TraceSpan) -> bool:
         """Whether an engine is asked when each layer of this request was loaded and computed."""
         if not request.is_recording:
             return False
@@ -181,7 +181,9 @@ def add_layers(engine: TraceSpan, accounting: Mapping[str, Any]) -> None:
     def at(since_ms: Any) -> int:
         return began_ns + int(since_ms * 1e6)
 
-    blend = engine.past("engine.blend", began_ns, at(accounting["blend_ms"]))
+    blend = engine.record_past("engine.blend", began_ns, at(accounting["blend_ms"]))
     for layer, timing in enumerate(timeline):
         for part in ("load", "compute"):
-            blend.past(f"layer {layer} {part}", at(timing[f"{part}_start_ms"]), at(timing[f"{part}_end_ms"]))
+            blend.record_past(
+                f"layer {layer} {part}", at(timing[f"{part}_start_ms"]), at(timing[f"{part}_end_ms"])
+            )

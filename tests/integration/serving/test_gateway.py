@@ -23,7 +23,7 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
-from kintsugi.gateway import gateway as gateway_module
+from kintsugi.gateway import recent_info
 from kintsugi.gateway.access import ANYONE, TokenFile
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import grpc_server
@@ -261,7 +261,7 @@ def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
 
 def test_what_comes_with_a_request_reaches_the_engine() -> None:
     with (
-        running(Setup(gateway={"overtaking": True})) as gateway,
+        running(Setup(gateway={"allow_negative_priority": True})) as gateway,
         Client(gateway.address, NAMESPACE) as client,
     ):
         sampling = Sampling(4, temperature=0.0, stop=["x"], top_k=0, ignore_eos=False, extra={"n": 1})
@@ -551,7 +551,7 @@ def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its token ids mean something else to the engines of the model that is being replaced."""
-    monkeypatch.setattr(gateway_module, "INFO_TTL_S", 0.0)
+    monkeypatch.setattr(recent_info, "INFO_TTL_S", 0.0)
 
     async def replaced() -> None:
         backend = StubBackend()
@@ -563,10 +563,10 @@ def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
                 await gateway.tokenize(ANYONE, NAMESPACE, ["a"])
             backend._info = dataclasses.replace(alike, tokenizer=ours)
             await gateway.recent_info.get(0.0)
-            space = await gateway.space(NAMESPACE)
+            space = await gateway.spaces.find(NAMESPACE)
             backend._info = dataclasses.replace(alike, tokenizer="ab" * 32, fingerprint="cd" * 32)
             await gateway.recent_info.get(0.0)
-            assert await gateway.space(NAMESPACE) == space
+            assert await gateway.spaces.find(NAMESPACE) == space
         finally:
             await gateway.close()
 

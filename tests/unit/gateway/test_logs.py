@@ -15,10 +15,9 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH
-from kintsugi.gateway.access import OpenAccess
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.logs import LEVEL_ENVIRONMENT, RequestLine, write_json_lines
-from tests.fakes.openai_backend import ScriptedBackend
+from tests.fakes.openai_backend import ScriptedBackend, gateway_over
 from tests.integration.serving.gateways import own_logging
 
 
@@ -90,7 +89,7 @@ def test_http_requests_are_logged_without_what_they_say(logger: logging.Logger) 
     write_json_lines(written)
 
     async def ask() -> None:
-        app = HttpFront(ScriptedBackend(), OpenAccess()).app
+        app = HttpFront(gateway_over(ScriptedBackend())).app
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as caller:
             body = {"messages": [{"role": "user", "content": "a secret question"}]}
             headers = {

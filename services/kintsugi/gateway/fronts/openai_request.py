@@ -58,10 +58,10 @@ def parse_openai_call(
     namespace: str,
     find: Finder,
     trace: Mapping[str, str] | None = None,
-    overtaking: bool = False,
+    allow_negative_priority: bool = False,
 ) -> OpenAICall:
-    """``body`` is an OpenAI request's JSON object; it is not changed. ``overtaking``: its priority may be
-    below 0.
+    """``body`` is an OpenAI request's JSON object; it is not changed. ``allow_negative_priority``: its
+    priority may be below 0.
 
     Raises `InvalidField`, naming the field, for what is ours and wrong. A malformed message is passed on.
     """
@@ -69,7 +69,7 @@ def parse_openai_call(
         if body.get(name) is not None:
             raise InvalidField(name, problem)
     _check_answers(body)
-    _check_priority(body.get("priority"), overtaking)
+    _check_priority(body.get("priority"), allow_negative_priority)
     if body.get("use_beam_search") not in (None, False):
         # vLLM's beam search asks the engine anew for every token of every beam, with parameters of its own:
         # none of it would be blended or accounted for.
@@ -104,13 +104,13 @@ def _check_answers(body: Mapping[str, Any]) -> None:
         )
 
 
-def _check_priority(priority: Any, overtaking: bool) -> None:
+def _check_priority(priority: Any, allow_negative_priority: bool) -> None:
     """Raises `InvalidField` also for what vLLM would read as a number."""
     if priority is None:
         return
     if not isinstance(priority, int):
         raise InvalidField("priority", "must be a whole number, 0 where it is left out")
-    check_priority(priority, overtaking)
+    check_priority(priority, allow_negative_priority)
 
 
 def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str | None:

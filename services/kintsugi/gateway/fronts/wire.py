@@ -12,22 +12,14 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.request import parse_selector
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.gateway import Finished, GatewayChunk, GenerateCall, Put, PutState, Resolved
+from kintsugi.gateway.gateway import GatewayChunk, Put
+from kintsugi.gateway.prompts import Finished, GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 
 EXTRA_JSON_BYTES_MAX = 64 << 10
-_PUT_STATES = {
-    PutState.PRESENT: pb.PUT_STATE_PRESENT,
-    PutState.STORED: pb.PUT_STATE_STORED,
-    PutState.ACCEPTED: pb.PUT_STATE_ACCEPTED,
-    PutState.FAILED: pb.PUT_STATE_FAILED,
-}
-_PLAN_FIELDS = (
-    *("outcome", "reason", "selector", "ratio", "cost", "chunks_hit", "chunks_missed"),
-    *("tokens_hit", "tokens_missed", "tokens_recomputed"),
-)
+_PLAN_FIELDS = tuple(field.name for field in pb.ExecutedPlan.DESCRIPTOR.fields)
 
 
 def content_of(wire: pb.Content, where: str) -> Segment:
@@ -165,7 +157,7 @@ def put_to_wire(put: Put) -> pb.PutResult:
         key=put.key.hex,
         num_tokens=put.num_tokens,
         new=put.new,
-        state=_PUT_STATES[put.state],
+        state=pb.PutState.Value(f"PUT_STATE_{put.state.name}"),
         reason=put.reason,
     )
 
