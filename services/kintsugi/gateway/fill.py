@@ -101,10 +101,7 @@ class FillQueue:
         """A request lacked a chunk."""
         if address in self._waiting or address in self._running:
             return MissDecision.DUPLICATE
-        sighted = self._sighted.setdefault(address, _Sighted())
-        self._sighted.move_to_end(address)
-        if len(self._sighted) > self.config.sighted_max:
-            self._sighted.popitem(last=False)
+        sighted = self._remember(address)
         sighted.sights += 1
         if sighted.failures >= self.config.failures_max:
             return MissDecision.GIVEN_UP
@@ -145,9 +142,17 @@ class FillQueue:
         if saved:
             self._sighted.pop(address, None)
             return
-        sighted = self._sighted.setdefault(address, _Sighted())
+        sighted = self._remember(address)
         sighted.failures += 1
         sighted.sights = 0
+
+    def _remember(self, address: Address) -> _Sighted:
+        """What is counted of a chunk, which is now the last to be forgotten."""
+        sighted = self._sighted.setdefault(address, _Sighted())
+        self._sighted.move_to_end(address)
+        if len(self._sighted) > self.config.sighted_max:
+            self._sighted.popitem(last=False)
+        return sighted
 
     def drop_chunk(self, address: Address) -> None:
         """A chunk that was taken found no room: no failure of its own, and its next miss is enough."""

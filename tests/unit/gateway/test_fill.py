@@ -33,6 +33,16 @@ def test_the_second_miss_is_worth_a_fill() -> None:
     )
 
 
+def test_a_chunk_that_failed_counts_towards_the_bound_of_what_is_remembered() -> None:
+    queue = FillQueue(FillConfig(sights=1, sighted_max=2))
+    queue.record_miss(address(1), b"", 0.0)
+    ((taken, _),) = queue.take()
+    for number in (2, 3):
+        queue.record_miss(address(number), b"", 0.0)
+    queue.complete_chunk(taken, saved=False)
+    assert set(queue._sighted) == {address(3), address(1)}
+
+
 def test_the_first_is_where_that_is_wanted() -> None:
     assert FillQueue(FillConfig(sights=1)).record_miss(address(1), b"", 0.0) is MissDecision.QUEUED
 
@@ -156,7 +166,7 @@ class Filling(RuleBasedStateMachine):
     @invariant()
     def bounded(self) -> None:
         assert len(self.queue) <= 3
-        assert len(self.queue._sighted) <= 5 + len(self.running)
+        assert len(self.queue._sighted) <= 5
         assert (self.queue.due_in_s(True, 0.0) is None) == (len(self.queue) == 0)
 
 
