@@ -1,9 +1,9 @@
 """The one way from a request to its answer, whichever front end it came through.
 
 A front end makes an `Ask`, sends on the events that `AnswerPipeline.stream` yields, and does nothing else.
-The pipeline counts answers under way, opens spans, asks an engine (and another one, if the first is gone before
-it answered), measures the time to the first event, gives the accounting to metrics and spans, and hands on
-missed chunks to be filled.
+The pipeline counts answers under way, opens spans, asks an engine (and another one, if the first is gone
+before it answered), measures the time to the first event, gives the accounting to metrics and spans, and
+hands on missed chunks to be filled.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Ask(ABC, Generic[Event]):
         self.accounting: Mapping[str, Any] | None = None
         """What the engine reported, once that was read."""
 
-    @abstractmethod
     async def prepare(self, trace: TraceSpan) -> Sequence[Event]:
-        """Makes everything ready for an engine; the events that go out before its answer.
+        """Makes the request ready for an engine; the events that go out before the answer.
 
         Raises what the caller is refused with.
         """
+        return ()
 
     @abstractmethod
     def send(

@@ -80,13 +80,13 @@ class Put:
 
 @dataclass(frozen=True)
 class GatewayChunk:
-    """What the store holds."""
+    """A chunk that the store holds."""
 
     manifest: ChunkManifest
     tier: str
-    """Empty where it was not asked for."""
+    """Empty if it was not asked for."""
     known: bool
-    """Whether a prompt can be built from the key alone."""
+    """Whether prompts can name the chunk by its key alone."""
 
 
 class Gateway:
@@ -160,7 +160,7 @@ class Gateway:
         *,
         limits: GatewayLimits | None = None,
     ) -> Gateway:
-        """As `spec` says, with the tokenizer in `model_folder`. On the running event loop.
+        """Opens a gateway as ``spec`` configures it, with the tokenizer in ``model_folder``.
 
         Does not ask the backend anything: engines may still be starting. Raises `InvalidField`, `NotFound`,
         `Corrupted` and `Unavailable`.
@@ -193,7 +193,7 @@ class Gateway:
     def generate(
         self, caller: Caller, call: GenerateCall
     ) -> AsyncGenerator[Resolved | EngineDelta | Finished, None]:
-        """The answer as it comes; closing the generator ends the work in the engine."""
+        """Streams the answer; closing the generator ends the work in the engine."""
         return self.answers.stream(PromptAsk(self.prompts, caller, call))
 
     async def put_chunks(
@@ -205,7 +205,7 @@ class Gateway:
         tier: str = "auto",
         wait: bool = True,
     ) -> list[Put]:
-        """Have chunks computed that the store lacks; with `wait`, until they are committed."""
+        """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed."""
         caller.authorize(namespace)
         self._check_writable("chunks cannot be put")
         self._check_count("chunks", len(chunks), self.limits.chunks_max)
@@ -250,13 +250,13 @@ class Gateway:
         return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
 
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> bool:
-        """Whether it was there. What is known of it is forgotten, too. Raises `Unavailable` where a shard
+        """Deletes a chunk and forgets its tokens; whether the store had it. Raises `Unavailable` if a shard
         that may hold it does not answer."""
         caller.authorize(namespace)
         self._check_writable("chunks cannot be deleted")
         try:
             return await self.store.delete(namespace, [key]) > 0
-        finally:  # also where a shard still holds it: it is not to be found or filled meanwhile
+        finally:  # even if a shard still holds it: it must not be found or filled meanwhile
             self.known.forget(namespace, [key])
             if self._filler is not None:
                 self._filler.forget(namespace, [key])
@@ -264,7 +264,7 @@ class Gateway:
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
     ) -> list[GatewayChunk]:
-        """In key order. Raises `Unavailable` where a shard does not answer."""
+        """A page of chunks, in key order. Raises `Unavailable` if a shard does not answer."""
         caller.authorize(namespace)
         self._check_count("page_size", limit, self.limits.chunks_max)
         manifests = await self.store.list(namespace, limit, after)
@@ -273,7 +273,7 @@ class Gateway:
     async def prefetch(
         self, caller: Caller, namespace: str, segments: Sequence[Segment]
     ) -> tuple[list[ChunkKey | None], int]:
-        """Keys of the segments, None for plain ones, and how many are in RAM or on their way."""
+        """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming."""
         caller.authorize(namespace)
         self._check_count("segments", len(segments), self.limits.segments_max)
         space = await self.spaces.find(namespace)
@@ -285,7 +285,7 @@ class Gateway:
         return keys, accepted
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
-        """Each text alone."""
+        """Tokenises each text alone."""
         caller.authorize(namespace)
         self._check_count("texts", len(texts), self.limits.texts_max)
         plain = [Segment(text=text, plain=True) for text in texts]

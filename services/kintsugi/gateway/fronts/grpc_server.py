@@ -47,8 +47,8 @@ PAGE_DEFAULT = 100
 
 
 class KintsugiService:
-    """Handlers by RPC name. Requests arrive as bytes: one that is no message is the client's mistake, which
-    gRPC's own decoding would report as ours."""
+    """The handlers of the service's RPCs. Requests arrive as bytes: gRPC's own decoding would report a
+    malformed message as a server error."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -133,7 +133,7 @@ class KintsugiService:
         return pb.PutChunksResponse(results=results)
 
     async def _put(self, caller: Caller, request: Any, chunks: Sequence[Segment]) -> list[pb.PutResult]:
-        """``request``: of one chunk or of many."""
+        """``request`` is a `PutChunkRequest` or a `PutChunksRequest`."""
         puts = await self.gateway.put_chunks(
             caller, request.namespace, chunks, tier=request.tier, wait=request.wait
         )
@@ -196,12 +196,12 @@ def _parse_message(message: Any, data: bytes) -> Any:
         return message.FromString(data)
     except DecodeError as error:
         raise InvalidField(
-            "request", f"is no {message.DESCRIPTOR.full_name} ({error}); use stubs of this proto"
+            "request", f"is not a valid {message.DESCRIPTOR.full_name} ({error}); use stubs of this proto"
         ) from None
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    """Metadata by name, without binary values. gRPC builds its metadata anew for each time it is asked."""
+    """Metadata by name, without binary values."""
     return {name: value for name, value in metadata or () if isinstance(value, str)}
 
 
@@ -211,11 +211,11 @@ async def _refuse(context: Any, error: KintsugiError) -> None:
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Tokens, before a message is received: what a stranger sends is neither kept nor parsed.
+    """Checks tokens before a message is received: a stranger's message is neither kept nor parsed.
 
-    Jobs read any file that the server may and write into any namespace: they need a token for all.
-    Kubernetes' probes, which have none, check the health; everything else needs a token. A watch of the
-    health and reflection hold one of the bounded places for as long as they like.
+    Jobs read any file that the server can read and write into any namespace: they need a token for every
+    namespace. Kubernetes' probes have no token and may check the health; everything else needs one, because
+    health watches and reflection streams can hold a place among the concurrent requests forever.
     """
 
     def __init__(self, gateway: Gateway, service: KintsugiService, health: Any) -> None:
@@ -254,13 +254,13 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _build_refusal_handler(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
-    """A handler that ends a call without its messages. gRPC reads one that it knows to be single before it
-    asks the handler; a stream's only when they are asked for: until then flow control holds them back."""
+    """A handler that ends a call without receiving its messages. gRPC reads a unary request's message before
+    it calls the handler; a stream's messages are held back by flow control until they are asked for."""
     return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
 
 
 class _Health(health_aio.HealthServicer):  # type: ignore[misc]
-    """Whoever watches is no answer that a stop has to wait for."""
+    """The health service, whose watches do not delay a stop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class _Health(health_aio.HealthServicer):  # type: ignore[misc]
         watching = asyncio.ensure_future(super().Watch(request, context))
         self._watching.add(watching)
         try:
-            # To cancel the call's own task would leave the client without a status.
+            # Cancelling the call's own task would leave the client without a status.
             await asyncio.wait((watching,))
             if not watching.cancelled():
                 watching.result()
@@ -289,7 +289,7 @@ class GatewayServer:
     def __init__(self, gateway: Gateway, spec: GatewaySpec, precompute: Any = None) -> None:
         """``precompute``: a `precompute.service.PrecomputeServicer` to serve as well.
 
-        Raises `InvalidField` for what is no address, and for one beyond loopback without tokens and TLS.
+        Raises `InvalidField` for an invalid address, and for one beyond loopback without tokens and TLS.
         """
         self.gateway = gateway
         self._listen = format_address(spec.host, spec.grpc_port)
@@ -303,7 +303,7 @@ class GatewayServer:
         """`host:port` that it listens on, once started."""
 
     async def start(self) -> None:
-        """Raises `Unavailable` where the address cannot be had, `InvalidField` for unreadable TLS files."""
+        """Raises `Unavailable` if the address cannot be bound, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
         service, self._watched = KintsugiService(self.gateway), _Health()
         self._server = grpc.aio.server(
@@ -335,7 +335,7 @@ class GatewayServer:
         self._health = asyncio.create_task(self._report_health())
 
     async def _report_health(self) -> None:
-        """Serving while an engine answers."""
+        """Reports `SERVING` while an engine answers."""
         while True:
             try:
                 await self.gateway.recent_info.get(INFO_TTL_S)
@@ -343,26 +343,26 @@ class GatewayServer:
             except KintsugiError:
                 status = HealthCheckResponse.NOT_SERVING
             except Exception:
-                log.exception("no engine can be asked what it serves")
+                log.exception("the engines' health cannot be determined")
                 status = HealthCheckResponse.NOT_SERVING
             for service in ("", SERVICE):
                 await self._watched.set(service, status)
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Let answers end for `grace_s`. Idempotent."""
+        """Waits up to ``grace_s`` for answers to end. Idempotent."""
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
             self._health = None
             stopped = asyncio.create_task(self._server.stop(grace_s))
-            await asyncio.sleep(0)  # nobody comes to watch any more
+            await asyncio.sleep(0)  # from here on there are no new watches
             self._watched.end()
             await stopped
 
 
 def load_gateway_tls(spec: GatewaySpec) -> ServedFiles | None:
-    """The gateway's TLS files; None without. Raises `InvalidField`."""
+    """The gateway's TLS files; None without TLS. Raises `InvalidField`."""
     if not (spec.tls_cert or spec.tls_key or spec.tls_client_ca):
         return None
     if not (spec.tls_cert and spec.tls_key):
@@ -379,9 +379,9 @@ async def serve(
     on_ready: Callable[[str], None] = lambda address: None,
     precompute: Any = None,
 ) -> None:
-    """Serve gRPC until ``until`` returns, then close the gateway. HTTP beside it is `openai_server`'s.
+    """Serves gRPC until ``until`` returns, then closes the gateway.
 
-    ``on_ready`` is told the `host:port`. Raises what `GatewayServer` raises.
+    ``on_ready`` is called with the `host:port`. Raises what `GatewayServer` raises.
     """
     server = GatewayServer(gateway, spec, precompute)
     try:

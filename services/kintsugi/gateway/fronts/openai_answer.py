@@ -1,5 +1,7 @@
-"""OpenAI requests as asks: what is ours in their answers, whose pieces are a response's JSON or a stream's
-events."""
+"""Asks an engine's OpenAI endpoints, and finds what is ours in their answers.
+
+A piece of an answer is a whole response's JSON, or one event of a stream.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
-from kintsugi.gateway.tracing import TIMES, TraceSpan, without_times
+from kintsugi.gateway.tracing import TIMES, without_times
 
 _DATA = b"data: "
 _NAMED = f'"{PARAMS_KEY}"'.encode()
@@ -34,9 +36,6 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._call = call
         self._head: OpenAIHead | None = None
         """Until it has gone out."""
-
-    async def prepare(self, trace: TraceSpan) -> Sequence[OpenAIHead]:
-        return ()
 
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
@@ -63,13 +62,13 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
 
 
 def accounting_in(piece: bytes) -> Mapping[str, Any] | None:
-    """The accounting, if it is there."""
+    """The accounting in a piece; None if it has none."""
     holder = None if _NAMED not in piece else _holder(_document(piece))
     return None if holder is None else holder[PARAMS_KEY]
 
 
 def without_times_in(piece: bytes) -> bytes:
-    """The piece as it is told to a caller who did not ask when layers were computed."""
+    """The piece for a caller who did not ask when layers were computed."""
     if not any(name in piece for name in _TIMED):
         return piece
     document = _document(piece)
@@ -89,7 +88,7 @@ def _document(piece: bytes) -> Any:
 
 
 def _holder(document: Any) -> dict[str, Any] | None:
-    """The mapping whose entry `PARAMS_KEY` is the accounting."""
+    """The mapping whose entry `PARAMS_KEY` is the accounting; None if there is none."""
     if not isinstance(document, dict):
         return None
     for holder in (document, document.get("kv_transfer_params")):

@@ -1,4 +1,4 @@
-"""The gateway's messages to and from its own types. What is malformed raises `InvalidField`."""
+"""Translates gRPC messages to and from the gateway's types. Malformed messages raise `InvalidField`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str])
 
 
 def sampling_of(wire: pb.Sampling) -> dict[str, Any]:
-    """vLLM's `SamplingParams` by name; what the client left out is left out."""
+    """vLLM's `SamplingParams` by name, without those that the client left out."""
     sampling = _extra(wire.extra_json)
     for descriptor, value in wire.ListFields():  # those that were set
         if descriptor.name != "extra_json":
