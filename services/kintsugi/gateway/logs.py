@@ -9,12 +9,10 @@ import json
 import logging
 import os
 import sys
-import time
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.store.protocol.status import DETAIL_CHARS_MAX
 
 LEVEL_ENVIRONMENT = "KINTSUGI_LOG_LEVEL"
 LEVEL_DEFAULT = "INFO"
@@ -25,23 +23,6 @@ class RequestLine(dict[str, Any]):
 
     It is a log record's message. As text it is JSON; in a line of JSON its fields join the line's own.
     """
-
-    @staticmethod
-    def of(
-        request_id: str,
-        method: str,
-        namespace: str,
-        status: str | int,
-        began_s: float,
-        error: Exception | None = None,
-    ) -> RequestLine:
-        """``began_s`` is a time of `time.perf_counter`."""
-        ms = round((time.perf_counter() - began_s) * 1e3, 3)
-        line = RequestLine(request_id=request_id, method=method)
-        line |= {"namespace": namespace[:DETAIL_CHARS_MAX], "status": status, "ms": ms}
-        if error is not None:
-            line["error"] = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
-        return line
 
     def __str__(self) -> str:
         return json.dumps(self)

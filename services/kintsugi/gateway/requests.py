@@ -15,6 +15,7 @@ from kintsugi.gateway.access import Access, Caller
 from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.tracing import TRACE_HEADERS
+from kintsugi.store.protocol.status import DETAIL_CHARS_MAX
 
 log = logging.getLogger("kintsugi.gateway")
 
@@ -79,8 +80,12 @@ class ServedRequest:
         finally:
             self.metrics.count_request(self.method, self.status)
             if log.isEnabledFor(logging.INFO):
-                log.info(
-                    RequestLine.of(
-                        self.request_id, self.method, self.namespace, self.status, self.began_s, self.failure
-                    )
-                )
+                log.info(self._line())
+
+    def _line(self) -> RequestLine:
+        ms = round((time.perf_counter() - self.began_s) * 1e3, 3)
+        line = RequestLine(request_id=self.request_id, method=self.method)
+        line |= {"namespace": self.namespace[:DETAIL_CHARS_MAX], "status": self.status, "ms": ms}
+        if self.failure is not None:
+            line["error"] = f"{type(self.failure).__name__}: {self.failure}"[:DETAIL_CHARS_MAX]
+        return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
@@ -22,7 +23,7 @@ EXTRA_JSON_BYTES_MAX = 64 << 10
 _PLAN_FIELDS = tuple(field.name for field in pb.ExecutedPlan.DESCRIPTOR.fields)
 
 
-def content_of(wire: pb.Content, where: str) -> Segment:
+def content_of(wire: pb.Content | pb.Segment, where: str) -> Segment:
     kind = wire.WhichOneof("content")
     if kind == "text":
         return Segment(text=wire.text)
@@ -41,10 +42,8 @@ def segments_of(wires: Iterable[pb.Segment]) -> tuple[Segment, ...]:
 
 def _segment(wire: pb.Segment, where: str) -> Segment:
     kind = wire.WhichOneof("content")
-    if kind == "text":
-        return Segment(text=wire.text, plain=wire.plain)
-    if kind == "tokens":
-        return Segment(token_ids=tuple(wire.tokens.ids), plain=wire.plain)
+    if kind in ("text", "tokens"):
+        return replace(content_of(wire, where), plain=wire.plain)
     if kind == "chunk_key":
         return Segment(key=key_of(wire.chunk_key, f"{where}.chunk_key"), plain=wire.plain)
     if kind == "document":
