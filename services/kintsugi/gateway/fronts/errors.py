@@ -9,7 +9,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from kintsugi.core import errors
@@ -79,9 +78,7 @@ class Problem:
 
 def http_status_of(error: BaseException) -> int:
     """The HTTP status of a request that ended with an error."""
-    if isinstance(error, ClientDisconnect | asyncio.CancelledError):
-        return LEFT_STATUS
-    return Problem.of(error).status if isinstance(error, Exception) else 500
+    return Problem.of(error).status if isinstance(error, Exception) else LEFT_STATUS
 
 
 def grpc_status_of(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.access import Caller
-from kintsugi.gateway.fronts.errors import Problem, http_status_of
+from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.limits import RequestLimits
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
@@ -108,8 +108,6 @@ class _Completions:
         try:
             with metrics.http_in_flight.track_inprogress(), served.record(http_status_of):
                 await self._answer(request, served, reply)
-        except ClientDisconnect:
-            return
         except Exception as error:
             if reply.has_begun:
                 # What was sent cannot be taken back: an exception makes the server cut the connection.
@@ -117,16 +115,22 @@ class _Completions:
             await Problem.of(error, served.request_id).response()(scope, receive, send)
 
     async def _answer(self, request: Request, served: ServedRequest, reply: _Reply) -> None:
-        """Raises what the caller is refused with, and `ClientDisconnect`, which ends the work."""
+        """Raises what the caller is refused with. A caller that leaves ends the work."""
         caller = served.authenticate(self._gateway.access)  # first: a stranger's body is not even read
-        call = await self._parse(caller, served, request.url.path, await request.body())
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            served.status = LEFT_STATUS
+            return
+        call = await self._parse(caller, served, request.url.path, raw)
         answer = asyncio.create_task(reply.send_answer(self._gateway, call))
         left = asyncio.create_task(_wait_for_disconnect(request.receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ClientDisconnect
-            await answer
+            if answer.done():
+                await answer
+            else:
+                served.status = LEFT_STATUS
         finally:
             for task in (answer, left):
                 task.cancel()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from starlette.requests import ClientDisconnect
 
 from kintsugi.core import errors
 from kintsugi.gateway.fronts.errors import _HTTP, Problem, grpc_status_of, http_status_of
@@ -56,10 +55,9 @@ def test_errors_are_told_apart_as_finely_as_http_does() -> None:
     assert Problem.of(errors.UnknownField("rato", ["ratio"])).field == "rato"
 
 
-def test_what_is_no_error_of_ours_is_a_defect_or_a_caller_who_left() -> None:
+def test_what_is_no_error_of_ours_is_a_defect_or_a_call_that_was_cancelled() -> None:
     assert (http_status_of(KeyError("secret")), grpc_status_of(KeyError("secret"))) == (500, "INTERNAL")
     assert "secret" not in Problem.of(KeyError("secret"), "r-7").message
     assert "r-7" in Problem.of(KeyError("secret"), "r-7").message
     left = asyncio.CancelledError()
     assert (http_status_of(left), grpc_status_of(left)) == (499, "CANCELLED")
-    assert http_status_of(ClientDisconnect()) == 499

@@ -336,7 +336,7 @@ def test_a_body_that_does_not_come_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_caller_that_leaves_ends_the_work(stream: bool) -> None:
+def test_a_caller_that_leaves_ends_the_work(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         begun = asyncio.Event()
 
@@ -353,10 +353,29 @@ def test_a_caller_that_leaves_ends_the_work(stream: bool) -> None:
             while not backend.closed:
                 await asyncio.sleep(0.01)
             assert not backend.finished
+            left = f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="499"}} 1.0'
             async with httpx.AsyncClient() as caller:
-                assert (await caller.get(f"http://{address}/healthz")).status_code == 200
+                while left not in (await caller.get(f"http://{address}/metrics")).text:
+                    await asyncio.sleep(0.01)
 
     run(body)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_caller_that_leaves_before_the_body_came_is_no_defect(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with listening(ScriptedBackend()) as address, httpx.AsyncClient() as caller:
+            host, port = address.split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            await writer.drain()
+            writer.close()
+            left = f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="499"}} 1.0'
+            while left not in (await caller.get(f"http://{address}/metrics")).text:
+                await asyncio.sleep(0.01)
+
+    run(body)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(
