@@ -153,12 +153,7 @@ class Gateway:
 
     @staticmethod
     async def open(
-        spec: GatewaySpec,
-        backend: EngineBackend,
-        store_url: str,
-        model_folder: str | Path,
-        *,
-        limits: GatewayLimits | None = None,
+        spec: GatewaySpec, backend: EngineBackend, store_url: str, model_folder: str | Path
     ) -> Gateway:
         """Opens a gateway as ``spec`` configures it, with the tokenizer in ``model_folder``.
 
@@ -182,7 +177,6 @@ class Gateway:
             documents=documents,
             detokenize=chunker.text_of,
             access=open_access(spec.tokens_file),
-            limits=limits,
             fill=FillConfig() if spec.fill_on_miss == "background" else None,
             read_only=spec.read_only,
             allow_negative_priority=spec.overtaking,

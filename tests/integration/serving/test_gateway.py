@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -36,7 +35,6 @@ from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import DocumentChunk, Plain, Sampling
@@ -429,40 +427,6 @@ def test_a_strangers_message_is_not_parsed(tmp_path: Path) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(f"/kintsugi.rpc.v1.Kintsugi/{method}", None, None)(b"no message")
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-class OneJob(precompute_pb2_grpc.PrecomputeServicer):
-    """Knows one job."""
-
-    async def Get(self, request: precompute_pb2.GetJobRequest, context: Any) -> precompute_pb2.Job:  # noqa: N802
-        return precompute_pb2.Job(job_id=request.job_id)
-
-    async def Watch(self, request: precompute_pb2.WatchJobRequest, context: Any) -> Any:  # noqa: N802
-        yield precompute_pb2.Job(job_id=request.job_id)
-
-
-def test_precompute_needs_a_token_for_every_namespace(tmp_path: Path) -> None:
-    path, tokens = token_file(tmp_path, ("operator", ("*",)), ("tenant", ("tenant",)))
-    setup = Setup(gateway={"access": TokenFile(path)}, precompute=OneJob())
-    with running(setup) as gateway, grpc.insecure_channel(gateway.address) as channel:
-        stub = precompute_pb2_grpc.PrecomputeStub(channel)
-        bearer = {name: (("authorization", f"Bearer {token}"),) for name, token in tokens.items()}
-        request, watched = (
-            precompute_pb2.GetJobRequest(job_id="1"),
-            precompute_pb2.WatchJobRequest(job_id="1"),
-        )
-        assert stub.Get(request, metadata=bearer["operator"]).job_id == "1"
-        assert [job.job_id for job in stub.Watch(watched, metadata=bearer["operator"])] == ["1"]
-        for metadata, code in (
-            (bearer["tenant"], grpc.StatusCode.PERMISSION_DENIED),
-            ((), grpc.StatusCode.UNAUTHENTICATED),
-        ):
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.Get(request, metadata=metadata)
-            assert caught.value.code() is code
-            with pytest.raises(grpc.RpcError) as caught:
-                list(stub.Watch(watched, metadata=metadata))
-            assert caught.value.code() is code
 
 
 def authority_and_server(folder: Path) -> tuple[Path, Path, Path]:

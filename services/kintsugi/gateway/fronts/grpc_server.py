@@ -1,4 +1,4 @@
-"""The gateway on gRPC: service `Kintsugi`, health, reflection, and `Precompute` where it is mounted."""
+"""The gateway on gRPC: service `Kintsugi`, health and reflection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVIC
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.gateway.access import Caller, OpenAccess, check_exposure
 from kintsugi.gateway.addresses import format_address
@@ -38,7 +38,6 @@ from kintsugi.store.protocol.tls import ServedFiles, ServerTls, parse_address
 log = logging.getLogger("kintsugi.gateway")
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
-PRECOMPUTE_SERVICE = "kintsugi.rpc.v1.Precompute"
 HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
@@ -213,9 +212,8 @@ async def _refuse(context: Any, error: KintsugiError) -> None:
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks tokens before a message is received: a stranger's message is neither kept nor parsed.
 
-    Jobs read any file that the server can read and write into any namespace: they need a token for every
-    namespace. Kubernetes' probes have no token and may check the health; everything else needs one, because
-    health watches and reflection streams can hold a place among the concurrent requests forever.
+    Kubernetes' probes have no token and may check the health; everything else needs one, because health
+    watches and reflection streams can hold a place among the concurrent requests forever.
     """
 
     def __init__(self, gateway: Gateway, service: KintsugiService, health: Any) -> None:
@@ -229,9 +227,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler
         try:
             token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
-            caller = self._gateway.access.caller(token)
-            if details.method.startswith(f"/{PRECOMPUTE_SERVICE}/") and not caller.is_unrestricted:
-                raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
+            self._gateway.access.caller(token)
         except KintsugiError as error:
             if details.method == HEALTH_CHECK:
                 return _build_refusal_handler(self._answer_health, HealthCheckResponse.SerializeToString)
@@ -286,18 +282,14 @@ class _Health(health_aio.HealthServicer):  # type: ignore[misc]
 class GatewayServer:
     """One gRPC server around a gateway, on the running event loop."""
 
-    def __init__(self, gateway: Gateway, spec: GatewaySpec, precompute: Any = None) -> None:
-        """``precompute``: a `precompute.service.PrecomputeServicer` to serve as well.
-
-        Raises `InvalidField` for an invalid address, and for one beyond loopback without tokens and TLS.
-        """
+    def __init__(self, gateway: Gateway, spec: GatewaySpec) -> None:
+        """Raises `InvalidField` for an address that is invalid, or beyond loopback without tokens and TLS."""
         self.gateway = gateway
         self._listen = format_address(spec.host, spec.grpc_port)
         parse_address("gateway", self._listen)
         self._tls = load_gateway_tls(spec)
         has_tokens = not isinstance(gateway.access, OpenAccess)
         check_exposure(self._listen, has_tokens, self._tls is not None, spec.insecure)
-        self._precompute = precompute
         self._health: asyncio.Task[None] | None = None
         self.address = ""
         """`host:port` that it listens on, once started."""
@@ -314,15 +306,9 @@ class GatewayServer:
                 ("grpc.so_reuseport", 0),
             ),
         )
-        services = [SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE]
         self._server.add_generic_rpc_handlers((service.generic_handler(),))
-        if self._precompute is not None:
-            from kintsugi.rpc.v1.precompute_pb2_grpc import add_PrecomputeServicer_to_server
-
-            add_PrecomputeServicer_to_server(self._precompute, self._server)
-            services.append(PRECOMPUTE_SERVICE)
         add_HealthServicer_to_server(self._watched, self._server)
-        enable_server_reflection(services, self._server)
+        enable_server_reflection([SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE], self._server)
         try:
             if self._tls is None:
                 port = self._server.add_insecure_port(self._listen)
@@ -369,25 +355,3 @@ def load_gateway_tls(spec: GatewaySpec) -> ServedFiles | None:
         raise InvalidField("gateway", "tls_cert and tls_key belong together, and tls_client_ca needs both")
     client_ca = Path(spec.tls_client_ca) if spec.tls_client_ca else None
     return ServedFiles(Path(spec.tls_cert), Path(spec.tls_key), client_ca)
-
-
-async def serve(
-    gateway: Gateway,
-    spec: GatewaySpec,
-    until: Callable[[], Awaitable[Any]],
-    *,
-    on_ready: Callable[[str], None] = lambda address: None,
-    precompute: Any = None,
-) -> None:
-    """Serves gRPC until ``until`` returns, then closes the gateway.
-
-    ``on_ready`` is called with the `host:port`. Raises what `GatewayServer` raises.
-    """
-    server = GatewayServer(gateway, spec, precompute)
-    try:
-        await server.start()
-        on_ready(server.address)
-        await until()
-    finally:
-        await server.stop()
-        await gateway.close()
