@@ -22,31 +22,13 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from kintsugi_operator.api import (
-    CorpusPrecomputeSpec,
-    Engines,
-    Gateway,
-    Model,
-    Network,
-    Nodes,
-    PullPolicy,
-    Replicas,
-    Store,
-    Tls,
-    camel,
-    dataclass_within,
-    to_manifest,
-)
-from kintsugi_operator.bounds import (
-    HOST_AND_PATH,
-    HUB_NAME,
-    NAME,
-    NAMESPACE,
-    OPTIONAL_NAME,
-    QUANTITY,
-    field_with_bounds,
-)
-from kintsugi_operator.crd import Schema, field_docs, schema_of
+from kintsugi.core.settings import fields_in_order, setting
+from kintsugi_operator.api.blend_service import Engines, Gateways, Model, Network, Replicas, Store, Tls
+from kintsugi_operator.api.common import Nodes, PullPolicy
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.crd import Schema, descriptions, schema_of
+from kintsugi_operator.api.manifest import dataclass_within, to_manifest, yaml_name
+from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
@@ -81,15 +63,15 @@ class Scope(StrEnum):
 class Images:
     """Where the images are: REPOSITORY/operator and REPOSITORY/serving-gpu or serving-cpu."""
 
-    repository: str = field_with_bounds("", maxLength=230, pattern=REPOSITORY)
+    repository: str = setting("", maxLength=230, pattern=REPOSITORY)
     """Required, such as registry.example.com/kintsugi. `make images` builds the images."""
-    tag: str = field_with_bounds("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
+    tag: str = setting("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
     """Empty: the chart's appVersion."""
     serving: Serving = Serving.AUTO
     """auto: serving-gpu if engines have GPUs, else serving-cpu."""
-    serving_digest: str = field_with_bounds("", pattern=DIGEST)
+    serving_digest: str = setting("", pattern=DIGEST)
     """Takes precedence over the tag."""
-    operator_digest: str = field_with_bounds("", pattern=DIGEST)
+    operator_digest: str = setting("", pattern=DIGEST)
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
 
 
@@ -99,13 +81,13 @@ class Operator:
 
     enabled: bool = True
     """Turn off if another release's operator manages this namespace."""
-    replicas: int = field_with_bounds(1, minimum=1, maximum=5)
+    replicas: int = setting(1, minimum=1, maximum=5)
     """One leads; the others wait for its lease. With two or more there is a PodDisruptionBudget."""
     scope: Scope = Scope.NAMESPACE
     """Namespace: it manages this namespace and has rights in no other. Cluster: it manages all."""
-    cpu: str = field_with_bounds("50m", pattern=QUANTITY, maxLength=32)
+    cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
     """Request; it may use more."""
-    memory: str = field_with_bounds("128Mi", pattern=QUANTITY, maxLength=32)
+    memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
     """Request and limit."""
     network_policy: bool = True
     """Allow only probes in, and only DNS and connections to the API server and the service's pods out."""
@@ -118,7 +100,7 @@ class Service:
 
     enabled: bool = True
     """Turn off to install the operator alone."""
-    name: str = field_with_bounds("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
+    name: str = setting("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
     """Empty: the release's name."""
 
 
@@ -126,7 +108,7 @@ class Service:
 class Precompute:
     """CorpusPrecompute objects: documents to prefill before the first request."""
 
-    corpora: tuple[CorpusPrecomputeSpec, ...] = field_with_bounds((), maxItems=64)
+    corpora: tuple[CorpusPrecomputeSpec, ...] = setting((), maxItems=64)
     """Each has a name and the fields of a CorpusPrecompute's spec except the service."""
 
 
@@ -136,7 +118,7 @@ class Monitoring:
 
     service_monitor: bool = False
     """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
-    interval: str = field_with_bounds("30s", pattern=r"^[0-9]+(ms|s|m)$")
+    interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which Prometheus selects its monitors."""
     dashboard: bool = False
@@ -150,12 +132,12 @@ class HelmTest:
     """`helm test`: a first request."""
 
     enabled: bool = True
-    prompt: str = field_with_bounds("Kintsugi mends pottery with", minLength=1, maxLength=4096)
-    namespace: str = field_with_bounds("default", minLength=1, maxLength=128, pattern=NAMESPACE)
+    prompt: str = setting("Kintsugi mends pottery with", minLength=1, maxLength=4096)
+    namespace: str = setting("default", minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant of the request."""
-    token_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
+    token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `token` is a bearer token for it. Empty: the Secret made by the chart, if any."""
-    timeout_s: int = field_with_bounds(600, minimum=1, maximum=7200)
+    timeout_s: int = setting(600, minimum=1, maximum=7200)
     """How long to wait for the gateway, in seconds."""
 
 
@@ -164,14 +146,14 @@ class Values:
     """All values that `helm install --set` accepts."""
 
     image: Images = field(default_factory=Images)
-    image_pull_secrets: tuple[str, ...] = field_with_bounds((), maxItems=16, itemPattern=NAME, itemLength=253)
+    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, itemPattern=NAME, itemLength=253)
     """Secrets of this namespace."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(
         default_factory=lambda: Engines(replicas=Replicas(1, 4), gpus=1, memory="64Gi", shared_memory="8Gi")
     )
     store: Store = field(default_factory=Store)
-    gateway: Gateway = field(default_factory=Gateway)
+    gateway: Gateways = field(default_factory=Gateways)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
     precompute: Precompute = field(default_factory=Precompute)
@@ -235,10 +217,10 @@ def values_yaml() -> str:
 
 
 def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
-    docs, hints = field_docs(type(value)), get_type_hints(type(value))
+    docs, hints = descriptions(type(value)), get_type_hints(type(value))
     indent = "  " * depth
-    for one in dataclasses.fields(value):
-        name, inner = camel(one.name), getattr(value, one.name)
+    for one in fields_in_order(type(value)):
+        name, inner = yaml_name(type(value), one), getattr(value, one.name)
         where = f"{path}.{name}".lstrip(".")
         cls = dataclass_within(hints[one.name])
         if depth == 0:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.errors import NotFound
 from kintsugi.precompute.ledger import Edition, Ledger
-from kintsugi.store.client.blocking import BlockingStore
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -37,8 +36,6 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> PinCount
     """
     edition = newest_complete_edition(ledger, corpus)
     with closing(open_store(store_url)) as store:
-        if not isinstance(store, BlockingStore):
-            raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
         chunks = pinned = 0
         for page in ledger.keys(edition.id):
             chunks += len(page)
