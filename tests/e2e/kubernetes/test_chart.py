@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes_schemas
-from scripts.chart_schema import HINT, generated
+from scripts.chart_schema import HINT, render_files
 
 from kintsugi.gateway.access import TokenFile
 from kintsugi_operator.api.blend_service import BlendServiceSpec
@@ -81,7 +81,7 @@ def test_there_are_eight_value_sets() -> None:
 
 
 def test_values_and_their_schema_are_generated_from_their_types() -> None:
-    for path, text in generated().items():
+    for path, text in render_files().items():
         assert path.read_text() == text, f"run scripts/chart_schema.py: {path.name} is out of date"
 
 
