@@ -328,7 +328,7 @@ class Gateway:
             segments = [Segment(text=text) for text in texts]
             space = await self.space(namespace)
             pieces = await self._resolver.pieces(space, segments)
-            self._resolver.learn(space, segments, pieces)
+            await self._resolver.learn(space, segments, pieces)
             self._filler.suspect(namespace, [(piece.key, piece.tokens) for piece in pieces])
 
     async def _prompt(self, call: GenerateCall) -> ResolvedPrompt:
@@ -382,13 +382,14 @@ class Gateway:
         ttft_s, last = 0.0, None
         async with aclosing(self._deltas(request)) as deltas:
             async for delta in deltas:
-                if last is None:
+                is_first, last = last is None, delta
+                if is_first:
                     ttft_s = time.perf_counter() - began_s
                     self.metrics.ttft_s.observe(ttft_s)
-                    self._resolver.learn(prompt.space, call.segments, prompt.pieces)
-                last = delta
                 if delta.token_ids or delta.text:
                     yield delta
+                if is_first:  # the first token does not wait for a disk
+                    await self._resolver.learn(prompt.space, call.segments, prompt.pieces)
         if last is None or last.finish_reason is None:
             raise Unavailable("the engine ended the answer before it was complete; send the request again")
         self.metrics.accounted(last.accounting)
@@ -448,7 +449,7 @@ class Gateway:
         tiers = await self.store.tiers(namespace, [piece.key for piece in pieces])
         missing = [(p.key, p.tokens) for p, held in zip(pieces, tiers, strict=True) if held is None]
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
-        self._resolver.learn(space, chunks, pieces)
+        await self._resolver.learn(space, chunks, pieces)
         states: dict[ChunkKey, tuple[PutState, str]] = {}
         for (key, _), future in zip(missing, futures, strict=True):
             outcome = await asyncio.shield(future) if wait else None
@@ -484,7 +485,7 @@ class Gateway:
         try:
             return await self.store.delete(namespace, [key]) > 0
         finally:  # also where a shard still holds it: it is not to be found or filled meanwhile
-            self.known.forget(namespace, [key])
+            await asyncio.to_thread(self.known.forget, namespace, [key])
             if self._filler is not None:
                 self._filler.forget(namespace, [key])
 
@@ -508,7 +509,7 @@ class Gateway:
         keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
         accepted = await self.store.prefetch(namespace, wanted)
-        self._resolver.learn(space, segments, pieces)
+        await self._resolver.learn(space, segments, pieces)
         return keys, accepted
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
