@@ -394,7 +394,7 @@ class Gateway:
             raise Unavailable("the engine ended the answer before it was complete; send the request again")
         self.metrics.accounted(last.accounting)
         self._suspect(call.namespace, prompt, last.accounting)
-        usage = last.usage or Usage(len(prompt.token_ids), 0)
+        usage = last.usage or Usage(len(prompt.token_ids), 0, 0)
         yield Finished(last.finish_reason, last.accounting or {}, usage, ttft_s * 1e3)
 
     async def _deltas(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:

@@ -1,4 +1,4 @@
-"""How pictures look and where they are kept, whatever they show. Matplotlib is imported when one is drawn."""
+"""The style and files of all plots. Matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SIZE_INCHES = (7.0, 4.4)
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder. Whoever measures for long asks before: raises `Unavailable` where plots cannot be
-    drawn here, `InvalidField` where the folder cannot be made."""
+    """Create the folder. Call it before a long measurement: raises `Unavailable` without matplotlib and
+    `InvalidField` if the folder cannot be created."""
     if find_spec("matplotlib") is None:
-        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or ask for none")
+        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or omit the plots")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidField("plots", f"{folder} cannot be made ({error.strerror}); name a folder") from error
+        raise InvalidField("plots", f"{folder} cannot be created ({error.strerror}); name another") from error
 
 
 def figure_and_axes() -> tuple[Any, Any]:
@@ -37,7 +37,7 @@ def figure_and_axes() -> tuple[Any, Any]:
 
 
 def save(path: Path, figure: Any) -> list[Path]:
-    """Write it in each of `FORMATS`, the path's suffix replaced; where."""
+    """Write the figure in each of `FORMATS`, replacing the path's suffix; returns the paths."""
     paths = [path.with_suffix(f".{suffix}") for suffix in FORMATS]
     for one in paths:
         figure.savefig(one, dpi=150)

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.bench.plot import draw
 from kintsugi.bench.profile import (
     CountTokens,
     RagWorkload,
@@ -24,7 +23,7 @@ from kintsugi.bench.profile import (
     requests,
     trace_arrivals,
 )
-from kintsugi.bench.report import Sample, Summary, summarize_samples
+from kintsugi.bench.report import Sample, Summary, plot_ttft, summarize_samples
 from kintsugi.bench.run import Endpoint, client_of, fetch_model_name, run
 from kintsugi.cli.exits import ExitCode, exit_on_error
 from kintsugi.cli.lists import floats
@@ -129,7 +128,7 @@ def measure(screen: Screen, task: BenchTask) -> bool:
     for rate, times_s in zip(task.rates_per_s, arrivals_s, strict=True):
         samples = _run_load(screen, task, endpoint, texts, rate, times_s)
         summaries.append(summarize_samples(samples, task.slo_s))
-    pictures = [] if task.plot is None else draw(task.plot, {endpoint.model: summaries}, task.slo_s)
+    pictures = [] if task.plot is None else plot_ttft(task.plot, {endpoint.model: summaries}, task.slo_s)
     document = {
         "endpoint": endpoint.url,
         "model": endpoint.model,
