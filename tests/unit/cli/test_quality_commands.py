@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from kintsugi.cli.commands import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.main import app
+from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import figures as drawing
@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
         yield engine
 
     for module in (calibrate, evaluate):
-        monkeypatch.setattr(module, "measuring_engine", start_measuring_engine)
+        monkeypatch.setattr(module, "start_measuring_engine", start_measuring_engine)
     return engine
 
 
@@ -107,8 +107,8 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
     [
         ({"count": 5}, (), "5 can be asked"),
         ({"answer": "never"}, (), "answers none of 40 right"),
-        ({}, ("--store", "ram://here"), "ends with this process"),
-        ({}, ("--engine", "{"), "engine: is no JSON"),
+        ({}, ("--store", "ram://here"), "exists only in this process"),
+        ({}, ("--engine", "{"), "engine: is not JSON"),
         ({}, ("--connector", "[]"), "connector: must be a JSON object"),
     ],
 )
@@ -141,7 +141,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("what cannot end well is found before an engine is started")
 
     for module in (calibrate, evaluate):
-        monkeypatch.setattr(module, "measuring_engine", started)
+        monkeypatch.setattr(module, "start_measuring_engine", started)
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -157,7 +157,7 @@ def test_a_store_that_does_not_answer_is_found_before_minutes_are_spent(tmp_path
     [
         (("--codecs", "raw,int9"), "'int9' is not one of"),
         (("--batches", "0"), "at least 1"),
-        (("--plots", __file__), "cannot be made"),
+        (("--plots", __file__), "cannot be created"),
     ],
 )
 def test_an_evaluation_that_cannot_end_well_is_not_begun(
@@ -235,7 +235,7 @@ def test_an_engine_that_fails_costs_only_its_own_rows(
             raise Unavailable("vLLM did not start")
         yield engine
 
-    monkeypatch.setattr(evaluate, "measuring_engine", one_that_starts)
+    monkeypatch.setattr(evaluate, "start_measuring_engine", one_that_starts)
     arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
     arguments += ["--ratios", "0.3", "--selectors", "hkvd", "--check-layers", "1", "--codecs", "raw,int8"]
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})
@@ -288,11 +288,11 @@ def test_the_example_explains_bad_input(
 
 
 def test_lists() -> None:
-    assert integers("x", "1, 2,") == [1, 2]
-    assert floats("x", "") == []
-    assert selector_names("hkvd,query") == [SelectorName.HKVD, SelectorName.QUERY]
-    for parse, text in ((integers, "1,a"), (floats, "x")):
+    assert parse_integers("x", "1, 2,") == [1, 2]
+    assert parse_floats("x", "") == []
+    assert parse_selectors("hkvd,query") == [SelectorName.HKVD, SelectorName.QUERY]
+    for parse, text in ((parse_integers, "1,a"), (parse_floats, "x")):
         with pytest.raises(InvalidField, match="comma-separated"):
             parse("x", text)
     with pytest.raises(InvalidField, match="is not one of"):
-        selector_names("best")
+        parse_selectors("best")
