@@ -38,7 +38,8 @@ from kintsugi.precompute.chunking import Chunker
 from kintsugi.sdk.client import AsyncClient
 from kintsugi.sdk.types import Delta
 from kintsugi.serving.stub import StubBackend, StubDelays
-from kintsugi.store.client.registry import open_async_store
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
 
 RATE_PER_S = 50.0
 CHUNKS = 200
@@ -67,7 +68,9 @@ class Load:
 
 async def _gateway() -> None:
     """In a process of its own: print the address, serve until stdin ends, print the CPU seconds used."""
-    backend = StubBackend(DELAYS, store=open_async_store(STORE))
+    store = open_store(STORE)
+    assert isinstance(store, RamStore)
+    backend = StubBackend(DELAYS, store=store)
     gateway = await Gateway.open(GatewaySpec(grpc_port=0), backend, STORE, BUNDLED_CHECKPOINT)
 
     async def until() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kintsugi.quality.figures import figure_and_axes, prepare, save
+from kintsugi.quality.figures import create_figure, prepare_folder, save_figure
 
 PERCENTILES = (50, 90, 95, 99)
 COLOURS = ("#b8860b", "#222222", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b")
@@ -120,13 +120,13 @@ def hit_rate(accountings: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def plot_ttft(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float | None = None) -> list[Path]:
-    """Plot time to first token against request rate, and return the files that `save` wrote.
+    """Plot time to first token against request rate, and return the files that `save_figure` wrote.
 
     Medians are lines; shades reach up to the 95th percentile. ``series`` holds loads by endpoint. Raises
     `Unavailable` without matplotlib.
     """
-    prepare(path.parent)
-    figure, axes = figure_and_axes()
+    prepare_folder(path.parent)
+    figure, axes = create_figure()
     for number, (name, summaries) in enumerate(series.items()):
         points = sorted((one for one in summaries if one.ttft_s), key=lambda one: one.rate_per_s)
         rates = [one.rate_per_s for one in points]
@@ -140,4 +140,4 @@ def plot_ttft(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float 
     axes.set_ylabel("time to first token, ms (median to 95th percentile)")
     axes.set_yscale("log")
     axes.legend(fontsize=8, frameon=False)
-    return save(path, figure)
+    return save_figure(path, figure)

@@ -163,13 +163,13 @@ def calibrate(
     from kintsugi.cli.options import parse_engine_arguments, parse_json_object
     from kintsugi.core.report import Thresholds
     from kintsugi.quality.calibrate import Budget
-    from kintsugi.quality.session import MeasuringEngineSpec, prefix_of_file
+    from kintsugi.quality.session import MeasuringEngineSpec, tokenize_prefix
 
     spec = MeasuringEngineSpec(
         model,
         codec=codec,
         store=chunk_store,
-        prefix_token_ids=None if system is None else prefix_of_file(model, system),
+        prefix_token_ids=None if system is None else tokenize_prefix(model, system),
         extra_config=parse_json_object("connector", connector, '{"portable": false}'),
         vllm_args={**parse_engine_arguments(engine), "dtype": dtype},
     )

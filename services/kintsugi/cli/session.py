@@ -15,7 +15,7 @@ from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.engine.local import LocalEngine
-from kintsugi.quality.session import tokenizer_of
+from kintsugi.quality.session import load_tokenizer
 
 DEMO_SHAPE = "llama-210m"
 CHUNK_BYTES_MAX = 4 << 20
@@ -139,7 +139,7 @@ def open_session(
 ) -> Iterator[Session]:
     """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end."""
     with screen.step("Reading the tokenizer"):
-        tokenizer, positions_max = tokenizer_of(model.path)
+        tokenizer, positions_max = load_tokenizer(model.path)
         prompt = build_prompt(tokenizer, texts, ending)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:

@@ -20,7 +20,7 @@ from kintsugi.core.exchange import SaveState
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.saves import Saver, ToSave
-from kintsugi.store.protocol.interface import AsyncChunkStore
+from kintsugi.gateway.threaded_store import ThreadedStore
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Filler:
 
     def __init__(
         self,
-        store: AsyncChunkStore,
+        store: ThreadedStore,
         saver: Saver,
         idle: Callable[[], bool],
         config: FillConfig | None = None,
@@ -242,15 +242,19 @@ class Filler:
         for (namespace, key), tokens in unchecked.items():
             by_namespace.setdefault(namespace, []).append((key, tokens))
         for namespace, chunks in by_namespace.items():
-            try:
-                # Not `lookup`: a shard that does not answer would make all it holds look missing.
-                tiers = await self._store.tiers(namespace, [key for key, _ in chunks])
-            except KintsugiError as error:
-                log.debug("%d misses are not filled: the store does not say (%s)", len(chunks), error)
-                continue
-            for (key, tokens), tier in zip(chunks, tiers, strict=True):
-                if tier is None:
-                    self._observe(self.queue.missed((namespace, key), tokens, time.monotonic()))
+            await self._check_namespace(namespace, chunks)
+
+    async def _check_namespace(self, namespace: str, chunks: Sequence[ToSave]) -> None:
+        keys = [key for key, _ in chunks]
+        try:
+            # Not `lookup`: a shard that does not answer would make all it holds look missing.
+            tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
+        except KintsugiError as error:
+            log.debug("%d misses are not filled: the store does not say (%s)", len(chunks), error)
+            return
+        for (key, tokens), tier in zip(chunks, tiers, strict=True):
+            if tier is None:
+                self._observe(self.queue.missed((namespace, key), tokens, time.monotonic()))
 
     async def _fill(self) -> None:
         batch = self.queue.take()

@@ -40,11 +40,12 @@ from kintsugi.gateway.texts.segments import (
     SegmentResolver,
     Tokenize,
 )
+from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.gateway.tracing import Timelines, TraceSpan, add_layers, describe, span, without_times
 from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex
-from kintsugi.store.client.registry import open_async_store
-from kintsugi.store.protocol.interface import AsyncChunkStore
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkStore
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class Gateway:
     def __init__(
         self,
         backend: EngineBackend,
-        store: AsyncChunkStore,
+        store: ChunkStore,
         tokenize: Tokenize,
         *,
         known: KnownChunks | None = None,
@@ -174,7 +175,7 @@ class Gateway:
         ``documents`` are found in messages. ``fill`` None: misses are not filled. ``overtaking``: requests
         may have a priority below 0. ``tokenizer``: the digest of what tokenises; empty: any engine's."""
         self.backend = backend
-        self.store = store
+        self._store = ThreadedStore(store)
         self.access = access or OpenAccess()
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
@@ -200,7 +201,9 @@ class Gateway:
             self._learner.start()
         self._filler: Filler | None = None
         if fill is not None and not read_only:
-            self._filler = Filler(store, self._saver, lambda: not self._active, fill, self.metrics.filled)
+            self._filler = Filler(
+                self._store, self._saver, lambda: not self._active, fill, self.metrics.filled
+            )
             self._filler.start()
             queue = self._filler.queue
             self.metrics.watch(
@@ -240,7 +243,7 @@ class Gateway:
         folder = Path(spec.data_dir) / "known_chunks" if spec.data_dir else None
         return Gateway(
             backend,
-            open_async_store(store_url),
+            open_store(store_url),
             chunker.token_ids,
             known=KnownChunks(folder),
             documents=documents,
@@ -446,7 +449,8 @@ class Gateway:
                 raise InvalidField(
                     f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
                 )
-        tiers = await self.store.tiers(namespace, [piece.key for piece in pieces])
+        keys = [piece.key for piece in pieces]
+        tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
         missing = [(p.key, p.tokens) for p, held in zip(pieces, tiers, strict=True) if held is None]
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
         await self._resolver.learn(space, chunks, pieces)
@@ -471,8 +475,9 @@ class Gateway:
     async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
         """Raises `NotFound`."""
         caller.checked(namespace)
-        (tier,) = await self.store.tiers(namespace, [key])
-        (manifest,) = await self.store.lookup(namespace, [key])
+        (tier,), (manifest,) = await self._store.run(
+            lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
+        )
         if tier is None or manifest is None:
             raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
         return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
@@ -483,7 +488,7 @@ class Gateway:
         caller.checked(namespace)
         self._check_writable("chunks cannot be deleted")
         try:
-            return await self.store.delete(namespace, [key]) > 0
+            return await self._store.run(lambda store: store.delete(namespace, [key])) > 0
         finally:  # also where a shard still holds it: it is not to be found or filled meanwhile
             await asyncio.to_thread(self.known.forget, namespace, [key])
             if self._filler is not None:
@@ -495,7 +500,7 @@ class Gateway:
         """In key order. Raises `Unavailable` where a shard does not answer."""
         caller.checked(namespace)
         self._check_count("page_size", limit, self.limits.chunks_max)
-        manifests = await self.store.list(namespace, limit, after)
+        manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
         return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
 
     async def prefetch(
@@ -508,7 +513,7 @@ class Gateway:
         pieces = await self._resolver.pieces(space, segments)
         keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
-        accepted = await self.store.prefetch(namespace, wanted)
+        accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
         await self._resolver.learn(space, segments, pieces)
         return keys, accepted
 
@@ -527,7 +532,7 @@ class Gateway:
         if self._filler is not None:
             await self._filler.close()
         await self._saver.close()
-        await self.store.close()
+        await self._store.close()
         await asyncio.to_thread(self.known.close)
         if self._documents is not None:
             self._documents.close()

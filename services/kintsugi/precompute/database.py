@@ -1,4 +1,4 @@
-"""One SQLite database behind a lock, with Kintsugi's errors: the ledger, the journal, a gateway's chunks."""
+"""A SQLite database behind a lock that raises our errors: ledger, journal, and a gateway's known chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Database:
     """Thread-safe; one connection. Several processes may hold the file; writers take turns."""
 
     def __init__(
-        self, path: Path | None, schema: str, version: int, remedy: str = "name another --state"
+        self, path: Path | None, schema: str, version: int, remedy: str = "choose another --state"
     ) -> None:
         """Open or create the file; without a path the database lives in memory. ``remedy`` ends messages
         about a file that cannot be used.
@@ -34,7 +34,7 @@ class Database:
         self.path = path
         self._remedy = remedy
         self._lock = threading.RLock()
-        with self._translate_database_errors("opened"):
+        with self._translate_errors("opened"):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(
@@ -51,47 +51,47 @@ class Database:
             self._file = None if path is None else _identify_file(path)
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Raises `Unavailable` and `Corrupted`."""
-        with self._lock, self._translate_database_errors("read"):
+    def open_read(self) -> Iterator[sqlite3.Connection]:
+        """Lock the connection for reading. Raises `Unavailable` and `Corrupted`."""
+        with self._lock, self._translate_errors("read"):
             yield self._db
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of the body or nothing. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
-        with self._lock, self._translate_database_errors("written"):
-            self._check_there()
+        """Commit the whole body or nothing. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
+        with self._lock, self._translate_errors("written"):
+            self._check_file()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # a full disk has rolled it back already
+                if self._db.in_transaction:  # SQLite rolls back by itself when the disk is full
                     self._db.execute("ROLLBACK")
                 raise
 
-    def _check_there(self) -> None:
-        """SQLite would go on writing into a file that was deleted, and nobody would ever read it."""
+    def _check_file(self) -> None:
+        """Raise `Unavailable` if the file was deleted: SQLite would go on writing to it unseen."""
         if self.path is not None and _identify_file(self.path) != self._file:
-            raise Unavailable(f"{self.path} was deleted; start again, and the file is made anew")
+            raise Unavailable(f"{self.path} was deleted; start again, and the file is created anew")
 
     @contextmanager
-    def _translate_database_errors(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except sqlite3.ProgrammingError:
-            raise  # a mistake of ours, such as asking what is closed
+            raise  # a bug of ours, such as using a closed connection
         except sqlite3.DatabaseError as error:
-            raise self._ours(error, what) from error
+            raise self._to_kintsugi_error(error, what) from error
         except OSError as error:
             raise Unavailable(f"{self.path} cannot be {what} ({error.strerror}); {self._remedy}") from error
 
-    def _ours(self, error: sqlite3.DatabaseError, what: str) -> KintsugiError:
+    def _to_kintsugi_error(self, error: sqlite3.DatabaseError, what: str) -> KintsugiError:
         if "disk is full" in str(error):
-            return ResourceExhausted(f"the disk of {self.path} is full; make room, then try again")
+            return ResourceExhausted(f"the disk of {self.path} is full; free some space, then try again")
         if not isinstance(error, sqlite3.OperationalError):
             return Corrupted(f"{self.path} cannot be {what} ({error}); {self._remedy}")
-        return Unavailable(f"{self.path} cannot be {what} ({error}); look at its folder, or {self._remedy}")
+        return Unavailable(f"{self.path} cannot be {what} ({error}); check its folder, or {self._remedy}")
 
     def close(self) -> None:
         """Idempotent."""
@@ -110,12 +110,13 @@ def _identify_file(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def lock_state(path: Path, taken: str) -> Iterator[None]:
-    """No other process is in here. Ends with the process. Raises `Unavailable` with `taken` where one is."""
+    """Hold a lock file that only one process can hold; it ends with the process. Raises `Unavailable` with
+    the message `taken` if another process holds it."""
     try:
         file = path.open("w")
     except OSError as error:
         raise Unavailable(
-            f"{path.parent} cannot be written ({error.strerror}); name another --state"
+            f"{path.parent} cannot be written ({error.strerror}); choose another --state"
         ) from error
     with file:
         try:

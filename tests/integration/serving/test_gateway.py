@@ -103,7 +103,7 @@ def test_no_room_for_a_fill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
 
-        async def silent(namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        def silent(namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
             raise Unavailable("a shard does not answer")
 
         monkeypatch.setattr(gateway.store, "tiers", silent)
@@ -118,7 +118,7 @@ def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytes
 def test_what_could_not_be_deleted_is_neither_found_nor_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
 
-        async def silent(namespace: str, keys: Sequence[ChunkKey]) -> int:
+        def silent(namespace: str, keys: Sequence[ChunkKey]) -> int:
             raise Unavailable("a shard does not answer")
 
         gateway.backend.delays = StubDelays(token_s=0.02)

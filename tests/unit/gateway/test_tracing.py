@@ -21,7 +21,6 @@ from kintsugi.gateway.fronts.openai_answer import accounting_in, without_times_i
 from kintsugi.gateway.gateway import Finished, Gateway, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.serving.stub import StubBackend
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 from tests.recorded_spans import recorded
 
@@ -69,9 +68,7 @@ class TimedBackend(StubBackend):
 
 async def _accountings(calls: int, explain: bool = False) -> list[Mapping[str, Any]]:
     """What callers with `PARENT`'s headers are told."""
-    gateway = Gateway(
-        TimedBackend(), InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text]
-    )
+    gateway = Gateway(TimedBackend(), RamStore(), lambda text: [ord(letter) for letter in text])
     told = []
     call = GenerateCall("tenant", (), Segment(text="why?"), trace=PARENT, explain=explain)
     for _ in range(calls):
@@ -85,7 +82,7 @@ async def _accountings(calls: int, explain: bool = False) -> list[Mapping[str, A
 async def _sent_to_the_engine() -> EngineRequest:
     """Of a call with `PARENT`'s headers."""
     backend = StubBackend()
-    gateway = Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text])
+    gateway = Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text])
     call = GenerateCall("tenant", (Segment(text="chunk"),), Segment(text="why?"), trace=PARENT)
     async for _ in gateway.generate(ANYONE, call):
         pass

@@ -25,12 +25,12 @@ from kintsugi.engine.local import FORCED_KEY
 from kintsugi.gateway.access import OpenAccess
 from kintsugi.gateway.fronts.http import NAMESPACE_HEADER, HttpFront
 from kintsugi.gateway.fronts.openai_request import DOCUMENT_TEXT_KEYS
-from kintsugi.sdk.client import SERVICE as GATEWAY_SERVICE
+from kintsugi.sdk.transport import SERVICE as GATEWAY_SERVICE
 from kintsugi.store.client.directory import DIRECTORY_SERVICE
 from kintsugi.store.protocol.status import ERROR_METADATA
 from kintsugi.store.protocol.wire import PROTOCOL_METADATA, PROTOCOL_VERSION
 from kintsugi.store.protocol.wire import SERVICE as STORE_SERVICE
-from kintsugi_operator.pulse import Pulse
+from kintsugi_operator.controller.pulse import Pulse
 from tests.unit.surface.python_api import fields_of
 
 

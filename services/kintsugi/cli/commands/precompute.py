@@ -269,9 +269,9 @@ def _prefix(model: str, system: Path | None) -> list[int] | None:
     """The chunk space's prefix; None stands for the model's BOS."""
     if system is None:
         return None
-    from kintsugi.quality.session import prefix_of_file  # transformers is slow to import
+    from kintsugi.quality.session import tokenize_prefix  # transformers is slow to import
 
-    return list(prefix_of_file(model, system))
+    return list(tokenize_prefix(model, system))
 
 
 @contextmanager

@@ -110,14 +110,14 @@ class ChunkTable:
 
     def texts(self) -> Iterator[Removed]:
         """The namespace and text of every chunk whose text is known."""
-        with self._reads.reading() as db:
+        with self._reads.open_read() as db:
             for namespace, text in db.execute("SELECT namespace, text FROM chunk WHERE text IS NOT NULL"):
                 yield namespace, ChunkText.from_bytes(text)
 
     def get(self, address: Address) -> Record | None:
         """The chunk's record; None if it is absent or damaged."""
         namespace, key = address
-        with self._reads.reading() as db:
+        with self._reads.open_read() as db:
             row = db.execute(
                 "SELECT tokens, text FROM chunk WHERE namespace = ? AND key = ?", (namespace, key.digest)
             ).fetchone()
@@ -127,7 +127,7 @@ class ChunkTable:
 
     def share(self, namespace: str) -> tuple[int, int]:
         """Chunks and tokens that the namespace holds."""
-        with self._reads.reading() as db:
+        with self._reads.open_read() as db:
             row = db.execute("SELECT chunks, tokens FROM share WHERE namespace = ?", (namespace,)).fetchone()
         return (0, 0) if row is None else row
 
