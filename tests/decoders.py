@@ -25,6 +25,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import map_from_wire
 from kintsugi.store.client.received import Received
 from kintsugi.store.protocol import wire
+from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.put import ChunkPut
 from kintsugi.store.shard.tiers import uses
@@ -96,7 +97,7 @@ def catalog_value(data: bytes) -> None:
         return
     tier = _disk_tier()
     try:
-        found = tier._recover_entry(record)
+        found = tier._recover_entry(record, uses.UNKNOWN)
     except VersionMismatch:
         return
     if found is None:
@@ -119,7 +120,7 @@ def check_frames(data: bytes) -> None:
     ram = RamTier(1 << 20)
     residence = ram.allocate(MANIFEST)
     assert residence is not None
-    residence.acquire()
+    life.acquire(residence)
     put = ChunkPut(ChunkEntry(MANIFEST), residence, ram, "ram")
     size = MANIFEST.frame_bytes
     cut = data[0] * 256 % (size + 1) if data else 0
@@ -132,8 +133,8 @@ def check_frames(data: bytes) -> None:
     else:
         assert payload == b"".join(FRAMES[: len(payload) // size])
     finally:
-        residence.condemn()
-        residence.release()
+        life.condemn(residence)
+        life.release(residence)
         ram.arena.close()
 
 

@@ -106,9 +106,9 @@ def check(folder: Path, said: list[str]) -> None:
     durable = [ChunkKey.from_hex(line.split()[1]) for line in said if line.startswith("durable")]
     shard = open_shard(spec(folder))
     try:
-        keys = {key for _, key in shard.addresses()}
+        keys = {entry.manifest.key for entry in shard.table.entries()}
         assert shard.verify("acme", sorted(keys)) == dict.fromkeys(keys, True)
-        assert shard.counters.quarantined == 0
+        assert shard.table.counters.quarantined == 0
         # A put that nobody acknowledged may have made it; only the very last operation can be one.
         assert len({key for key, word in last.items() if word == "deleted"} & keys) <= 1
         if durable and last[durable[-1]] == "durable":
@@ -212,7 +212,7 @@ def test_a_flipped_bit_in_a_catalog_value_costs_its_chunk(tmp_path: Path, seed: 
     shard = open_shard(spec(tmp_path))
     try:
         assert served_right(shard, chunks) == len(chunks) - 1
-        assert shard.counters.quarantined == 1
+        assert shard.table.counters.quarantined == 1
     finally:
         shard.close()
 

@@ -36,7 +36,7 @@ class ShardMetrics:
             buckets=_GAP_BUCKETS_S,
             registry=self.registry,
         )
-        shard.reuse.observe = gap.observe
+        shard.table.reuse.observe = gap.observe
         self.registry.register(_ShardCollector(shard, bytes_read))
 
     @contextmanager
@@ -58,7 +58,7 @@ class _ShardCollector(Collector):
         self._bytes_read = bytes_read
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        shard, counters = self._shard, self._shard.counters
+        shard, counters = self._shard, self._shard.table.counters
         for name, text, value in (
             ("hits", "Keys that lookups found", counters.hits),
             ("misses", "Keys that lookups did not find", counters.misses),
@@ -90,6 +90,6 @@ class _ShardCollector(Collector):
             chunks.add_metric([tier.name], tier.chunks)
             evictions.add_metric([tier.name], tier.evictions)
         queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Waiting to be written", labels=["tier"])
-        for writer in shard.writers:
-            queue.add_metric([writer.tier.name], writer.queue_bytes)
+        for waiting in shard.table.queues:
+            queue.add_metric([waiting.tier.name], waiting.queue_bytes)
         yield from (used, capacity, chunks, evictions, queue)

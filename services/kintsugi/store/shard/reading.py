@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted
@@ -27,16 +27,12 @@ class HeldChunk:
         return isinstance(self.residence.tier, RamTier)
 
     def ready(self, layer: int) -> bool:
-        """Whether a layer is in RAM; `lost` says whether it ever will be."""
+        """Whether a layer is in RAM; `lost` says whether it ever will be. `EntryTable.await_layer` waits."""
         return layer not in self.residence.unloaded
 
     @property
     def lost(self) -> str:
         return self.residence.lost
-
-    def when_progressed(self, callback: Callable[[], None]) -> None:
-        """Call back, under the shard's lock, once more layers are in RAM. Under the lock."""
-        self.residence.waiters.append(callback)
 
     def frame(self, layer: int) -> memoryview:
         """The bytes of the heads of one layer, in place."""

@@ -411,8 +411,8 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
 
 
 def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
-    counters = shard.counters
-    queues = {writer.tier.name: writer.queue_bytes for writer in shard.writers}
+    counters = shard.table.counters
+    queues = {queue.tier.name: queue.queue_bytes for queue in shard.table.queues}
     return pb.StatsResponse(
         shard_id=shard.shard_id,
         protocol_version=wire.PROTOCOL_VERSION,

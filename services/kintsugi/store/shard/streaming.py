@@ -138,13 +138,9 @@ class LayerStream:
     async def _wait_for_progress(self, chunk: HeldChunk, layer: int) -> None:
         """Return once a layer is in RAM or lost."""
         loop, progress = asyncio.get_running_loop(), asyncio.Event()
-        while True:
-            with self._shard.lock:
-                if chunk.lost or chunk.ready(layer):
-                    return
-                progress.clear()
-                chunk.when_progressed(partial(_set, loop, progress))
+        while not self._shard.table.await_layer(chunk, layer, partial(_set, loop, progress)):
             await progress.wait()
+            progress.clear()
 
 
 def _head_range(chunk: HeldChunk) -> tuple[int, int]:

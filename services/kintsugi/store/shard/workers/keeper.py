@@ -45,11 +45,11 @@ class Keeper:
             while not self._stop.wait(self._turn_s):
                 self.turn()
         except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
-            self.shard.fail(error)
+            self.shard.table.fail(error)
 
     def turn(self) -> None:
         """What is done every `turn_s`."""
-        self.shard.expire()
+        self.shard.table.expire()
         self._unsaved_s += self._turn_s
         if self._unsaved_s >= SAVE_PERIOD_S:
             self.shard.save_uses()
@@ -66,12 +66,12 @@ class Keeper:
     def _scrub_one(self) -> int:
         """Verify the next chunk of the round; its bytes, 0 where there is none."""
         if not self._round:
-            self._round.extend(self.shard.addresses())
+            self._round.extend(entry.address for entry in self.shard.table.entries())
         while self._round:
             namespace, key = self._round.popleft()
-            size = self.shard.chunk_bytes(namespace, key)
-            if size:
+            entry = self.shard.table.get((namespace, key))
+            if entry is not None:
                 self.shard.verify(namespace, [key])
                 self.scrubbed_chunks += 1
-                return size
+                return entry.manifest.chunk_bytes
         return 0
