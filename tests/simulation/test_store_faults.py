@@ -150,7 +150,7 @@ class Life:
         if self.frames:
             key = self.chance.choice(list(self.frames))
             self.shard.delete("acme", [key])
-            for flushed in self.shard.flushed():
+            for flushed in self.shard.flush_writers():
                 flushed.result(10.0)
             self.deleted.add(key)
 

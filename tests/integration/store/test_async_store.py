@@ -93,7 +93,7 @@ def store(
 ) -> Iterator[BlockingStore]:
     """The blocking face, driven by an event loop instead of to the end at once."""
     loop = Loop()
-    for name, drive in (("finished", loop.run), ("iterate", loop.iterate)):
+    for name, drive in (("run_to_completion", loop.run), ("iterate", loop.iterate)):
         monkeypatch.setattr(blocking, name, in_this_thread(drive, getattr(blocking, name)))
 
     async def opened() -> AsyncChunkStore:

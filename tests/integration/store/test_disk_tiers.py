@@ -327,7 +327,7 @@ def test_a_damaged_copy_goes_and_the_whole_one_stays(tmp_path: Path, damaged: st
         shard.disks[0].slab.write(entry.disk.offsets[1], [page])
     assert shard.verify("acme", [manifest.key]) == {manifest.key: False}
     assert shard.table.counters.quarantined == 1
-    for flushed in shard.flushed():
+    for flushed in shard.flush_writers():
         flushed.result(10.0)
     assert (entry.ram is None) == (damaged == "ram")
     assert entry.disk is not None  # written anew, where it was the damaged one
@@ -479,7 +479,7 @@ def test_a_flush_hears_of_the_batch_before_it(shard: Shard, monkeypatch: pytest.
     durable = shard.commit(begun).durable
     assert durable is not None
     assert syncing.wait(10.0)
-    (flushed,) = shard.flushed()
+    (flushed,) = shard.flush_writers()
     go_on.set()
     for waiting in (durable, flushed):
         with pytest.raises(Unavailable, match="Input/output error"):

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a shard. Counters are read when they are scraped: nothing is counted twice."""
+"""Prometheus metrics of a shard. A scrape reads the shard's own counters: nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ShardMetrics:
     """One shard's metrics in a registry of their own."""
 
     def __init__(self, shard: Shard, bytes_read: Mapping[str, int]) -> None:
-        """`bytes_read`: by path, kept by the service."""
+        """`bytes_read`: bytes by path, which the service updates."""
         self.registry = CollectorRegistry()
         self._latency = Histogram(
             "kintsugi_store_rpc_seconds",
@@ -40,13 +40,14 @@ class ShardMetrics:
         self.registry.register(_ShardCollector(shard, bytes_read))
 
     @contextmanager
-    def timed(self, rpc: str) -> Iterator[None]:
-        """Observe the latency of what happens inside."""
+    def time_rpc(self, rpc: str) -> Iterator[None]:
+        """Observe how long the `with` block takes."""
         with self._latency.labels(rpc).time():
             yield
 
     def serve(self, address: str) -> Any:
-        """Answer scrapes at `host:port`; the HTTP server, to shut down. Raises `InvalidField`, `OSError`."""
+        """Start an HTTP server for scrapes at `host:port`; the caller shuts it down. Raises `InvalidField`,
+        `OSError`."""
         host, port = parse_address("metrics", address)
         server, _ = start_http_server(port, host, self.registry)
         return server

@@ -23,7 +23,7 @@ class HeldChunk:
 
     @property
     def in_ram(self) -> bool:
-        """Whether frames can be taken in place; otherwise `read` fetches one at a time."""
+        """Whether frames can be read in place; otherwise `read` fetches one at a time."""
         return isinstance(self.residence.tier, RamTier)
 
     def ready(self, layer: int) -> bool:
@@ -35,15 +35,15 @@ class HeldChunk:
         return self.residence.lost
 
     def frame(self, layer: int) -> memoryview:
-        """The bytes of the heads of one layer, in place."""
+        """The bytes of one layer's heads, in place."""
         tier = self.residence.tier
         assert isinstance(tier, RamTier)
         return tier.frame(self.residence, layer, *self.manifest.head_range_bytes(self.heads))
 
     def read(self, layer: int) -> memoryview:
-        """The same bytes from the SSD tier, for a chunk that RAM had no room for. Blocks.
+        """Read the same bytes from the SSD tier, for a chunk that RAM had no room for. Blocks.
 
-        Raises `Corrupted` where they cannot be read.
+        Raises `Corrupted` if they cannot be read.
         """
         tier = self.residence.tier
         assert isinstance(tier, DiskTier)
@@ -70,6 +70,6 @@ class HeldChunk:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one stream reads; None for a chunk that is not there."""
+    """The chunks that one stream reads; None for an absent one."""
 
     chunks: Sequence[HeldChunk | None]

@@ -141,7 +141,7 @@ class Shard:
         return self.table.make_durable((namespace, key))
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; the number that was there. Durable once `flushed` is done."""
+        """Forget chunks; the number that was there. Durable once `flush_writers` is done."""
         return self.table.delete(self._addresses(namespace, keys))
 
     def clear(self, namespace: str) -> int:
@@ -149,7 +149,7 @@ class Shard:
         self._addresses(namespace, ())
         return self.table.clear(namespace)
 
-    def flushed(self) -> list[Future[None]]:
+    def flush_writers(self) -> list[Future[None]]:
         """Done once every put and deletion until now is on disk."""
         return self.table.flush()
 

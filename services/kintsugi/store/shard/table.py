@@ -155,7 +155,7 @@ class EntryTable:
         entry = self._find(address)
         if entry is None:
             self.counters.misses += 1
-            self.reuse.missed(address)
+            self.reuse.record_lookup_miss(address)
             return None
         self.counters.hits += 1
         life.touch(entry, self._wall_clock())
@@ -269,7 +269,7 @@ class EntryTable:
 
     def _forget_evicted(self, entry: ChunkEntry) -> None:
         self._forget(entry)
-        self.reuse.left(entry.address)
+        self.reuse.record_eviction(entry.address)
 
     def delete(self, addresses: Iterable[Address]) -> int:
         """Forget chunks; the number that was present. Durable once `flush` is done."""

@@ -1,6 +1,6 @@
-"""One SSD tier: a catalog, a slab, what is free in it, and who leaves it first.
+"""One SSD tier: a catalog, a slab, its free space, and the order in which chunks leave it.
 
-A slab's bytes are reused only after the catalog forgot them: whatever leaves waits until `bury` has
+A slab's bytes are reused only after the catalog forgot them: a residence that leaves waits until `bury` has
 committed its deletion. So a crash at any point leaves records that name intact frames.
 """
 
@@ -26,10 +26,10 @@ from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
 log = logging.getLogger(__name__)
 
 READ_BYTES_PER_S_ASSUMED = 1e9
-"""Of a disk that cannot be read when it is opened."""
+"""Speed of a disk that cannot be read when it is opened."""
 READ_RATE_WEIGHT = 0.1
 TOUCHES_REPLAYED_MAX = 3
-"""Of a chunk that was used before a restart: S3-FIFO tells no more apart."""
+"""Touches replayed for a chunk that was used before a restart: S3-FIFO counts no further."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class DiskTier(CopyTier):
         self.catalog = Catalog(home.path / "catalog")
         self.allocator = ExtentAllocator(self.slab.capacity_bytes)
         super().__init__(name, policy(self.slab.capacity_bytes))
-        self.read_bytes_per_s = self._measured()
+        self.read_bytes_per_s = self._measure_read_speed()
         """Moving average over recent reads, from a measurement on."""
         self.failure = ""
-        """Why nothing is written here any more; empty: all is well."""
+        """Why the last write failed; empty: it did not."""
         self._recorded: dict[Address, Residence] = {}
         """What the catalog names. A chunk may be deleted and stored again before `bury`: its new record
         must not go with the old."""
@@ -75,7 +75,7 @@ class DiskTier(CopyTier):
         """Held over each change of the catalog."""
         self._space_lock = threading.Lock()
 
-    def _measured(self) -> float:
+    def _measure_read_speed(self) -> float:
         try:
             return self.slab.measure_read_bytes_per_s()
         except (OSError, Corrupted) as error:
@@ -195,7 +195,7 @@ class DiskTier(CopyTier):
         return Recovered([entry for entry, _ in kept], damaged)
 
     def _admit_by_use(self, found: list[tuple[ChunkEntry, Residence]]) -> None:
-        """Let the policy see the past once more: oldest use first, a few touches for what was used often."""
+        """Replay the past to the policy: oldest use first, a few touches for chunks that were used often."""
         for entry, residence in sorted(found, key=lambda pair: pair[0].used_at_s):
             self._recorded[entry.address] = residence
             self.admit(entry)
@@ -234,7 +234,7 @@ class DiskTier(CopyTier):
     def _disjoint(
         self, found: list[tuple[ChunkEntry, Residence]]
     ) -> tuple[list[tuple[ChunkEntry, Residence]], list[bytes]]:
-        """Entries whose frames overlap no other's, with the free space around them; and the rest's keys."""
+        """Mark the frames of entries that overlap no other as used. These, and the keys of the rest."""
         runs = sorted(
             (extent.offset, extent.frames * residence.stride, index)
             for index, (_, residence) in enumerate(found)

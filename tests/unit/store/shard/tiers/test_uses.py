@@ -105,13 +105,13 @@ def test_a_damaged_snapshot_costs_nothing_but_order(
 
 def test_any_flipped_bit_is_found_and_rows_survive() -> None:
     manifest, _ = make_chunk(range(40))
-    data = uses.encoded([ChunkEntry(manifest, uses=7, used_at_s=12.5)])
-    assert uses.decoded(data) == {catalog_key(("acme", manifest.key)): Use(7, 12.5)}
+    data = uses.encode_uses([ChunkEntry(manifest, uses=7, used_at_s=12.5)])
+    assert uses.decode_uses(data) == {catalog_key(("acme", manifest.key)): Use(7, 12.5)}
     for bit in range(0, 8 * len(data), 7):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ValueError, match="checksum"):
-            uses.decoded(bytes(flipped))
+            uses.decode_uses(bytes(flipped))
 
 
 def test_a_disk_that_refuses_the_snapshot_is_logged(
