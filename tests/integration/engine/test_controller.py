@@ -158,11 +158,11 @@ def test_a_higher_ratio_than_the_minimum_needs_no_name_of_its_own(
 
     from kintsugi.core.plan import BlendPlan
     from kintsugi.fusor.control.controller import LoadingController
-    from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
+    from kintsugi.fusor.control.planner import Planner, PlanRequest
     from tests.integration.engine.conftest import ask
 
     def raised(self: LoadingController, request: PlanRequest) -> BlendPlan:
-        plan = FixedRatioPlanner(self.selection).plan(request)
+        plan = Planner(self.selection).plan(request)
         return replace(plan, selection=replace(plan.selection, ratio=0.4))
 
     prompt = rag(*CHUNKS)

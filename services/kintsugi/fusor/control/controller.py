@@ -19,10 +19,9 @@ from itertools import combinations
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection
-from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.estimates import Measured
 from kintsugi.fusor.control.forecast import BlendForecast, ForecastRegion, blend_forecast, full_prefill_s
-from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
+from kintsugi.fusor.control.planner import Planner, PlanRequest
 
 RATIO_STEP = 0.05
 """Raised ratios are multiples of this, so a prompt has few different blends rather than one per
@@ -44,28 +43,17 @@ alone."""
 
 
 @dataclass(frozen=True)
-class LoadingController:
-    """The planner of a serving engine."""
+class LoadingController(Planner):
+    """The planner of a serving engine. The ratio of its default selection is the lowest that the gate
+    allows."""
 
-    selection: Selection
-    """The default for what a request leaves open; its ratio is the lowest that the gate allows."""
     ratio_max: float
     """Upper limit for raising a ratio that the request did not specify."""
-
-    def with_selection(self, selection: Selection) -> LoadingController:
-        return replace(self, selection=selection)
-
-    def configuration(
-        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
-    ) -> Selection:
-        """The selection with the lowest ratio that may be used. A raised ratio is never worse, so cache
-        blocks need no separate name for it."""
-        return FixedRatioPlanner(self.selection).configuration(ratio, selector, adaptive_mass)
 
     def plan(self, request: PlanRequest) -> BlendPlan:
         """Return the plan with the earliest first token. Raises `NotBlendable` if a full prefill's is
         earlier: `loading_is_slower`, or `blending_is_slower` if even an instant store would not help."""
-        fixed = FixedRatioPlanner(self.selection).plan(request)
+        fixed = super().plan(request)
         full_s = predict_full_s(request)
         forecast = _forecast(fixed.selection, fixed.hits, request)
         if forecast is None or full_s is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Self
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
@@ -40,46 +40,27 @@ class PlanRequest:
     """Blend even if computing is predicted to be slower, to measure it again."""
 
 
-class Planner(Protocol):
-    """Turns requests into plans."""
+@dataclass(frozen=True)
+class Planner:
+    """Loads every hit and recomputes a fixed share: for measurements that need exactly what they request.
+    Serving engines refine it: see `fusor.control.controller`."""
 
-    def plan(self, request: PlanRequest) -> BlendPlan:
-        """Plan a blend. Raises `NotBlendable` if a full prefill is better."""
-        ...
+    selection: Selection
+    """The default for what a request leaves open. Requests cannot set layers; the engine's configuration
+    does."""
 
-    @property
-    def selection(self) -> Selection:
-        """The default selection, for requests that specify nothing."""
-        ...
-
-    def with_selection(self, selection: Selection) -> Planner:
+    def with_selection(self, selection: Selection) -> Self:
         """Return the same planner with another default, such as a calibration report's choice."""
-        ...
+        return replace(self, selection=selection)
 
     def configuration(
         self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
     ) -> Selection:
         """The selection for a request with these constraints.
 
-        It is known before the store has answered, so that the engine can name the KV it will produce.
+        It is known before the store has answered, so that the engine can name the KV it will produce. A
+        planner may raise its ratio, which is never worse, so cache blocks need no separate name for that.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class FixedRatioPlanner:
-    """Loads every hit and recomputes a fixed share: for measurements that need exactly what they request."""
-
-    selection: Selection
-    """The default for what a request leaves open. Requests cannot set layers; the engine's configuration
-    does."""
-
-    def with_selection(self, selection: Selection) -> FixedRatioPlanner:
-        return replace(self, selection=selection)
-
-    def configuration(
-        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
-    ) -> Selection:
         ours = self.selection
         return replace(
             ours,
@@ -89,6 +70,7 @@ class FixedRatioPlanner:
         )
 
     def plan(self, request: PlanRequest) -> BlendPlan:
+        """Plan a blend. Raises `NotBlendable` if a full prefill is better."""
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
         selection = self.configuration(request.ratio, request.selector, request.adaptive_mass)

@@ -30,7 +30,7 @@ from kintsugi.fusor.control.forecast import (
     terms_of,
     work_of,
 )
-from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
+from kintsugi.fusor.control.planner import Planner, PlanRequest
 
 BYTES_PER_TOKEN = 128 << 10
 """KV bytes of a token over all layers of a Mistral-7B."""
@@ -219,8 +219,8 @@ def test_whatever_is_not_loaded_is_computed(request: PlanRequest) -> None:
 
 def test_without_measurements_a_prompt_is_blended_as_ever() -> None:
     request = replace(asked(1e9), measured=Measured())
-    assert outcome(request) == FixedRatioPlanner(Selection(0.15)).plan(request)
-    assert outcome(replace(asked(1e9), engine=None)) == FixedRatioPlanner(Selection(0.15)).plan(request)
+    assert outcome(request) == Planner(Selection(0.15)).plan(request)
+    assert outcome(replace(asked(1e9), engine=None)) == Planner(Selection(0.15)).plan(request)
 
 
 def test_a_source_that_nobody_has_read_from_is_tried() -> None:
