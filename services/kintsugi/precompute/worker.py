@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -134,11 +134,8 @@ class StubPrefiller(Prefiller):
 
     def _fill_one(self, chunk: PendingChunk) -> str:
         if self._log:
-            descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            try:
-                os.write(descriptor, chunk.key.hex.encode() + b"\n")
-            finally:
-                os.close(descriptor)
+            with Path(self._log).open("a") as log:
+                log.write(f"{chunk.key.hex}\n")
         if self._store is None:
             return FILLED
         layout, ids = self._spec.layout, chunk.token_ids
@@ -191,9 +188,6 @@ class Worker:
         except Unavailable as error:
             raise NotStarted(str(error)) from error
         self._start_s = time.monotonic() - started_s
-
-    def process_id(self) -> int:
-        return os.getpid()
 
 
 def durable_url(store_url: str, is_durable: bool) -> str:

@@ -48,32 +48,24 @@ def _plot_quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     figure, axes = create_figure()
     first = rows[0].setting
     here = [row for row in rows if row.setting == first]
+
+    def across(row: EvaluationRow) -> float:
+        return row.cost if against_cost else row.ttft.mean * 1e3
+
     styles = _Styles()
     for name, family in _group_by_family(here).items():
-        points = sorted(family, key=lambda row: row.cost if against_cost else row.ttft.mean)
-        across = [row.cost if against_cost else row.ttft.mean * 1e3 for row in points]
+        points = sorted(family, key=across)
         up = [quality_of(row)[0] for row in points]
-        axes.errorbar(
-            across,
-            [one.mean for one in up],
-            yerr=[[one.mean - one.low for one in up], [one.high - one.mean for one in up]],
-            label=name,
-            **styles.style_of(name),
-            markersize=4.5,
-            linewidth=1.3,
-            capsize=2,
-            elinewidth=0.7,
-        )
+        _draw_line(axes, name, list(map(across, points)), up, styles, linewidth=1.3, elinewidth=0.7)
     for row in here:
         quality, label = quality_of(row)
         if row.method == FULL:
             axes.axhline(quality.mean, color="#222222", linestyle="--", linewidth=1, label=FULL)
             axes.set_ylabel(label)
             if not against_cost:
-                axes.axvline(row.ttft.mean * 1e3, color="#222222", linestyle="--", linewidth=1)
+                axes.axvline(across(row), color="#222222", linestyle="--", linewidth=1)
         elif row.method == REUSE:
-            across_reuse = row.cost if against_cost else row.ttft.mean * 1e3
-            axes.plot([across_reuse], [quality.mean], "*", color="#aa0000", markersize=11, label=REUSE)
+            axes.plot([across(row)], [quality.mean], "*", color="#aa0000", markersize=11, label=REUSE)
     bounds = [bound for row in here for bound in (quality_of(row)[0].low, quality_of(row)[0].high)]
     slack = max(0.0, SPAN_MIN - (max(bounds) - min(bounds))) / 2 + 0.02
     axes.set_ylim(min(bounds) - slack, max(bounds) + slack)
@@ -83,6 +75,15 @@ def _plot_quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     axes.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.set_title(f"{rows[0].num_prompts} prompts, {first.codec}, 95 % intervals", fontsize=9)
     return figure
+
+
+def _draw_line(
+    axes: Any, name: str, across: list[float], up: list[Interval], styles: _Styles, **options: float
+) -> None:
+    """Draw a line through the means, with error bars."""
+    errors = [[one.mean - one.low for one in up], [one.high - one.mean for one in up]]
+    means, style = [one.mean for one in up], styles.style_of(name)
+    axes.errorbar(across, means, yerr=errors, label=name, markersize=4.5, capsize=2, **style, **options)
 
 
 class _Styles:
@@ -122,18 +123,8 @@ def _plot_rates(rates: Sequence[RateRow]) -> Any:
     styles = _Styles()
     for method in dict.fromkeys(row.method for row in rates):
         points = sorted((row for row in rates if row.method == method), key=lambda row: row.rate_per_s)
-        axes.errorbar(
-            [row.rate_per_s for row in points],
-            [row.ttft.mean * 1e3 for row in points],
-            yerr=[
-                [(row.ttft.mean - row.ttft.low) * 1e3 for row in points],
-                [(row.ttft.high - row.ttft.mean) * 1e3 for row in points],
-            ],
-            label=method,
-            **styles.style_of(method),
-            markersize=4.5,
-            capsize=2,
-        )
+        up = [Interval(one.mean * 1e3, one.low * 1e3, one.high * 1e3) for one in (row.ttft for row in points)]
+        _draw_line(axes, method, [row.rate_per_s for row in points], up, styles)
     axes.set_xlabel("requests per second (Poisson)")
     axes.set_ylabel("mean time to first token, ms")
     axes.set_yscale("log")
