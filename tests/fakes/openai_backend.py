@@ -11,7 +11,6 @@ from typing import Any
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
 from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 
 INFO = EngineInfo("scripted", "ab" * 32, (0,), True, 4096, "on")
@@ -75,4 +74,4 @@ class ScriptedBackend(EngineBackend):
 
 def gateway_over(backend: EngineBackend, **more: Any) -> Gateway:
     """A gateway with an empty store and a tokenizer of characters."""
-    return Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text], **more)
+    return Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text], **more)
