@@ -161,7 +161,7 @@ def _without_defaults(schema: Schema) -> Schema:
 
 
 def _first_line(cls: type[Any]) -> str:
-    """A class's `DESCRIPTION` where it has one, else the first paragraph of its docstring."""
+    """The description of a class: its `DESCRIPTION` if set, else the first paragraph of its docstring."""
     if hasattr(cls, "DESCRIPTION"):
         return str(cls.DESCRIPTION)
     return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
