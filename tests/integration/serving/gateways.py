@@ -33,7 +33,6 @@ class Setup:
     """As if no engine answered yet."""
     gateway: dict[str, Any] = field(default_factory=dict)
     """More arguments of `Gateway`."""
-    precompute: Any = None
 
 
 @dataclass
@@ -95,7 +94,7 @@ def running(setup: Setup | None = None) -> Iterator[Running]:
         backend = StubBackend(setup.delays, store=store, max_model_len=setup.max_model_len)
         backend.down = setup.down
         gateway = Gateway(backend, store, bundled_tokenize(), **setup.gateway)
-        server = GatewayServer(gateway, setup.spec, setup.precompute)
+        server = GatewayServer(gateway, setup.spec)
         await server.start()
         return Running(loop, server, gateway, backend, store)
 

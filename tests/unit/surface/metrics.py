@@ -15,7 +15,6 @@ from unittest.mock import MagicMock, Mock
 from prometheus_client import CollectorRegistry
 
 from kintsugi.gateway.fill import FillConfig
-from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.shadow import ShadowCounts
 from kintsugi.store.client.ram import RamStore
@@ -84,7 +83,7 @@ def _families(registry: CollectorRegistry) -> dict[str, str]:
 
 def _shard() -> dict[str, str]:
     counters = SimpleNamespace(hits=0, misses=0, quarantined=0, expired=0)
-    shard = MagicMock(counters=counters, tiers=[], writers=[], failure=None)
+    shard = MagicMock(table=MagicMock(counters=counters, queues=[]), tiers=[], failure=None)
     return _families(ShardMetrics(shard, {}).registry)
 
 
@@ -93,7 +92,7 @@ async def _gateway() -> dict[str, str]:
     store = RamStore()
     gateway = Gateway(Mock(), store, lambda text: list(text.encode()), fill=FillConfig())
     try:
-        return _families(HttpFront.of(gateway).metrics.registry)
+        return _families(gateway.metrics.registry)
     finally:
         await gateway.close()
 

@@ -22,7 +22,6 @@ from kintsugi.core.request import PARAMS_KEY, PARAMS_VERSION, Op, SelectorName
 from kintsugi.core.request import _Wire as RequestForm
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.local import FORCED_KEY
-from kintsugi.gateway.access import OpenAccess
 from kintsugi.gateway.fronts.http import NAMESPACE_HEADER, HttpFront
 from kintsugi.gateway.fronts.openai_request import DOCUMENT_TEXT_KEYS
 from kintsugi.sdk.transport import SERVICE as GATEWAY_SERVICE
@@ -97,7 +96,7 @@ def _streamed(streaming: bool) -> str:
 
 def http_routes() -> dict[str, list[str]]:
     """Methods and paths by server. An engine's own HTTP server has `/metrics` alone."""
-    front = HttpFront(Mock(), OpenAccess())
+    front = HttpFront(Mock())
     return {
         "gateway": sorted(
             f"{method} {route.path}" for route in front.app.routes for method in getattr(route, "methods", ())

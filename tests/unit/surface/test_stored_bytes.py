@@ -152,9 +152,9 @@ def test_report_in_a_store(tmp_path: Path) -> None:
 
 def test_uses() -> None:
     entry: Any = SimpleNamespace(address=("acme", KEY), uses=3, used_at_s=1.5)
-    data = uses.encoded([entry])
+    data = uses.encode_uses([entry])
     assert digest(data) == "adf28c498513c9b37e40fd105092c18e"
-    assert uses.decoded(data) == {b"acme\0" + KEY.digest: uses.Use(3, 1.5)}
+    assert uses.decode_uses(data) == {b"acme\0" + KEY.digest: uses.Use(3, 1.5)}
 
 
 def test_identity_of_a_shard(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
     if task.ram is not None:
         changes["ram_gib"] = parse_size(task.ram) / GIB
     if task.ssd:
-        tiers = [SsdSpec.parsed(text) for text in task.ssd]
+        tiers = [SsdSpec.from_text(text) for text in task.ssd]
         changes["tiers"] = tuple(
             TierSpec(str(tier.path.resolve()), tier.capacity_bytes / GIB) for tier in tiers
         )

@@ -122,7 +122,7 @@ def serve(
     spec = ShardSpec(
         ram_bytes=parse_size(ram),
         data_dir=data_dir,
-        ssds=tuple(SsdSpec.parsed(text) for text in ssd or []),
+        ssds=tuple(SsdSpec.from_text(text) for text in ssd or []),
         policy=policy,
         config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token),
     )
