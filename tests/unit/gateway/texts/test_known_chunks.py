@@ -17,6 +17,7 @@ import xxhash
 
 from kintsugi.core.errors import Corrupted, Unavailable, VersionMismatch
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.gateway.texts import chunk_table
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX, ChunkText
 
@@ -345,3 +346,13 @@ def test_a_long_text_is_searched_in_milliseconds() -> None:
     for _ in range(20):
         assert len(known.find("tenant", message)) == 10
     assert (time.process_time() - began_s) / 20 < 0.003
+
+
+def test_eviction_asks_indexes_however_many_namespaces_there_are() -> None:
+    known = KnownChunks()
+    with known._table._writes.open_read() as database:
+        plan = database.execute(f"EXPLAIN QUERY PLAN {chunk_table._LARGEST}", (1, 1)).fetchall()
+    scans = [line for *_, line in plan if line.startswith("SCAN share")]
+    assert len(scans) == 2
+    assert all("USING" in line and "INDEX" in line for line in scans)
+    known.close()
