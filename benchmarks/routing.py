@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report
-from benchmarks.support.record_route import (
+from benchmarks.support.routed import (
     Arrival,
     Fleet,
     Ours,
