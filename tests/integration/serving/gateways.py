@@ -16,10 +16,10 @@ from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.precompute.chunking import Chunker
-from kintsugi.serving.stub import StubBackend, StubDelays
 from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import AsyncChunkStore
+from tests.fakes.stub_backend import StubBackend, StubDelays
 
 Result = TypeVar("Result")
 

@@ -16,9 +16,9 @@ from kintsugi.gateway.fronts.grpc_server import SERVICE, KintsugiService
 from kintsugi.gateway.fronts.wire import event_to_wire
 from kintsugi.gateway.gateway import Finished, Gateway
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.serving.stub import StubBackend
 from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
+from tests.fakes.stub_backend import StubBackend
 
 
 def request(**sampling: Any) -> bytes:
