@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
@@ -32,18 +33,26 @@ log = logging.getLogger(__name__)
 
 
 class Sent:
-    """Tokens that went to an engine since it reported last, and have not been answered."""
+    """What waits at one engine: what it reported last, and the unanswered tokens sent there since."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens = 0
-        self._report: Any = None
+        self._clock = clock
+        self._report: Mapping[str, Any] = {}
+        self._reported_s = 0.0
         self._by_request: dict[str, int] = {}
 
-    def reported(self, report: Any) -> None:
+    def reported(self, report: Mapping[str, Any]) -> None:
         """What waits now is in the report, if it is a new one."""
         if report != self._report:
-            self._report, self.tokens = report, 0
+            self._report, self._reported_s, self.tokens = report, self._clock(), 0
             self._by_request.clear()
+
+    def waiting_tokens(self) -> int:
+        """Between two reports the engine answers what it reported, at the rate that it reported."""
+        age_s = self._clock() - self._reported_s
+        answered = age_s * float(self._report.get("tokens_per_s", 0.0))
+        return max(0, int(self._report.get("waiting_tokens", 0) - answered)) + self.tokens
 
     def add(self, request_id: str, num_tokens: int) -> None:
         self._by_request[request_id] = num_tokens
@@ -96,7 +105,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         sent = self._sent.setdefault(name, Sent())
         sent.reported(report)
         return EngineView(
-            int(report.get("waiting_tokens", 0)) + sent.tokens,
+            sent.waiting_tokens(),
             float(report.get("tokens_per_s", 0.0)),
             str(report.get("host", "")),
             str(report.get("fingerprint", "")),
