@@ -2,8 +2,8 @@
 #
 #   make demo [MODEL=path]   answer a question from blended chunks, beside full prefill: right and wrong on a
 #                            small trained model, times on a larger random one; or both on yours
-#   make test                the tests, without the long matrices
-#   make test-full           everything
+#   make test                the quick tests: 8 minutes on two cores
+#   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1]
@@ -68,7 +68,7 @@ test: setup tools
 	$(BIN)/python -m pytest -m "not full"
 
 test-full: setup tools
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m full
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/ruff format --check .
