@@ -55,7 +55,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
 
     for module in (demo, generate, doctor):
         monkeypatch.setattr(module, "opened", opened)
-        monkeypatch.setattr(module, "named_model", lambda model: ModelSource("m", "m"))
+        monkeypatch.setattr(module, "resolve_model_argument", lambda model: ModelSource("m", "m"))
     monkeypatch.setattr(demo, "random_model", lambda screen: ModelSource("m", "m"))
     return trusted
 

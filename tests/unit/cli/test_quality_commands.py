@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
         yield engine
 
     for module in (calibrate, evaluate):
-        monkeypatch.setattr(module, "measuring_engine", start_measuring_engine)
+        monkeypatch.setattr(module, "start_measuring_engine", start_measuring_engine)
     return engine
 
 
@@ -141,7 +141,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("what cannot end well is found before an engine is started")
 
     for module in (calibrate, evaluate):
-        monkeypatch.setattr(module, "measuring_engine", started)
+        monkeypatch.setattr(module, "start_measuring_engine", started)
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -235,7 +235,7 @@ def test_an_engine_that_fails_costs_only_its_own_rows(
             raise Unavailable("vLLM did not start")
         yield engine
 
-    monkeypatch.setattr(evaluate, "measuring_engine", one_that_starts)
+    monkeypatch.setattr(evaluate, "start_measuring_engine", one_that_starts)
     arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
     arguments += ["--ratios", "0.3", "--selectors", "hkvd", "--check-layers", "1", "--codecs", "raw,int8"]
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})
