@@ -199,7 +199,7 @@ class ForecastRouter(Router):
         self._reports = {engine.name: engine.load.stats() for engine in engines}
 
     def end(self, number: int, engine: SimulatedEngine) -> None:
-        self._sent[engine.name].answered(str(number))
+        self._sent[engine.name].remove(str(number))
 
     def choose(self, number: int, arrival: Arrival, engines: Sequence[SimulatedEngine]) -> SimulatedEngine:
         self._now_s = arrival.at_s
@@ -213,7 +213,7 @@ class ForecastRouter(Router):
     def _view(self, engine: SimulatedEngine) -> EngineView:
         sent = self._sent.setdefault(engine.name, Sent(lambda: self._now_s))
         report = self._reports[engine.name]
-        sent.reported(vars(report))
+        sent.hear(vars(report))
         return EngineView(sent.waiting_tokens(), report.tokens_per_s, engine.host)
 
 

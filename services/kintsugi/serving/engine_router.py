@@ -42,7 +42,7 @@ class Sent:
         self._reported_s = 0.0
         self._by_request: dict[str, int] = {}
 
-    def reported(self, report: Mapping[str, Any]) -> None:
+    def hear(self, report: Mapping[str, Any]) -> None:
         """What waits now is in the report, if it is a new one."""
         if report != self._report:
             self._report, self._reported_s, self.tokens = report, self._clock(), 0
@@ -58,7 +58,7 @@ class Sent:
         self._by_request[request_id] = num_tokens
         self.tokens += num_tokens
 
-    def answered(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         self.tokens -= self._by_request.pop(request_id, 0)
 
 
@@ -103,7 +103,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """What the replica reported, and what was sent there since."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
-        sent.reported(report)
+        sent.hear(report)
         return EngineView(
             sent.waiting_tokens(),
             float(report.get("tokens_per_s", 0.0)),
@@ -115,11 +115,11 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """What a call brings along, found once."""
         kept = vars(pending_request)
         if "kintsugi_wanted" not in kept:
-            kept["kintsugi_wanted"] = self._found(pending_request)
+            kept["kintsugi_wanted"] = self._derive_wanted(pending_request)
         wanted: Wanted = kept["kintsugi_wanted"]
         return wanted
 
-    def _found(self, pending_request: PendingRequest) -> Wanted:
+    def _derive_wanted(self, pending_request: PendingRequest) -> Wanted:
         """Nothing of a call that asks an engine about itself."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
@@ -143,7 +143,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Engines may answer in milliseconds and report once a second: what is over waits no more."""
         if replica_id.unique_id in self._sent:
-            self._sent[replica_id.unique_id].answered(internal_request_id)
+            self._sent[replica_id.unique_id].remove(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         super().on_replica_actor_died(replica_id)
