@@ -24,7 +24,7 @@ SELECTING = ("ratio", "selector", "adaptive_mass")
 class Watcher(Protocol):
     """What is needed of `quality.shadow.Shadow`."""
 
-    def marked(self, request_id: str, prompt: Prompt) -> Prompt: ...
+    def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...
 
     def take(self, prompt: Prompt, generation: Generation) -> bool: ...
 
@@ -85,7 +85,7 @@ class WatchedClient:
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
         plain = Prompt(token_ids, KintsugiParams(params["namespace"]))
-        marked = watcher.marked(ticket, plain)
+        marked = watcher.prepare_prompt(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
 
 

@@ -21,11 +21,11 @@ from kintsugi.core.deploy import (
     GatewaySpec,
     ModelSpec,
     ServiceSpec,
-    changed,
     service_application,
 )
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import COMPLETIONS_PATH
+from kintsugi.core.settings import non_default_fields
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
 from kintsugi.gateway.texts.segments import LONG_CHARS
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
@@ -94,7 +94,7 @@ async def answers(gateway: OpenGateway, question: str = "why?") -> list[asyncio.
             return str(answer.json()["choices"][0]["finish_reason"])
 
     tasks = [asyncio.create_task(asyncio.to_thread(over_grpc)), asyncio.create_task(over_http())]
-    while gateway.front._active < len(tasks) and not all(task.done() for task in tasks):
+    while gateway.front.answers.under_way < len(tasks) and not all(task.done() for task in tasks):
         await asyncio.sleep(0.005)
     return tasks
 
@@ -158,7 +158,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], gateway_re
     monkeypatch.setattr(gateway_replica, "RayBackend", lambda engines: StubBackend())
     monkeypatch.delattr(gateway_replica.GatewayReplica, "__del__")
     with own_logging():
-        yield lambda: gateway_replica.GatewayReplica(None, changed(MODEL), STORE_URL)
+        yield lambda: gateway_replica.GatewayReplica(None, non_default_fields(MODEL), STORE_URL)
 
 
 def told(drain_s: float = 60.0, read_only: bool = False) -> dict[str, Any]:

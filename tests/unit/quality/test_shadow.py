@@ -17,8 +17,8 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.local import Prompt
 from kintsugi.quality.drift import DriftDetector, Observation
-from kintsugi.quality.reports import publish, published, trip
-from kintsugi.quality.shadow import Shadow, ShadowConfig, compared
+from kintsugi.quality.reports import fetch_report, publish, trip
+from kintsugi.quality.shadow import Shadow, ShadowConfig, compare_generations
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING, QUIET, entry
 from tests.unit.quality.fakes import FakeEngine, answer
@@ -47,7 +47,7 @@ def prompt(number: int) -> Prompt:
 def serve(shadow: Shadow, engine: FakeEngine, numbers: range) -> None:
     """As a serving layer does: mark, answer, hand in, shadow when there is time."""
     for number in numbers:
-        marked = shadow.marked(f"request-{number}", prompt(number))
+        marked = shadow.prepare_prompt(f"request-{number}", prompt(number))
         (generation,) = engine.generate([marked])
         shadow.take(marked, generation)
         shadow.run_pending()
@@ -55,15 +55,15 @@ def serve(shadow: Shadow, engine: FakeEngine, numbers: range) -> None:
 
 def test_only_sampled_blends_ask_for_logprobs() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, EVERYTHING)
-    assert shadow.marked("a", prompt(1)).top_logprobs == 20
-    assert shadow.marked("a", Prompt([1])).top_logprobs == 0
+    assert shadow.prepare_prompt("a", prompt(1)).top_logprobs == 20
+    assert shadow.prepare_prompt("a", Prompt([1])).top_logprobs == 0
     nobody = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=0.0))
-    assert nobody.marked("a", prompt(1)) == prompt(1)
+    assert nobody.prepare_prompt("a", prompt(1)) == prompt(1)
 
 
 def test_answers_that_were_not_blended_are_not_shadowed() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, EVERYTHING)
-    marked = shadow.marked("a", prompt(1))
+    marked = shadow.prepare_prompt("a", prompt(1))
     assert shadow.take(marked, answer(5, 0.9, BLENDED))
     assert not shadow.take(marked, answer(5, 0.9, {"outcome": "declined"}))
     assert not shadow.take(marked, answer(5, 0.9, None))
@@ -75,16 +75,16 @@ def test_one_tenant_does_not_decide_what_is_compared() -> None:
     taken: Counter[str] = Counter()
     for number in range(5000):
         namespace = "small" if number % 10 == 0 else "large"
-        marked = shadow.marked(f"r{number}", Prompt([0, 1, number], KintsugiParams(namespace)))
+        marked = shadow.prepare_prompt(f"r{number}", Prompt([0, 1, number], KintsugiParams(namespace)))
         taken[namespace] += shadow.take(marked, answer(5, 0.9, BLENDED))
     assert 400 < taken.total() < 600
     assert 0.7 < taken["large"] / taken["small"] < 1.4
 
 
 def test_a_comparison_by_hand() -> None:
-    same = compared(answer(5, 0.9, None), answer(5, 0.9, None))
+    same = compare_generations(answer(5, 0.9, None), answer(5, 0.9, None))
     assert (same.kl, same.disagreement) == (0.0, 0.0)
-    other = compared(answer(5, 0.9, None), answer(4, 0.9, None))
+    other = compare_generations(answer(5, 0.9, None), answer(4, 0.9, None))
     assert other.kl > 3
     assert other.disagreement == 1.0
 
@@ -92,7 +92,7 @@ def test_a_comparison_by_hand() -> None:
 def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
     engine = FakeEngine()
     shadow = Shadow(engine, RamStore(), BINDING, ShadowConfig(share=1.0, positions=2))
-    shadow.take(shadow.marked("a", prompt(1)), answer(5, 0.9, BLENDED, prompt(1)))
+    shadow.take(shadow.prepare_prompt("a", prompt(1)), answer(5, 0.9, BLENDED, prompt(1)))
     assert shadow.run_pending() == 1
     (full,) = engine.submitted
     assert full.cache_salt == "acme"
@@ -103,7 +103,7 @@ def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
 def test_the_queue_is_bounded() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=1.0, pending_max=2))
     for number in range(5):
-        shadow.take(shadow.marked(f"r{number}", prompt(number)), answer(5, 0.9, BLENDED))
+        shadow.take(shadow.prepare_prompt(f"r{number}", prompt(number)), answer(5, 0.9, BLENDED))
     assert shadow.counts.dropped == 3
     assert shadow.run_pending(10) == 2
 
@@ -125,7 +125,7 @@ def test_a_drift_trips_blending_off_for_all_and_a_new_calibration_ends_it(store:
     assert shadow.counts.trips == 1
     assert registry.get_sample_value("kintsugi_shadow_trips_total") == 1
     assert registry.get_sample_value("kintsugi_shadow_disagreed_total") == shadow.counts.disagreed
-    report = published(store, BINDING)
+    report = fetch_report(store, BINDING)
     assert report is not None
     assert report.tripped is not None
     document = store.get_report(BINDING.model, BINDING.report_name)
@@ -147,17 +147,17 @@ def test_without_a_report_nothing_is_judged() -> None:
 
 
 def test_only_the_report_that_was_judged_is_tripped(store: RamStore) -> None:
-    judged = published(store, BINDING)
+    judged = fetch_report(store, BINDING)
     assert judged is not None
     newer = CalibrationReport.of(
         BINDING, "2026-01-02T00:00:00+00:00", "test", 2, QUIET, Thresholds(), [entry()]
     )
     publish(store, newer)
     assert not trip(store, judged, "KL", "now")
-    assert published(store, BINDING) == newer
+    assert fetch_report(store, BINDING) == newer
     assert trip(store, newer, "KL", "now")
     assert trip(store, newer, "again", "later"), "off is off"
-    tripped = published(store, BINDING)
+    tripped = fetch_report(store, BINDING)
     assert tripped is not None
     assert tripped.tripped is not None
     assert tripped.tripped.reason == "KL"
@@ -168,7 +168,7 @@ def test_a_calibration_counts_although_its_clock_is_behind(store: RamStore) -> N
     assert trip(store, judged, "KL", "now")
     behind = dataclasses.replace(judged, created="2025-12-31T23:59:59+00:00")
     publish(store, behind)
-    assert published(store, BINDING) == dataclasses.replace(judged, created="2026-01-01T00:00:01+00:00")
+    assert fetch_report(store, BINDING) == dataclasses.replace(judged, created="2026-01-01T00:00:01+00:00")
 
 
 def test_a_calibration_made_between_judging_and_tripping_stays(store: RamStore) -> None:
@@ -182,14 +182,14 @@ def test_a_calibration_made_between_judging_and_tripping_stays(store: RamStore) 
     newer = dataclasses.replace(good_report(), created="2026-01-02T00:00:00+00:00")
     overtaken = Overtaken()
     assert not trip(overtaken, good_report(), "KL", "now")
-    assert published(overtaken, BINDING) == newer
+    assert fetch_report(overtaken, BINDING) == newer
 
 
 def test_a_report_that_is_away_is_tripped_all_the_same() -> None:
     """The shards that hold it do not answer just now."""
     left = RamStore()
     assert trip(left, good_report(), "KL", "now")
-    found = published(left, BINDING)
+    found = fetch_report(left, BINDING)
     assert found is not None
     assert found.tripped is not None
 
