@@ -38,7 +38,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0
+    cached_tokens: int
     """Prompt tokens that the engine did not compute itself: prefix cache and chunks."""
 
 

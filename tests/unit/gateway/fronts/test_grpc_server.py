@@ -134,6 +134,6 @@ def test_an_answers_accounting_keeps_its_types() -> None:
         "recomputed_positions": {0: [1, 2]},
         "timeline": [{"load_start_ms": 0.0}],
     }
-    wire = event_to_wire(Finished("length", accounting, Usage(3, 1), 1.0))
+    wire = event_to_wire(Finished("length", accounting, Usage(3, 1, 0), 1.0))
     assert MessageToDict(wire.finished.accounting) == {**accounting, "recomputed_positions": {"0": [1, 2]}}
     assert wire.finished.plan.tokens_hit == 3
