@@ -1,7 +1,7 @@
 """The engines as a gateway sees them.
 
-Implementations: Ray Serve's handle (`serving.ray_backend`), one engine in this process, and a stub for what
-is measured without a model. All pass the same contract tests.
+Implementations: Ray Serve's handle (`serving.ray_backend`) and one engine in this process
+(`gateway.local_backend`). Both pass the contract tests that the tests' stub passes, too.
 """
 
 from __future__ import annotations

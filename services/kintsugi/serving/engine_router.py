@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
@@ -32,24 +33,32 @@ log = logging.getLogger(__name__)
 
 
 class Sent:
-    """Tokens that went to an engine since it reported last, and have not been answered."""
+    """What waits at one engine: what it reported last, and the unanswered tokens sent there since."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens = 0
-        self._report: Any = None
+        self._clock = clock
+        self._report: Mapping[str, Any] = {}
+        self._reported_s = 0.0
         self._by_request: dict[str, int] = {}
 
-    def reported(self, report: Any) -> None:
+    def hear(self, report: Mapping[str, Any]) -> None:
         """What waits now is in the report, if it is a new one."""
         if report != self._report:
-            self._report, self.tokens = report, 0
+            self._report, self._reported_s, self.tokens = report, self._clock(), 0
             self._by_request.clear()
+
+    def waiting_tokens(self) -> int:
+        """Between two reports the engine answers what it reported, at the rate that it reported."""
+        age_s = self._clock() - self._reported_s
+        answered = age_s * float(self._report.get("tokens_per_s", 0.0))
+        return max(0, int(self._report.get("waiting_tokens", 0) - answered)) + self.tokens
 
     def add(self, request_id: str, num_tokens: int) -> None:
         self._by_request[request_id] = num_tokens
         self.tokens += num_tokens
 
-    def answered(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         self.tokens -= self._by_request.pop(request_id, 0)
 
 
@@ -94,9 +103,9 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """What the replica reported, and what was sent there since."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
-        sent.reported(report)
+        sent.hear(report)
         return EngineView(
-            int(report.get("waiting_tokens", 0)) + sent.tokens,
+            sent.waiting_tokens(),
             float(report.get("tokens_per_s", 0.0)),
             str(report.get("host", "")),
             str(report.get("fingerprint", "")),
@@ -106,11 +115,11 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """What a call brings along, found once."""
         kept = vars(pending_request)
         if "kintsugi_wanted" not in kept:
-            kept["kintsugi_wanted"] = self._found(pending_request)
+            kept["kintsugi_wanted"] = self._derive_wanted(pending_request)
         wanted: Wanted = kept["kintsugi_wanted"]
         return wanted
 
-    def _found(self, pending_request: PendingRequest) -> Wanted:
+    def _derive_wanted(self, pending_request: PendingRequest) -> Wanted:
         """Nothing of a call that asks an engine about itself."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
@@ -134,7 +143,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Engines may answer in milliseconds and report once a second: what is over waits no more."""
         if replica_id.unique_id in self._sent:
-            self._sent[replica_id.unique_id].answered(internal_request_id)
+            self._sent[replica_id.unique_id].remove(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         super().on_replica_actor_died(replica_id)

@@ -32,7 +32,7 @@ from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.sdk.client import Client
 from kintsugi.serving import gateway_replica
 from kintsugi.serving.gateway_replica import OpenGateway
-from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.fakes.stub_backend import StubBackend, StubDelays
 from tests.integration.serving.gateways import own_logging
 
 NAMESPACE = "acme"

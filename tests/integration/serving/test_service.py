@@ -191,7 +191,7 @@ def children(process: int) -> list[int]:
     return [int(child) for thread in task.iterdir() for child in (thread / "children").read_text().split()]
 
 
-@pytest.mark.parametrize("victim", ["replica", "core"])
+@pytest.mark.parametrize("victim", ["replica", pytest.param("core", marks=pytest.mark.full)])
 def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
     deployed: Deployed, ray_engines: RayEngines, victim: str
 ) -> None:

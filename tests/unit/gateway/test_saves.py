@@ -10,7 +10,7 @@ from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway import saves
 from kintsugi.gateway.saves import Saver
-from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.fakes.stub_backend import StubBackend, StubDelays
 
 
 def chunks(start: int, count: int) -> list[tuple[ChunkKey, bytes]]:

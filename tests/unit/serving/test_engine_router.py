@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest
 
 from kintsugi.core.exchange import EngineRequest, OpenAICall
 from kintsugi.core.request import KintsugiParams
-from kintsugi.serving.engine_router import EngineRouter
+from kintsugi.serving.engine_router import EngineRouter, Sent
 
 PARAMS = KintsugiParams("acme")
 
@@ -94,6 +94,23 @@ def test_what_was_answered_before_the_next_report_counts_no_more() -> None:
         request = asked(prompt(0, 512 * number))
         assert first(made, replicas, request) == name
     made.on_request_completed(SimpleNamespace(unique_id="gone"), "whose")
+
+
+def test_what_an_engine_reported_is_answered_at_the_rate_that_it_reported() -> None:
+    """Else an engine that was busy when it reported would be avoided for a second, however fast it is."""
+    now_s = 0.0
+    sent = Sent(lambda: now_s)
+    sent.hear({"waiting_tokens": 900, "tokens_per_s": 1000.0})
+    sent.add("r", 50)
+    assert sent.waiting_tokens() == 950
+    now_s = 0.5
+    sent.hear({"waiting_tokens": 900, "tokens_per_s": 1000.0})
+    assert sent.waiting_tokens() == 450
+    now_s = 2.0
+    assert sent.waiting_tokens() == 50
+    sent.hear({"waiting_tokens": 300, "tokens_per_s": 0.0})
+    now_s = 9.0
+    assert sent.waiting_tokens() == 300, "no rate is known"
 
 
 def test_a_conversation_goes_where_its_beginning_went_until_that_engine_dies() -> None:

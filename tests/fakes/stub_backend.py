@@ -1,6 +1,6 @@
-"""A stand-in for engines: made-up tokens after stated delays. For what is measured or tested without a model.
+"""An engine backend without a model, for tests and benchmarks: made-up tokens after stated delays.
 
-It says what it is: its model is called `stub`, and every accounting's reason is `stub`.
+Its model is called `stub`, and so is the reason in every accounting.
 """
 
 from __future__ import annotations

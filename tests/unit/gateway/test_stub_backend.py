@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.serving.stub import StubBackend, StubDelays
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.backend_contract import BackendContract, Engines
+from tests.fakes.stub_backend import StubBackend, StubDelays
 
 Result = TypeVar("Result")
 
