@@ -11,13 +11,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
-SELECTING = ("ratio", "selector", "adaptive_mass")
-"""Of a request's parameters, those that choose another selection than calibration did."""
 
 
 class Watcher(Protocol):
@@ -71,7 +69,7 @@ class WatchedClient:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if params is None or params["op"] != Op.BLEND or not token_ids or sampling.n != 1:
             return None
-        if any(params.get(name) is not None for name in SELECTING):
+        if any(params.get(name) is not None for name in OPTION_NAMES):
             return None
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None

@@ -23,7 +23,7 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
-from kintsugi.core.request import KintsugiParams, Op, SelectorName, check_priority
+from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
 from kintsugi.gateway.access import Access, Caller, OpenAccess, open_access
 from kintsugi.gateway.backend import EngineBackend
@@ -84,9 +84,7 @@ class GenerateCall:
     question: Segment
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's `SamplingParams` by name."""
-    ratio: float | None = None
-    selector: SelectorName | None = None
-    adaptive_mass: float | None = None
+    options: BlendOptions = field(default_factory=BlendOptions)
     explain: bool = False
     no_blend: bool = False
     priority: int = 0
@@ -359,11 +357,9 @@ class Gateway:
             namespace=call.namespace,
             op=Op.OFF if call.no_blend else Op.BLEND,
             spans=prompt.chunks,
-            ratio=call.ratio,
-            selector=call.selector,
-            adaptive_mass=call.adaptive_mass,
             explain=call.explain,
             timeline=self._timelines.wanted(trace),
+            **call.options.chosen,
         )
         return EngineRequest(
             # The client may send one id twice; in an engine they must differ.

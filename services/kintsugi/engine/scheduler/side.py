@@ -21,7 +21,7 @@ from kintsugi.core.errors import (
     NotBlendable,
 )
 from kintsugi.core.layout import Codec, codec_named
-from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, exact_end, plan_digest
+from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.engine.config import EngineConfig
@@ -175,9 +175,7 @@ class SchedulerSide:
 
     def _resolve_planner(self, params: KintsugiParams) -> Planner:
         """The planner with what the calibration report says of this request. Raises where it forbids it."""
-        selection = self.gate.state.resolve(
-            self.planner.selection, params.ratio, params.selector, params.adaptive_mass
-        )
+        selection = self.gate.state.resolve(self.planner.selection, params.options)
         return self.planner.with_selection(selection)
 
     def _check_blendable(self, request: Request) -> None:
@@ -195,8 +193,8 @@ class SchedulerSide:
     def _fork(self, request: Request, state: _State, spans: tuple[Span, ...]) -> None:
         """Name the KV that this blend will produce, from the first block that is not exact."""
         prompt = request.prompt_token_ids
-        params = state.params
-        selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
+        # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
+        selection = apply_options(state.planner.selection, state.params.options)
         digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
         exact = exact_end(spans, state.space, prompt)
         if codec_named(self.config.codec) is not Codec.RAW:
@@ -335,9 +333,7 @@ class SchedulerSide:
         is_trial = self._timing.trial_is_due()
         asked = dataclasses.replace(
             self._plan_request(request, num_computed, hits),
-            ratio=state.params.ratio,
-            selector=state.params.selector,
-            adaptive_mass=state.params.adaptive_mass,
+            options=state.params.options,
             exact_end=exact,
             is_trial=is_trial,
         )
@@ -352,8 +348,6 @@ class SchedulerSide:
             num_tokens=request.num_tokens,
             num_computed=num_computed,
             hits=hits,
-            ratio=None,
-            selector=None,
             engine=self.engine,
             measured=self._timing.measured,
             ahead_s=self._timing.ahead_s,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
-from kintsugi.core.request import SelectorName
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection, apply_options
+from kintsugi.core.request import BlendOptions
 from kintsugi.fusor.control.estimates import Measured
 from kintsugi.fusor.control.forecast import EngineShape
 
@@ -23,10 +23,8 @@ class PlanRequest:
     hits: tuple[ChunkHit, ...]
     """Chunks that the store holds and the prefix cache does not cover entirely, with their bytes and where
     these lie."""
-    ratio: float | None
-    """What the request demands; None leaves it to the planner."""
-    selector: SelectorName | None
-    adaptive_mass: float | None = None
+    options: BlendOptions = field(default_factory=BlendOptions)
+    """What the request chooses; None leaves it to the planner."""
     exact_end: int = 0
     """As in `BlendPlan`."""
     engine: EngineShape | None = None
@@ -54,15 +52,6 @@ class Planner(Protocol):
         """The same planner with another default: what a calibration report says."""
         ...
 
-    def configuration(
-        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
-    ) -> Selection:
-        """What a request with these constraints is blended with.
-
-        Known before the store has answered, so that the engine can name the KV it will produce.
-        """
-        ...
-
 
 @dataclass(frozen=True)
 class FixedRatioPlanner:
@@ -74,22 +63,10 @@ class FixedRatioPlanner:
     def with_selection(self, selection: Selection) -> FixedRatioPlanner:
         return replace(self, selection=selection)
 
-    def configuration(
-        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
-    ) -> Selection:
-        ours = self.selection
-        return replace(
-            ours,
-            ratio=ours.ratio if ratio is None else ratio,
-            selector=selector or ours.selector,
-            adaptive_mass=ours.adaptive_mass if adaptive_mass is None else adaptive_mass,
-        )
-
     def plan(self, request: PlanRequest) -> BlendPlan:
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
-        selection = self.configuration(request.ratio, request.selector, request.adaptive_mass)
-        return BlendPlan(request.hits, selection, request.exact_end)
+        return BlendPlan(request.hits, apply_options(self.selection, request.options), request.exact_end)
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:

@@ -10,7 +10,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.core.request import parse_selector
+from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.gateway import Finished, GatewayChunk, GenerateCall, Put, PutState, Resolved
 from kintsugi.gateway.texts.segments import Segment
@@ -76,9 +76,8 @@ def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str])
         segments=segments_of(wire.segments),
         question=content_of(wire.question, "question"),
         sampling=sampling_of(wire.sampling),
-        ratio=wire.ratio if wire.HasField("ratio") else None,
-        selector=parse_selector(wire.selector) if wire.selector else None,
-        adaptive_mass=wire.adaptive_mass if wire.HasField("adaptive_mass") else None,
+        # Only fields that were set are listed.
+        options=BlendOptions.from_mapping({field.name: value for field, value in wire.ListFields()}),
         explain=wire.explain,
         no_blend=wire.no_blend,
         priority=wire.priority,
