@@ -184,7 +184,8 @@ class AsyncEngine:
     def info(self) -> EngineInfo:
         """What a gateway has to know."""
         state = self._gate.state
-        closed = self._declined or (None if state.is_open else f"{state.reason}: {state.detail}")
+        unable = self._watched.weights_changed or self._declined
+        closed = unable or (None if state.is_open else f"{state.reason}: {state.detail}")
         return EngineInfo(
             model=self._spec.name,
             fingerprint=self._gate.binding.model.hex,

@@ -135,9 +135,8 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, self._scheduler.request_finished(request)
 
     def reset_cache(self) -> bool:
-        """vLLM calls it after a weight update."""
-        if self._scheduler is not None:
-            self._scheduler.forget_chunks()
+        """Nothing to forget: chunks stay valid as long as the weights do, which the worker watches itself.
+        vLLM calls it for mere resets, too, and not for every weight update."""
         return True
 
     # Worker role

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
+from kintsugi.engine.protocol import WEIGHTS_CHANGED
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
@@ -31,6 +32,8 @@ class WatchedClient:
 
     def __init__(self, client: Any) -> None:
         self.watcher: Watcher | None = None
+        self.weights_changed: str | None = None
+        """The reason that an answer gave, once one has: the worker has stopped blending for good."""
         self._client = client
         self._logprobs_max = _logprobs_max(client.model_config)
 
@@ -52,10 +55,16 @@ class WatchedClient:
             async for output in outputs:
                 if watcher is not None and asked is not None:
                     first = first or _first_logprobs(output, asked.top_logprobs)
-                    if output.finished and first:
-                        accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
-                        watcher.take(asked, _generation(output, first, accounting))
+                accounting = _accounting(output) if output.finished else None
+                self._note_reason(accounting)
+                if watcher is not None and asked is not None and output.finished and first:
+                    watcher.take(asked, _generation(output, first, accounting))
                 yield output
+
+    def _note_reason(self, accounting: dict[str, Any] | None) -> None:
+        reason = str((accounting or {}).get("reason") or "")
+        if reason.startswith(f"{WEIGHTS_CHANGED}:"):
+            self.weights_changed = reason
 
     def _prepare_blend(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
         """A blend as the watcher wants it.
@@ -85,6 +94,11 @@ def _logprobs_max(model_config: Any) -> int:
         return 0
     known = int(model_config.max_logprobs)
     return known if known >= 0 else int(model_config.get_vocab_size())
+
+
+def _accounting(output: Any) -> dict[str, Any] | None:
+    accounting: dict[str, Any] | None = (output.kv_transfer_params or {}).get(PARAMS_KEY)
+    return accounting
 
 
 def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:

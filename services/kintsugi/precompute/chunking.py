@@ -66,7 +66,7 @@ class ChunkingConfig:
 
 
 @dataclass(frozen=True)
-class DocumentPiece:
+class Chunk:
     """One piece of a document."""
 
     index: int
@@ -138,7 +138,7 @@ class Chunker:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    def chunks(self, text: str, markdown: bool = False) -> Iterator[DocumentPiece]:
+    def chunks(self, text: str, markdown: bool = False) -> Iterator[Chunk]:
         """The document's chunks in order; none for one without text. Lazy, a section at a time.
 
         Cost: about 2 µs a character, most of it counting tokens of candidate pieces.
@@ -150,11 +150,11 @@ class Chunker:
                 yield from self._chunk(index, begin + start, piece)
                 index += 1
 
-    def _chunk(self, index: int, start: int, piece: str) -> Iterator[DocumentPiece]:
+    def _chunk(self, index: int, start: int, piece: str) -> Iterator[Chunk]:
         ids = self.token_ids(piece)
         # The splitter counts with its own build of the tokenizer; a difference would break the bound.
         assert len(ids) <= self.config.tokens_max or len(piece) == 1, (len(ids), piece[:80])
-        yield DocumentPiece(index, start, piece, ids)
+        yield Chunk(index, start, piece, ids)
 
 
 def _sections(text: str) -> Iterator[tuple[int, int]]:

@@ -92,7 +92,20 @@ def checks(engine: LocalEngine, shard: Shard) -> dict[str, Any]:
     seen["nothing left behind"] = answer(
         ask_cold(engine, prompt.token_ids), ask_cold(engine, prompt.token_ids)
     )
+    seen["weights changed on one rank"] = changed_on_one_rank(engine, prompt)
     return seen
+
+
+def changed_on_one_rank(engine: LocalEngine, prompt: Rag) -> list[dict[str, Any] | None]:
+    """What two requests are told once rank 1 alone has seen a write to its weights; nothing blends then."""
+    engine.llm.collective_rpc(write_on_one_rank)
+    return [ask_cold(engine, prompt.token_ids, prompt.params(0.0)).accounting for _ in range(2)]
+
+
+def write_on_one_rank(worker: Any) -> None:
+    weight = next(worker.get_model().parameters())
+    if worker.rank == 1:
+        weight.copy_(weight.clone())
 
 
 def listed(shard: Shard) -> list[ChunkManifest]:

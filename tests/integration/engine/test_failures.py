@@ -349,14 +349,3 @@ def test_more_blends_than_may_run_at_once_are_all_answered(
     asked = [Prompt(prompt.token_ids, prompt.params(ratio), 2, ignore_eos=True) for ratio in ratios]
     outcomes = [(answer.accounting or {})["outcome"] for answer in engine.generate(asked)]
     assert outcomes == ["blended"] * len(ratios)
-
-
-def test_after_a_weight_update_stored_chunks_are_misses(
-    engine: LocalEngine, chunks: list[list[int]], engine_slot: EngineSlot
-) -> None:
-    prompt = rag(*chunks)
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    missed = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
-    assert missed.accounting is not None
-    assert missed.accounting["reason"].startswith("no_chunk_cached")
-    engine_slot.close()

@@ -114,5 +114,12 @@ def test_a_chunk_lost_on_one_rank_restarts_all(seen: dict[str, Any]) -> None:
     assert got["max_abs_dlogprob"] <= 0.01
 
 
+def test_weights_that_changed_on_one_rank_stop_all(seen: dict[str, Any]) -> None:
+    first, later = seen["weights changed on one rank"]
+    assert (first["outcome"], later["outcome"]) == ("failed", "declined")
+    for accounting in (first, later):
+        assert accounting["reason"].startswith("weights_changed: ")
+
+
 def test_the_engine_serves_on(seen: dict[str, Any]) -> None:
     assert seen["nothing left behind"]["same_tokens"]

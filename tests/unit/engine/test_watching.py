@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,13 @@ ACCOUNTING = {"outcome": "blended"}
 class ScriptedClient:
     """Two outputs: a first token that was drawn from far behind the best, and the end."""
 
-    def __init__(self, max_logprobs: int = 20, mode: str = "raw_logprobs") -> None:
+    def __init__(
+        self,
+        max_logprobs: int = 20,
+        mode: str = "raw_logprobs",
+        accounting: Mapping[str, Any] | None = ACCOUNTING,
+    ) -> None:
+        self.accounting = accounting
         self.model_config = SimpleNamespace(
             max_logprobs=max_logprobs, logprobs_mode=mode, get_vocab_size=lambda: 1000
         )
@@ -34,14 +40,15 @@ class ScriptedClient:
             best = {token: SimpleNamespace(logprob=-float(token)) for token in range(1, 21)}
             first = [{500: SimpleNamespace(logprob=-30.0), **best}]
             yield _output(first if sampling.logprobs else None, finished=False)
-            yield _output([{7: SimpleNamespace(logprob=0.0)}] if sampling.logprobs else None, finished=True)
+            last = [{7: SimpleNamespace(logprob=0.0)}] if sampling.logprobs else None
+            yield _output(last, finished=True, accounting=self.accounting)
         finally:
             self.closed += 1
 
 
-def _output(logprobs: Any, finished: bool) -> Any:
+def _output(logprobs: Any, finished: bool, accounting: Mapping[str, Any] | None = None) -> Any:
     completion = SimpleNamespace(logprobs=logprobs, finish_reason="length" if finished else None)
-    transfer = {"kintsugi": ACCOUNTING} if finished else None
+    transfer = {"kintsugi": accounting} if accounting else None
     return SimpleNamespace(
         outputs=[completion], finished=finished, kv_transfer_params=transfer, num_cached_tokens=3
     )
@@ -159,3 +166,24 @@ def test_without_a_watcher_or_an_end_nobody_is_shown_anything() -> None:
     ask(client, sampling(), pieces=1)
     assert watcher.taken == []
     assert scripted.closed == 2, "closing reaches the engine"
+
+
+@pytest.mark.parametrize(
+    ("accounting", "noted"),
+    [
+        ({"outcome": "failed", "reason": "weights_changed: load_weights was called"}, True),
+        ({"outcome": "declined", "reason": "sliding_window: of this prompt alone"}, False),
+        ({"outcome": "blended", "reason": None}, False),
+        (None, False),
+    ],
+)
+def test_an_answer_that_tells_of_changed_weights_is_remembered(
+    accounting: dict[str, Any] | None, noted: bool
+) -> None:
+    scripted = ScriptedClient(accounting=accounting)
+    client = WatchedClient(scripted)
+    ask(client, sampling())
+    scripted.accounting = ACCOUNTING
+    ask(client, sampling())
+    reason = accounting["reason"] if accounting and noted else None
+    assert client.weights_changed == reason

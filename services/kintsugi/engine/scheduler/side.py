@@ -488,11 +488,6 @@ class SchedulerSide:
         self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
 
-    def forget_chunks(self) -> None:
-        """The weights have changed: nothing stored belongs to them; new chunks get a space of their own."""
-        was = self.fingerprint
-        self.fingerprint = ModelFingerprint.of({"was": was.hex, "reset": os.urandom(16).hex()})
-
     def take_stats(self) -> BlendStats | None:
         """Counts since the last call, None where there are none."""
         if self._stats.is_empty():

@@ -53,7 +53,6 @@ HOOKS = (
     Hook("vllm.forward_context", "set_forward_context", "running decoder layers"),
     Hook("vllm.forward_context", "get_forward_context", "running expert layers one at a time"),
     Hook("vllm.v1.request", "Request.update_block_hashes", "naming blended blocks"),
-    *_connector("forgetting chunks of former weights", "reset_cache"),
     Hook("vllm.v1.attention.backend", "CommonAttentionMetadata", "attention over the paged cache"),
     Hook("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", "finding cache groups"),
     Hook("vllm.v1.worker.utils", "select_common_block_size", "addressing kernel blocks"),

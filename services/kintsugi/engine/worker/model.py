@@ -70,6 +70,8 @@ class LoadedModel:
     """Everything that a pass needs of the model."""
 
     vllm_config: VllmConfig
+    root: nn.Module
+    """The whole model, its head included."""
     trunk: nn.Module
     """Owns the layers and embeds tokens."""
     layers: tuple[Layer, ...]
@@ -121,16 +123,17 @@ def find_model(
         raise NotBlendable(
             "architecture", "not every decoder layer has one attention with a cache of its own"
         )
-    return _assemble(vllm_config, trunk, layers)
+    return _assemble(vllm_config, owner, trunk, layers)
 
 
-def _assemble(vllm_config: VllmConfig, trunk: nn.Module, layers: list[Layer]) -> LoadedModel:
+def _assemble(vllm_config: VllmConfig, root: nn.Module, trunk: nn.Module, layers: list[Layer]) -> LoadedModel:
     shapes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in layers}
     if len(shapes) != 1:
         raise NotBlendable("architecture", f"KV heads differ between layers: {sorted(shapes)}")
     ((num_kv_heads, head_dim),) = shapes
     return LoadedModel(
         vllm_config=vllm_config,
+        root=root,
         trunk=trunk,
         layers=tuple(layers),
         device=next(trunk.parameters()).device,

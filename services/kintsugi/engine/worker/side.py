@@ -22,6 +22,7 @@ from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
+    WEIGHTS_CHANGED,
     BlendJob,
     LoadSample,
     PassSample,
@@ -32,8 +33,9 @@ from kintsugi.engine.protocol import (
 )
 from kintsugi.engine.worker.model import LoadedModel, find_model
 from kintsugi.engine.worker.selftest import self_test
-from kintsugi.engine.worker.stack import VllmStack, rank_and_size
+from kintsugi.engine.worker.stack import VllmStack, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.support import unsupported
+from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
@@ -85,6 +87,7 @@ class WorkerSide:
         self._codec = codec_named(config.codec)
         self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: LoadedModel | None = None
+        self._weights: LoadedWeights | None = None
         self._unable: str | None = None
         self._unable_is_told = False
         self._blends_waiting: list[BlendJob] = []
@@ -113,6 +116,7 @@ class WorkerSide:
             self._model = find_model(self._vllm_config, self._kv_cache_config, kv_caches)
             if self._config.self_test:
                 self_test(self._model)
+            self._weights = LoadedWeights(self._model.root)
         except (NotBlendable, SelfTestFailed) as error:
             self._unable = str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}"
             logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
@@ -125,6 +129,7 @@ class WorkerSide:
         with torch.inference_mode():
             for request_id in metadata.cancelled:
                 self._cancel(request_id)
+            self._check_weights(metadata)
             self._accept(metadata)
             self._collect_puts()
             self._collect_probe()
@@ -150,6 +155,8 @@ class WorkerSide:
         for blend in self._blends.values():
             blend.work.close()
         self._blends.clear()
+        if self._weights is not None:
+            self._weights.close()
         self._probe_thread.shutdown(wait=False, cancel_futures=True)
         self._put_threads.shutdown(wait=True, cancel_futures=True)
 
@@ -195,6 +202,41 @@ class WorkerSide:
             depth=self._config.prefetch_layers,
             patience_s=2 * deadline_s,
         )
+
+    def _check_weights(self, metadata: StepMetadata) -> None:
+        """Stop blending and saving for good once the weights are not the fingerprint's any more.
+
+        In every step that has work, so that no pass runs on over other weights than it began with. Ranks
+        have the same work and decide together: one alone in a layer would wait for the others forever.
+        """
+        in_flight = self._blends or self._blends_waiting or self._save or self._saves_waiting
+        if self._weights is None or self._unable is not None:
+            return
+        if not (in_flight or metadata.blends or metadata.saves):
+            return
+        change = self._weights.check()
+        assert self._model is not None
+        if not is_so_on_any_rank(change is not None, self._model.device):
+            return
+        self._unable = (
+            f"{WEIGHTS_CHANGED}: {change or 'another rank saw it'}; stored chunks and calibration belong to "
+            "the weights that were loaded at start; restart the engine on the new checkpoint"
+        )
+        self._unable_is_told = False
+        logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
+        self._give_up_everything(self._unable)
+
+    def _give_up_everything(self, reason: str) -> None:
+        """Leave all work in flight to vLLM. Chunks that are computed already are still stored."""
+        for request_id, blend in self._blends.items():
+            blend.work.close()
+            self._fail(request_id, reason)
+        waiting = [job.tokens for job in self._blends_waiting] + [job.tokens for job in self._saves_waiting]
+        for tokens in waiting:
+            self._fail(tokens.request_id, reason)
+        if self._save is not None:
+            self._abandon_save(self._save.jobs, reason)
+        self._blends, self._blends_waiting, self._saves_waiting = {}, [], []
 
     def _accept(self, metadata: StepMetadata) -> None:
         """Queue new work, or hand it back at once where blending is off."""

@@ -288,6 +288,13 @@ def rank_and_size() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
+def is_so_on_any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether `flag` holds on some tensor-parallel rank. All ranks have to ask together."""
+    if rank_and_size()[1] == 1:
+        return flag
+    return bool(tensor_model_parallel_all_reduce(torch.tensor([float(flag)], device=device)).item() > 0)
+
+
 def _common_metadata(
     positions: Tensor, owners: Tensor, tables: _GroupTables, slots: Tensor, device: torch.device
 ) -> CommonAttentionMetadata:
