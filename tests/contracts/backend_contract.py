@@ -28,6 +28,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.backend import EngineBackend
 
 Result = TypeVar("Result")
@@ -54,18 +55,18 @@ class Engines(ABC):
 
     _numbers = itertools.count()
 
-    def tokens(self, length: int) -> tuple[int, ...]:
+    def tokens(self, length: int) -> TokenIds:
         """Ids that no other test sends in this order."""
         number = next(self._numbers)
-        return tuple(
-            3 + (number * 31 + index * (number + 7)) % (self.vocabulary - 3) for index in range(length)
+        return TokenIds.of(
+            [3 + (number * 31 + index * (number + 7)) % (self.vocabulary - 3) for index in range(length)]
         )
 
     def request(self, prompt: Sequence[int], **sampling: Any) -> EngineRequest:
         number = next(self._numbers)
         params = KintsugiParams("contract", spans=())
         chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
-        return EngineRequest(f"request-{number}", tuple(prompt), params, chosen)
+        return EngineRequest(f"request-{number}", TokenIds.of(prompt), params, chosen)
 
     async def answer(self, request: EngineRequest) -> list[EngineDelta]:
         async with aclosing(self.backend.generate(request)) as deltas:
@@ -150,7 +151,7 @@ class BackendContract:
             engines.run(engines.answer(engines.request(engines.tokens(5), temprature=0.5)))
         with pytest.raises(InvalidField, match="max_tokens"):
             engines.run(engines.answer(engines.request(engines.tokens(5), max_tokens=0)))
-        for prompt in ((), engines.tokens(info.max_model_len + 1)):
+        for prompt in (TokenIds(), engines.tokens(info.max_model_len + 1)):
             with pytest.raises(InvalidField):
                 engines.run(engines.answer(engines.request(prompt)))
         assert engines.run(engines.answer(engines.request(engines.tokens(5))))[-1].finish_reason == "length"
@@ -178,7 +179,7 @@ class BackendContract:
         assert last.accounting.get("chunks_hit", 0) == 0, "another namespace finds nothing"
 
     def test_one_chunk_that_cannot_be_saved_does_not_fail_the_others(self, engines: Engines) -> None:
-        outcomes = engines.run(engines.backend.save("save", "contract", [engines.tokens(16), ()]))
+        outcomes = engines.run(engines.backend.save("save", "contract", [engines.tokens(16), TokenIds()]))
         assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.FAILED]
         assert outcomes[1].reason
 

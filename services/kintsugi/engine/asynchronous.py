@@ -31,6 +31,7 @@ from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import check_namespace
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import LoadMeter, LoadStats
 from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_prompt, transfer_config
@@ -170,7 +171,7 @@ class AsyncEngine:
 
         name, options = self._spec.name, self._spec.openai
         self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options, self.load)
-        tokens = (*self.prefix_token_ids, *range(PROBE_TOKENS))[-PROBE_TOKENS:]
+        tokens = TokenIds.of((*self.prefix_token_ids, *range(PROBE_TOKENS)))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
             request = EngineRequest(f"warm-up-{index}", tokens, params, {"max_tokens": 1, "temperature": 0.0})
@@ -279,7 +280,7 @@ class AsyncEngine:
         salt = request.params.namespace
         try:
             outputs = self._watched.generate(
-                TokensPrompt(prompt_token_ids=list(request.prompt_token_ids), cache_salt=salt),
+                TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),
                 sampling,
                 ticket,
                 trace_headers=dict(request.trace) or None,
@@ -333,7 +334,7 @@ class AsyncEngine:
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
@@ -342,7 +343,7 @@ class AsyncEngine:
         kept_in = "" if tier == "auto" else tier
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
-        async def one(index: int, chunk: tuple[int, ...]) -> SaveOutcome:
+        async def one(index: int, chunk: TokenIds) -> SaveOutcome:
             try:
                 prompt = save_prompt(self.prefix_token_ids, chunk, namespace, tier=kept_in)
             except InvalidField as error:
@@ -350,7 +351,7 @@ class AsyncEngine:
             assert prompt.params is not None
             request = EngineRequest(
                 f"{request_id}-{index}",
-                tuple(prompt.token_ids),
+                TokenIds.of(prompt.token_ids),
                 prompt.params,
                 {"max_tokens": 1, "temperature": 0.0},
                 priority,

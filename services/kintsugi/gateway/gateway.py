@@ -327,7 +327,7 @@ class Gateway:
             space = await self.space(namespace)
             pieces = await self._resolver.pieces(space, segments)
             self._resolver.learn(space, segments, pieces)
-            self._filler.suspect(namespace, [(piece.key, piece.tokens) for piece in pieces])
+            self._filler.suspect(namespace, [(piece.key, piece.token_ids) for piece in pieces])
 
     async def _prompt(self, call: GenerateCall) -> ResolvedPrompt:
         """Raises `InvalidField` and `NotFound`."""
@@ -416,7 +416,7 @@ class Gateway:
         if self._filler is None or not missed:
             return
         placed = zip(prompt.spans, prompt.pieces, strict=True)
-        chunks = [(piece.key, piece.tokens) for span, piece in placed if span.key is not None]
+        chunks = [(piece.key, piece.token_ids) for span, piece in placed if span.key is not None]
         self._filler.suspect(namespace, chunks)
 
     async def put_chunks(
@@ -442,7 +442,7 @@ class Gateway:
                     f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
                 )
         tiers = await self.store.tiers(namespace, [piece.key for piece in pieces])
-        missing = [(p.key, p.tokens) for p, held in zip(pieces, tiers, strict=True) if held is None]
+        missing = [(p.key, p.token_ids) for p, held in zip(pieces, tiers, strict=True) if held is None]
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
         self._resolver.learn(space, chunks, pieces)
         states: dict[ChunkKey, tuple[PutState, str]] = {}

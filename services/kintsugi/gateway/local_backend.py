@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine
 from kintsugi.gateway.backend import EngineBackend
 
@@ -32,7 +33,7 @@ class LocalBackend(EngineBackend):
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:

@@ -17,6 +17,7 @@ from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
 from kintsugi.core.report import Binding
 from kintsugi.core.schema import load
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
 from kintsugi.engine.load import LoadStats
 from kintsugi.gateway.addresses import format_address, free_port
@@ -108,7 +109,7 @@ class EngineReplica:
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.backend import EngineBackend
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class RayBackend(EngineBackend):
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from kintsugi.core.spaces import Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.store.client.directory import ShardMap
 
 BLOCK_TOKENS = 128
@@ -75,10 +75,10 @@ class Wanted:
         return 2 if view.fingerprint else 1
 
 
-def prefix_digests(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+def prefix_digests(namespace: str, token_ids: TokenIds) -> tuple[int, ...]:
     """A digest of each beginning of the prompt that is a whole number of blocks, the shortest first."""
     hasher = xxhash.xxh3_64(namespace.encode())
-    data = np.asarray(token_ids[: BLOCKS_MAX * BLOCK_TOKENS], dtype="<u4").tobytes()
+    data = token_ids[: BLOCKS_MAX * BLOCK_TOKENS].data
     size = 4 * BLOCK_TOKENS
     digests = []
     for start in range(0, len(data) - size + 1, size):

@@ -26,6 +26,7 @@ from kintsugi.core.exchange import (
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.backend import EngineBackend
 from kintsugi.store.protocol.interface import AsyncChunkStore
 
@@ -53,7 +54,7 @@ class StubSeen:
     """What it was asked, for assertions."""
 
     requests: list[EngineRequest] = field(default_factory=list)
-    saves: list[tuple[str, str, tuple[tuple[int, ...], ...], int, str]] = field(default_factory=list)
+    saves: list[tuple[str, str, tuple[TokenIds, ...], int, str]] = field(default_factory=list)
     """Request id, namespace, chunks, priority, tier."""
     running: int = 0
     """Answers under way."""
@@ -174,7 +175,7 @@ class StubBackend(EngineBackend):
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:

@@ -8,7 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.fill import Address, FillConfig, FillQueue, MissDecision
+
+TOKENS = TokenIds.of([1, 2])
 
 
 def address(number: int, namespace: str = "tenant") -> Address:
@@ -16,23 +19,23 @@ def address(number: int, namespace: str = "tenant") -> Address:
 
 
 def queued(queue: FillQueue, number: int, namespace: str = "tenant", now_s: float = 0.0) -> MissDecision:
-    queue.missed(address(number, namespace), b"", now_s)
-    return queue.missed(address(number, namespace), b"", now_s)
+    queue.missed(address(number, namespace), TokenIds(), now_s)
+    return queue.missed(address(number, namespace), TokenIds(), now_s)
 
 
 def test_the_second_miss_is_worth_a_fill() -> None:
     queue = FillQueue()
-    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.COUNTED
-    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.QUEUED
-    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.DUPLICATE
-    assert queue.take() == [(address(1), b"tokens")]
-    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.DUPLICATE, "it is being filled"
+    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.COUNTED
+    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE
+    assert queue.take() == [(address(1), TOKENS)]
+    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE, "it is being filled"
     queue.done(address(1), saved=True)
-    assert queue.missed(address(1), b"tokens", 0.0) is MissDecision.COUNTED, "evicted since, it starts anew"
+    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.COUNTED, "evicted since, it starts anew"
 
 
 def test_the_first_is_where_that_is_wanted() -> None:
-    assert FillQueue(FillConfig(sights=1)).missed(address(1), b"", 0.0) is MissDecision.QUEUED
+    assert FillQueue(FillConfig(sights=1)).missed(address(1), TokenIds(), 0.0) is MissDecision.QUEUED
 
 
 def test_a_full_queue_drops_and_takes_up_again() -> None:
@@ -43,18 +46,18 @@ def test_a_full_queue_drops_and_takes_up_again() -> None:
         MissDecision.FULL,
     ]
     queue.take()
-    assert queue.missed(address(2), b"", 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(2), TokenIds(), 0.0) is MissDecision.QUEUED
 
 
 def test_a_queue_is_full_by_tokens_too() -> None:
     queue = FillQueue(FillConfig(sights=1, queue_tokens_max=3))
-    assert queue.missed(address(1), bytes(8), 0.0) is MissDecision.QUEUED
-    assert queue.missed(address(2), bytes(8), 0.0) is MissDecision.FULL
-    assert queue.missed(address(3), bytes(4), 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(1), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.FULL
+    assert queue.missed(address(3), TokenIds(bytes(4)), 0.0) is MissDecision.QUEUED
     queue.forget(address(1))
-    assert queue.missed(address(2), bytes(8), 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
     assert len(queue.take()) == 2
-    assert queue.missed(address(4), bytes(12), 0.0) is MissDecision.QUEUED
+    assert queue.missed(address(4), TokenIds(bytes(12)), 0.0) is MissDecision.QUEUED
 
 
 def test_it_waits_for_an_idle_moment_but_not_for_ever() -> None:
@@ -93,14 +96,14 @@ def test_what_found_no_room_has_not_failed() -> None:
         queued(queue, 1)
         assert len(queue.take()) == 1
         queue.dropped(address(1))
-    assert queue.missed(address(1), b"", 0.0) is MissDecision.QUEUED, "its next miss is enough"
+    assert queue.missed(address(1), TokenIds(), 0.0) is MissDecision.QUEUED, "its next miss is enough"
 
 
 def test_the_oldest_counts_are_forgotten_first() -> None:
     queue = FillQueue(FillConfig(sighted_max=2))
     for number in range(3):
-        queue.missed(address(number), b"", 0.0)
-    assert queue.missed(address(0), b"", 0.0) is MissDecision.COUNTED
+        queue.missed(address(number), TokenIds(), 0.0)
+    assert queue.missed(address(0), TokenIds(), 0.0) is MissDecision.COUNTED
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ class Filling(RuleBasedStateMachine):
     @rule(number=st.integers(0, 8))
     def miss(self, number: int) -> None:
         one = address(number, "ab"[number % 2])
-        verdict = self.queue.missed(one, b"", 0.0)
+        verdict = self.queue.missed(one, TokenIds(), 0.0)
         self.misses[one] = self.misses.get(one, 0) + 1
         if verdict is MissDecision.QUEUED:
             assert self.misses[one] >= 2

@@ -16,6 +16,7 @@ from ray.serve.request_router import PendingRequest
 
 from kintsugi.core.exchange import EngineRequest, OpenAICall
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.tokens import TokenIds
 from kintsugi.serving.engine_router import EngineRouter
 
 PARAMS = KintsugiParams("acme")
@@ -49,7 +50,7 @@ def first(made: EngineRouter, replicas: list[Any], request: PendingRequest) -> s
 
 
 def prompt(begin: int, length: int = 512) -> EngineRequest:
-    return EngineRequest("r", tuple(range(begin, begin + length)), PARAMS)
+    return EngineRequest("r", TokenIds.of(range(begin, begin + length)), PARAMS)
 
 
 def test_what_waits_counts_and_all_others_follow() -> None:

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotBlendable, Unavailable
 from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.scheduler.matching import Match, in_codecs
 from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import ChunkStore
@@ -69,7 +70,7 @@ class Lookups:
     def step_began(self) -> None:
         self._has_waited = False
 
-    def check_store(self, space: ChunkSpace, token_ids: list[int]) -> None:
+    def check_store(self, space: ChunkSpace, token_ids: TokenIds) -> None:
         """Raise `NotBlendable` while the store is left alone; from time to time find out beside it whether it
         answers again, by asking for `token_ids`."""
         if self._breaker.is_closed:
@@ -78,7 +79,7 @@ class Lookups:
             self._threads.submit(self._ask_again, space, token_ids)
         raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
 
-    def _ask_again(self, space: ChunkSpace, token_ids: list[int]) -> None:
+    def _ask_again(self, space: ChunkSpace, token_ids: TokenIds) -> None:
         """Find out whether the store answers in time again, on a thread of its own: no prompt waits."""
         answered_by_s = time.monotonic() + self._deadline_s
         try:

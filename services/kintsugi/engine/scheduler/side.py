@@ -24,6 +24,7 @@ from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
     BlendJob,
@@ -143,7 +144,7 @@ class SchedulerSide:
         if sum(s.lookup is not None and s.lookup.is_waiting for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
-        prompt: list[int] = list(request.prompt_token_ids)
+        prompt = TokenIds.of(request.prompt_token_ids)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
         planner = self.planner if params.op is Op.SAVE else self._resolve_planner(params)
@@ -500,7 +501,7 @@ class SchedulerSide:
         self._lookups.close()
 
 
-def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]) -> tuple[Span, ...]:
+def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
     """Spans with the keys of the prompt's own tokens; a key that was given must be that one."""
     check_spans(spans, len(prompt))
     keyed = []
@@ -516,7 +517,7 @@ def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]
     return tuple(keyed)
 
 
-def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: list[int]) -> None:
+def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:
     assert params.spans is not None
     (span,) = params.spans
     if span.end >= len(prompt):

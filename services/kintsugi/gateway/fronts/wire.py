@@ -12,6 +12,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.gateway import Finished, GatewayChunk, GenerateCall, Put, PutState, Resolved
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.precompute.documents import DocumentRef
@@ -35,7 +36,7 @@ def content_of(wire: pb.Content, where: str) -> Segment:
     if kind == "text":
         return Segment(text=wire.text)
     if kind == "tokens":
-        return Segment(token_ids=tuple(wire.tokens.ids))
+        return Segment(token_ids=TokenIds.of(wire.tokens.ids))
     raise InvalidField(where, "is mandatory; give a text or tokens")
 
 
@@ -52,7 +53,7 @@ def _segment(wire: pb.Segment, where: str) -> Segment:
     if kind == "text":
         return Segment(text=wire.text, plain=wire.plain)
     if kind == "tokens":
-        return Segment(token_ids=tuple(wire.tokens.ids), plain=wire.plain)
+        return Segment(token_ids=TokenIds.of(wire.tokens.ids), plain=wire.plain)
     if kind == "chunk_key":
         return Segment(key=key_of(wire.chunk_key, f"{where}.chunk_key"), plain=wire.plain)
     if kind == "document":

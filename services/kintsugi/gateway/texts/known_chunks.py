@@ -25,7 +25,8 @@ from typing import Any
 import xxhash
 
 from kintsugi.core.errors import Corrupted, Unavailable
-from kintsugi.core.spaces import KEY_BYTES, ChunkKey, token_bytes, token_ids_of
+from kintsugi.core.spaces import KEY_BYTES, ChunkKey, token_bytes
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.texts.known_texts import WINDOW_CHARS, ChunkText, TextIndex, disjoint, window_hashes
 from kintsugi.gateway.texts.shares import Shares
 
@@ -211,7 +212,7 @@ class KnownChunks:
                     namespace, key = record.address
                     self._tenants[namespace].seen[key] = dataclasses.replace(entry, tokens=None)
 
-    def token_ids(self, namespace: str, key: ChunkKey) -> tuple[int, ...] | None:
+    def token_ids(self, namespace: str, key: ChunkKey) -> TokenIds | None:
         """The chunk's tokens, None where it was never seen in this namespace, or too long ago."""
         address = (namespace, key)
         with self._lock:
@@ -221,7 +222,7 @@ class KnownChunks:
         tokens = None if entry is None else entry.tokens
         if tokens is None and self._disk is not None:  # also what another gateway wrote there
             tokens = self._disk.tokens(address)
-        return None if tokens is None else token_ids_of(tokens)
+        return None if tokens is None else TokenIds(tokens)
 
     def knows(self, namespace: str, key: ChunkKey) -> bool:
         """Whether `token_ids` would give its tokens; not a use of it."""

@@ -11,6 +11,7 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineRequest
 from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import BIND, UNIPROC, AsyncSpec, arguments_for
 from kintsugi.gateway.local_backend import LocalBackend
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
@@ -51,7 +52,7 @@ class TestLocalBackend(BackendContract):
 
     def test_plain_prompts_share_the_prefix_cache_within_a_namespace(self, engines: LocalEngines) -> None:
         """Also where nothing is to be blended: else one tenant's times tell what another has asked."""
-        prompt = (0, *range(40, 400))
+        prompt = TokenIds.of([0, *range(40, 400)])
 
         async def cached_tokens(namespace: str, number: int) -> int:
             params = KintsugiParams(namespace, op=Op.OFF)
