@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -29,7 +30,6 @@ from kintsugi.core.exchange import (
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
 from kintsugi.core.tokens import TokenIds
-from kintsugi.gateway.backend import EngineBackend
 
 Result = TypeVar("Result")
 
@@ -52,6 +52,10 @@ class Engines(ABC):
     @abstractmethod
     async def idle(self) -> bool:
         """Whether the engines work on nothing."""
+
+    @abstractmethod
+    async def closed(self) -> EngineBackend:
+        """A backend of this kind that has been closed."""
 
     _numbers = itertools.count()
 
@@ -205,3 +209,20 @@ class BackendContract:
         assert head.status == 200
         assert pieces
         assert all(isinstance(piece, bytes) for piece in pieces)
+
+    def test_a_closed_backend_answers_nobody(self, engines: Engines) -> None:
+        call = OpenAICall("openai", "/v1/completions", {}, KintsugiParams("contract"))
+
+        async def ask() -> None:
+            backend = await engines.closed()
+            await backend.close()
+            with pytest.raises(Unavailable):
+                await backend.info()
+            with pytest.raises(Unavailable):
+                await backend.save("save", "contract", [engines.tokens(16)])
+            with pytest.raises(Unavailable):
+                await anext(backend.generate(engines.request(engines.tokens(5))))
+            with pytest.raises(Unavailable):
+                await anext(backend.openai(call))
+
+        engines.run(ask())

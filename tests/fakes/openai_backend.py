@@ -7,8 +7,9 @@ import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
-from kintsugi.gateway.backend import EngineBackend
+from kintsugi.core.tokens import TokenIds
 
 INFO = EngineInfo("scripted", "ab" * 32, (0,), True, 4096, "on")
 JSON = OpenAIHead(200, "application/json")
@@ -40,7 +41,7 @@ class ScriptedBackend(EngineBackend):
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:

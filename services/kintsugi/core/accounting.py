@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+WEIGHTS_CHANGED = "weights_changed"
+"""The reason why nothing is blended or saved once a worker has found other weights than it started with."""
+
 
 class Outcome(StrEnum):
     """How the prompt was prefilled."""

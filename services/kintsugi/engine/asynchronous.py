@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
-from kintsugi.core.deploy import OpenAISpec
+from kintsugi.core.backend import EngineBackend
+from kintsugi.core.deploy import EngineSpec, ModelSpec, OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -73,6 +75,28 @@ class AsyncSpec:
     """More of vLLM's `AsyncEngineArgs`."""
     openai: OpenAISpec = field(default_factory=OpenAISpec)
 
+    @staticmethod
+    def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
+        """The engine that a service's configuration asks for. Reads the tokenizer where there is a system
+        prompt."""
+        connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
+        if engines.allow_uncalibrated:
+            connector["allow_uncalibrated"] = True
+        arguments: dict[str, Any] = {"dtype": model.dtype, **engines.vllm}
+        if model.max_model_len is not None:
+            arguments["max_model_len"] = model.max_model_len
+        if engines.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(engines.kv_cache_gib * (1 << 30))
+        return AsyncSpec(
+            model.path,
+            model.name or Path(model.path).name or model.path,
+            store,
+            prefix_token_ids=None if model.system_prompt is None else _prefix_of(model),
+            extra_config=connector,
+            vllm_args=arguments,
+            openai=engines.openai,
+        )
+
     @property
     def connector(self) -> dict[str, Any]:
         """The connector's configuration, for vLLM."""
@@ -91,86 +115,103 @@ class AsyncSpec:
         return load(EngineConfig, self.connector, "connector")
 
 
-class AsyncEngine:
-    """A running engine. Make it with `start`, inside the event loop that uses it; `stop` it."""
+def _prefix_of(model: ModelSpec) -> tuple[int, ...]:
+    """The system prompt as it begins a prompt, BOS included where the tokenizer writes one."""
+    from transformers import AutoTokenizer
 
-    def __init__(
-        self, client: Any, spec: AsyncSpec, store: ChunkStore, gate: Gate, unsupported: str | None
-    ) -> None:
-        """Owns all of it."""
+    return tuple(AutoTokenizer.from_pretrained(model.path)(model.system_prompt).input_ids)
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What `launch` starts and an `AsyncEngine` owns."""
+
+    client: Any
+    """vLLM's `AsyncLLM`."""
+    store: ChunkStore
+    gate: Gate
+    unsupported: str | None
+    """Why this engine never blends; None where it may."""
+
+
+async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> EngineParts:
+    """Load the model. 10-30 s.
+
+    ``prepare`` is called on a thread before a calibration report is looked for, with the binding that the
+    report must have. Raises `InvalidField` for an impossible configuration, `Unavailable` where vLLM does not
+    start.
+    """
+    config = spec.config
+    # A fingerprint reads all weights: from the disk while vLLM is imported.
+    digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise Unavailable(f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]") from error
+    from kintsugi.engine.scheduler.gate import binding_of, open_gate
+    from kintsugi.engine.worker.support import unsupported
+
+    try:
+        vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        await digested
+        binding = binding_of(vllm_config, config)
+        await asyncio.to_thread(prepare, binding)
+        store = open_store(config.store)
+        gate = await asyncio.to_thread(open_gate, config, store, binding)
+        client = AsyncLLM.from_vllm_config(vllm_config)
+    except KintsugiError:
+        raise
+    except Exception as error:
+        # vLLM raises many types here, from a bad config value to a failed allocation.
+        raise Unavailable(f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}") from error
+    return EngineParts(client, store, gate, unsupported(vllm_config))
+
+
+class AsyncEngine(EngineBackend):
+    """A running engine. Make it with `start`, inside the event loop that uses it, and `close` it."""
+
+    client: Any = None
+    """The `AsyncLLM`, for vLLM's own handling of OpenAI requests; None once closed."""
+
+    def __init__(self, spec: AsyncSpec, parts: EngineParts) -> None:
+        """Owns the parts. Not ready before `warm_up`."""
         from kintsugi.engine.scheduler.gate import prefix_of, tokenizer_of
 
-        self.client = client
-        """The `AsyncLLM`, for vLLM's own handling of OpenAI requests."""
-        self.store = store
-        """The chunks', and the calibration reports'."""
-        self.load = LoadMeter()
-        self.prefix_token_ids = prefix_of(spec.config, client.vllm_config)
+        self.client = parts.client
+        self.store = parts.store
+        """Holds the chunks and the calibration reports."""
+        self.prefix_token_ids = prefix_of(spec.config, parts.client.vllm_config)
         """What chunks are prefilled behind."""
-        self.max_model_len = int(client.model_config.max_model_len)
+        self.max_model_len = int(parts.client.model_config.max_model_len)
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
-        self._tokenizer = tokenizer_of(client.vllm_config)
+        self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
-        self._watched = WatchedClient(client)
-        self._gate = gate
-        self._declined = unsupported
+        self._load = LoadMeter()
+        self._watched = WatchedClient(parts.client, self._load)
+        self._gate = parts.gate
+        self._declined = parts.unsupported
         self._submitted = 0
         self._front: Any = None
         self._metrics: Any = None
 
-    @staticmethod
-    async def start(
-        spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None
-    ) -> AsyncEngine:
-        """Load the model and answer one prompt, so that the first that counts finds everything ready.
-
-        ``prepare`` is called on a thread before a calibration report is looked for, with what it has to speak
-        about. 10-30 s. Raises `InvalidField` for a configuration that cannot be, `Unavailable` where vLLM
-        does not start.
-        """
-        config = spec.config
-        # A fingerprint reads all weights: from the disk while vLLM is imported.
-        digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
-        try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise Unavailable(
-                f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]"
-            ) from error
-        from kintsugi.engine.scheduler.gate import binding_of, open_gate
-        from kintsugi.engine.worker.support import unsupported
-
-        try:
-            vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(
-                UsageContext.ENGINE_CONTEXT
-            )
-            await digested
-            binding = binding_of(vllm_config, config)
-            await asyncio.to_thread(prepare, binding)
-            store = open_store(config.store)
-            gate = await asyncio.to_thread(open_gate, config, store, binding)
-            client = AsyncLLM.from_vllm_config(vllm_config)
-        except KintsugiError:
-            raise
-        except Exception as error:
-            # vLLM raises many types here, from a bad config value to a failed allocation.
-            raise Unavailable(
-                f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}"
-            ) from error
-        engine = AsyncEngine(client, spec, store, gate, unsupported(vllm_config))
-        await engine._warm_up()
+    @classmethod
+    async def start(cls, spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> Self:
+        """Launch an engine and warm it up. ``prepare`` and errors as `launch`."""
+        engine = cls(spec, await launch(spec, prepare))
+        await engine.warm_up()
         return engine
 
-    async def _warm_up(self) -> None:
-        """Two prompts: the worker says with the first whether it can blend, the second is answered so. And
-        vLLM's OpenAI handlers, which take seconds to import."""
+    async def warm_up(self) -> None:
+        """Answer two prompts, so that the first that counts finds everything ready: with the first the worker
+        says whether it can blend, and the second is answered accordingly. Also import vLLM's OpenAI
+        handlers, which takes seconds."""
         from kintsugi.engine.openai.handlers import OpenAIFront
 
         name, options = self._spec.name, self._spec.openai
-        self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options, self.load)
+        self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options)
         tokens = TokenIds.of((*self.prefix_token_ids, *range(PROBE_TOKENS)))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
@@ -182,8 +223,8 @@ class AsyncEngine:
             if reason.split(":", 1)[0] in UNABLE:
                 self._declined = reason
 
-    def info(self) -> EngineInfo:
-        """What a gateway has to know."""
+    async def info(self) -> EngineInfo:
+        self.check_health()
         state = self._gate.state
         unable = self._watched.weights_changed or self._declined
         closed = unable or (None if state.is_open else f"{state.reason}: {state.detail}")
@@ -217,16 +258,11 @@ class AsyncEngine:
         `Unavailable`."""
         self.check_health()
         self._submitted += 1
-        try:
+        with _errors_as_ours():
             return await prefill_in_full(self.client, prompt, f"full-{self._submitted}", priority)
-        except Exception as error:
-            translated = _translate_vllm_error(error)
-            if translated is None:
-                raise
-            raise translated from error
 
     def stats(self) -> LoadStats:
-        return self.load.stats()
+        return self._load.stats()
 
     def check_health(self) -> None:
         """Raises `Unavailable` where the engine's process is gone."""
@@ -234,66 +270,47 @@ class AsyncEngine:
             raise Unavailable("the engine has ended; it is started again")
 
     def when_ended(self, act: Callable[[], None]) -> None:
-        """Call ``act`` on the event loop once the engine's process has ended by itself; not for `stop`."""
+        """Call ``act`` on the event loop once the engine's process has ended by itself; not for `close`."""
         # vLLM tells nobody; but with its core ends the task that reads the core's answers.
         self.client.output_handler.add_done_callback(lambda task: None if task.cancelled() else act())
 
     def serve_metrics(self, host: str, port: int) -> None:
-        """Answer Prometheus with what vLLM and the connector count, until `stop`."""
+        """Answer Prometheus with what vLLM and the connector count, until `close`."""
         from prometheus_client import start_http_server
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
         self._metrics, _ = start_http_server(port, host, get_prometheus_registry())
 
-    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        """As `EngineBackend.openai`."""
-        async with aclosing(self._front.answer(call)) as pieces:
-            async for piece in pieces:
-                yield piece
+    def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        self.check_health()
+        answer: AsyncGenerator[OpenAIHead | bytes, None] = self._front.answer(call)
+        return answer
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """As `EngineBackend.generate`. Raises `InvalidField` before anything is submitted."""
+        from vllm import TokensPrompt
+
+        self.check_health()
         self._check_model(request.fingerprint)
         self._check_prompt(request.prompt_token_ids)
         sampling = self._sampling(request)
         self._submitted += 1
-        ticket = f"{request.request_id}-{self._submitted}"
-        self.load.began(ticket, len(request.prompt_token_ids))
+        # Also where nothing is blended: who shares a prefix cache learns from its times what others ask.
+        salt = request.params.namespace
+        outputs = self._watched.generate(
+            TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),
+            sampling,
+            f"{request.request_id}-{self._submitted}",
+            trace_headers=dict(request.trace) or None,
+            priority=request.priority,
+        )
         completed = 0
-        try:
-            async with aclosing(self._outputs(request, sampling, ticket)) as outputs:
+        with _errors_as_ours():
+            async with aclosing(outputs):
                 async for output in outputs:
-                    if completed == 0:
-                        self.load.answered(ticket)
                     piece = output.outputs[0]
                     completed += len(piece.token_ids)
                     delta = EngineDelta(tuple(piece.token_ids), piece.text)
                     yield _last(delta, output, completed) if output.finished else delta
-        finally:
-            self.load.ended(ticket)
-
-    async def _outputs(self, request: EngineRequest, sampling: Any, ticket: str) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs, and its errors as ours."""
-        from vllm import TokensPrompt
-
-        # Also where nothing is blended: who shares a prefix cache learns from its times what others ask.
-        salt = request.params.namespace
-        try:
-            outputs = self._watched.generate(
-                TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),
-                sampling,
-                ticket,
-                trace_headers=dict(request.trace) or None,
-                priority=request.priority,
-            )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
-        except Exception as error:
-            translated = _translate_vllm_error(error)
-            if translated is None:
-                raise
-            raise translated from error
 
     def _check_model(self, fingerprint: str) -> None:
         if fingerprint not in ("", self.binding.model.hex):
@@ -318,17 +335,14 @@ class AsyncEngine:
             **check_sampling(request.sampling),
         }
         try:
-            return SamplingParams(
-                **values,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args={"kv_transfer_params": request.params.to_mapping()},
-            )
-        except Exception as error:
-            # vLLM's own type here is no `ValueError` in every version.
-            translated = _translate_vllm_error(error)
-            if not isinstance(translated, InvalidField):
-                raise
-            raise InvalidField("sampling", translated.problem) from error
+            with _errors_as_ours():
+                return SamplingParams(
+                    **values,
+                    output_kind=RequestOutputKind.DELTA,
+                    extra_args={"kv_transfer_params": request.params.to_mapping()},
+                )
+        except InvalidField as error:
+            raise InvalidField("sampling", error.problem) from error
 
     async def save(
         self,
@@ -338,7 +352,7 @@ class AsyncEngine:
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
-        """As `EngineBackend.save`. A tier that the store lacks is the outcome's reason."""
+        self.check_health()
         check_namespace(namespace)
         kept_in = "" if tier == "auto" else tier
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
@@ -375,8 +389,8 @@ class AsyncEngine:
         reason = str(accounting.get("reason") or "the connector did not answer")
         return SaveOutcome(SaveState.FAILED, reason)
 
-    async def stop(self) -> None:
-        """End the engine's process and what it is at. Idempotent."""
+    async def close(self) -> None:
+        """End the engine's process with what it computes. Idempotent."""
         if self.client is None:
             return
         client, self.client = self.client, None
@@ -401,6 +415,18 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
         accounting=(output.kv_transfer_params or {}).get(PARAMS_KEY),
         usage=Usage(len(output.prompt_token_ids), completed, output.num_cached_tokens or 0),
     )
+
+
+@contextmanager
+def _errors_as_ours() -> Iterator[None]:
+    """vLLM's errors as ours."""
+    try:
+        yield
+    except Exception as error:
+        translated = _translate_vllm_error(error)
+        if translated is None:
+            raise
+        raise translated from error
 
 
 def _translate_vllm_error(error: Exception) -> KintsugiError | None:

@@ -13,9 +13,6 @@ from kintsugi.core.plan import BlendPlan, ChunkHit
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.fusor.control.estimates import Transfer
 
-WEIGHTS_CHANGED = "weights_changed"
-"""Why nothing is blended or saved once a worker has found other weights than it started with."""
-
 
 @dataclass(frozen=True)
 class JobTokens:

@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from kintsugi.core.accounting import WEIGHTS_CHANGED
 from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op
+from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
-from kintsugi.engine.protocol import WEIGHTS_CHANGED
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
@@ -28,13 +29,14 @@ class Watcher(Protocol):
 
 
 class WatchedClient:
-    """A `vllm.v1.engine.async_llm.AsyncLLM`, and a watcher of its answers where there is one."""
+    """A `vllm.v1.engine.async_llm.AsyncLLM` that counts its requests and shows them to a watcher, if any."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, load: LoadMeter) -> None:
         self.watcher: Watcher | None = None
         self.weights_changed: str | None = None
         """The reason that an answer gave, once one has: the worker has stopped blending for good."""
         self._client = client
+        self._load = load
         self._logprobs_max = _logprobs_max(client.model_config)
 
     def __getattr__(self, name: str) -> Any:
@@ -51,15 +53,20 @@ class WatchedClient:
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         first: dict[int, float] = {}
-        async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
-            async for output in outputs:
-                if watcher is not None and asked is not None:
-                    first = first or _first_logprobs(output, asked.top_logprobs)
-                accounting = _accounting(output) if output.finished else None
-                self._note_reason(accounting)
-                if watcher is not None and asked is not None and output.finished and first:
-                    watcher.take(asked, _generation(output, first, accounting))
-                yield output
+        self._load.began(request_id, len(prompt.get("prompt_token_ids") or ()))
+        try:
+            async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
+                async for output in outputs:
+                    self._load.answered(request_id)
+                    if watcher is not None and asked is not None:
+                        first = first or _first_logprobs(output, asked.top_logprobs)
+                    accounting = _accounting(output) if output.finished else None
+                    self._note_reason(accounting)
+                    if watcher is not None and asked is not None and output.finished and first:
+                        watcher.take(asked, _generation(output, first, accounting))
+                    yield output
+        finally:
+            self._load.ended(request_id)
 
     def _note_reason(self, accounting: dict[str, Any] | None) -> None:
         reason = str((accounting or {}).get("reason") or "")

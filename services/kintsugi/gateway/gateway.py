@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
@@ -26,7 +27,6 @@ from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
 from kintsugi.gateway.access import Access, Caller, OpenAccess, open_access
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.fill import FillConfig, Filler, FillMode
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.recent_info import RecentInfo

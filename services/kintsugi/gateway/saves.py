@@ -7,11 +7,11 @@ import logging
 import uuid
 from collections.abc import Sequence
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveOutcome, SaveState
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
-from kintsugi.gateway.backend import EngineBackend
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.report import Binding, CalibrationReport, Thresholds, describe_selection
 from kintsugi.core.schema import load
+from kintsugi.engine.asynchronous import AsyncSpec
 
 NOT_CALIBRATED = "not_calibrated"
 REPORT_FILE = "calibration.json"
@@ -56,10 +57,9 @@ class Calibrator:
         from kintsugi.quality import reports
         from kintsugi.quality.session import MeasuringEngineSpec as MeasuredSpec
         from kintsugi.quality.session import start_measuring_engine
-        from kintsugi.serving.engine_replica import async_spec
         from kintsugi.store.client.registry import open_store
 
-        serving = async_spec(self._model, self._engines, self._store_url)
+        serving = AsyncSpec.of(self._model, self._engines, self._store_url)
         connector = {name: value for name, value in serving.extra_config.items() if name in BOUND}
         spec = MeasuredSpec(
             serving.model,

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec, ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S, GatewayServer, load_gateway_tls
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -27,7 +28,6 @@ from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.store.protocol.interface import AsyncChunkStore
 
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")

@@ -14,7 +14,6 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -40,7 +39,6 @@ from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
-from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
 
 logger = logging.getLogger(__name__)
@@ -131,28 +129,6 @@ class _Completion(OpenAIServingCompletion):  # type: ignore[misc]
         )
 
 
-class _Counted:
-    """An engine's client that counts what waits in it."""
-
-    def __init__(self, client: Any, load: LoadMeter) -> None:
-        self._client, self._load = client, load
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def generate(
-        self, prompt: Any, sampling: Any, request_id: str, **more: Any
-    ) -> AsyncGenerator[Any, None]:
-        self._load.began(request_id, len(prompt.get("prompt_token_ids") or ()))
-        try:
-            async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
-                async for output in outputs:
-                    self._load.answered(request_id)
-                    yield output
-        finally:
-            self._load.ended(request_id)
-
-
 async def _note_outputs(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
     """``items``: outputs, or pairs of a prompt's index and its output."""
     try:
@@ -173,15 +149,12 @@ class OpenAIFront:
         model: str,
         prefix_token_ids: tuple[int, ...] = (),
         options: OpenAISpec | None = None,
-        load: LoadMeter | None = None,
     ) -> None:
-        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use; ``load``
-        counts what waits.
+        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use.
 
         Raises what vLLM raises for an unknown parser or a template that does not load.
         """
         options = options or OpenAISpec()
-        client = _Counted(client, load or LoadMeter())
         renderer, model_config = client.renderer, client.model_config
         template = load_chat_template(options.chat_template)
         shared: dict[str, Any] = {

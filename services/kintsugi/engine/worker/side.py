@@ -16,13 +16,12 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.accounting import WEIGHTS_CHANGED, Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
 from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
-    WEIGHTS_CHANGED,
     BlendJob,
     LoadSample,
     PassSample,

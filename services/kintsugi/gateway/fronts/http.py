@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -37,7 +38,6 @@ from kintsugi.core.errors import (
 )
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.access import Access, Caller
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.byte_budget import ByteBudget
 from kintsugi.gateway.fronts.openai_answer import accounting_in, without_times_in
 from kintsugi.gateway.fronts.openai_metrics import HttpMetrics
