@@ -96,7 +96,7 @@ def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> str 
     shadow = Shadow(running, store, running.binding, ShadowConfig(share=1.0))
     for number, case in enumerate(cases):
         params = KintsugiParams(NAMESPACE, spans=case.prompt.spans)
-        prompt = shadow.marked(f"{number}", Prompt(case.prompt.token_ids, params, max_tokens=1))
+        prompt = shadow.prepare_prompt(f"{number}", Prompt(case.prompt.token_ids, params, max_tokens=1))
         (answer,) = running.generate([prompt])
         accounting = answer.accounting or {}
         if accounting.get("outcome") != "blended":

@@ -192,8 +192,8 @@ def simulate(arrivals: Sequence[Arrival], fleet: Fleet, choice: Choice, seed: in
         while running and running[0][0] <= arrival.at_s:
             now[0], ended, engine = heapq.heappop(running)
             engine.outstanding -= 1
-            engine.load.answered(str(ended))
-            engine.load.ended(str(ended))
+            engine.load.record_first_token(str(ended))
+            engine.load.record_end(str(ended))
         now[0] = arrival.at_s
         if arrival.at_s >= report_at_s:
             choice.reported(engines)
@@ -202,7 +202,7 @@ def simulate(arrivals: Sequence[Arrival], fleet: Fleet, choice: Choice, seed: in
         engine = choice.choose(engines, arrival, by_host)
         first_s, resident = engine.take(arrival.at_s, arrival, by_host)
         engine.outstanding += 1
-        engine.load.began(str(number), arrival.num_tokens)
+        engine.load.record_start(str(number), arrival.num_tokens)
         heapq.heappush(running, (first_s, number, engine))
         outcome.ttft_s.append(first_s - arrival.at_s)
         outcome.tokens += arrival.num_tokens

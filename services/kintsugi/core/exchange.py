@@ -34,7 +34,7 @@ class EngineRequest:
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Tokens, as OpenAI counts them."""
 
     prompt_tokens: int
@@ -52,7 +52,7 @@ class EngineDelta:
     finish_reason: str | None = None
     accounting: Mapping[str, Any] | None = None
     """`core.accounting.Accounting.to_mapping`."""
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
 
 class SaveState(StrEnum):
@@ -64,7 +64,7 @@ class SaveState(StrEnum):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """Of one chunk."""
+    """What became of one chunk, and why."""
 
     state: SaveState
     reason: str = ""

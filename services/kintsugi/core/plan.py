@@ -34,7 +34,7 @@ class ChunkHit:
     end: int
     key: ChunkKey
     num_bytes: int = 0
-    """Of all layers, as one rank loads them."""
+    """Bytes of all layers that one rank loads."""
     source: ChunkSource = ChunkSource()
 
     @property

@@ -27,7 +27,7 @@ from kintsugi.core.exchange import (
     OpenAIHead,
     SaveOutcome,
     SaveState,
-    Usage,
+    TokenUsage,
 )
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
@@ -151,7 +151,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda bi
     except ImportError as error:
         raise Unavailable(f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]") from error
     from kintsugi.engine.scheduler.gate import binding_of, open_gate
-    from kintsugi.engine.worker.support import unsupported
+    from kintsugi.engine.worker.support import find_unsupported
 
     try:
         vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -166,7 +166,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda bi
     except Exception as error:
         # vLLM raises many types here, from a bad config value to a failed allocation.
         raise Unavailable(f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}") from error
-    return EngineParts(client, store, gate, unsupported(vllm_config))
+    return EngineParts(client, store, gate, find_unsupported(vllm_config))
 
 
 class AsyncEngine(EngineBackend):
@@ -413,7 +413,7 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
         delta,
         finish_reason=output.outputs[0].finish_reason,
         accounting=(output.kv_transfer_params or {}).get(PARAMS_KEY),
-        usage=Usage(len(output.prompt_token_ids), completed, output.num_cached_tokens or 0),
+        usage=TokenUsage(len(output.prompt_token_ids), completed, output.num_cached_tokens or 0),
     )
 
 

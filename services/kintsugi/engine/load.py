@@ -21,11 +21,11 @@ class LoadStats:
     waiting: int
     """Requests without a first token yet."""
     waiting_tokens: int
-    """Of their prompts."""
+    """Prompt tokens of the waiting requests."""
     tokens_per_s: float
     """Prompt tokens that were answered per second in which one waited; 0: nothing is known yet."""
     busy_share: float = 0.0
-    """Of the last `MEMORY_S`, in which somebody waited for a first token."""
+    """Share of the last `MEMORY_S` in which some request waited for its first token."""
 
     @property
     def queueing_ms(self) -> float:
@@ -45,12 +45,12 @@ class LoadMeter:
         self._tokens = 0.0
         self._busy_share = 0.0
 
-    def began(self, request_id: str, num_tokens: int) -> None:
+    def record_start(self, request_id: str, num_tokens: int) -> None:
         self._count_time()
         self._waiting[request_id] = num_tokens
         self._running.add(request_id)
 
-    def answered(self, request_id: str) -> None:
+    def record_first_token(self, request_id: str) -> None:
         """Its first token is there."""
         self._count_time()
         num_tokens = self._waiting.pop(request_id, 0)
@@ -58,7 +58,7 @@ class LoadMeter:
         self._busy_s *= keep
         self._tokens = (self._tokens + num_tokens) * keep
 
-    def ended(self, request_id: str) -> None:
+    def record_end(self, request_id: str) -> None:
         """However it ended. Idempotent."""
         self._count_time()
         self._waiting.pop(request_id, None)

@@ -69,7 +69,7 @@ class Generation:
     itl_s: list[float]
     """Between each token and the one before; one fewer than tokens."""
     logprobs: list[float]
-    """Of each chosen token."""
+    """The logprob of each chosen token."""
     top_logprobs: list[dict[int, float]]
     """Token id -> logprob at each step: the chosen one and `Prompt.top_logprobs` more."""
     finish_reason: str | None
@@ -244,7 +244,7 @@ class LocalEngine:
 
     def unlimited(self) -> AbstractContextManager[None]:
         """Meanwhile ratios below what passed calibration are blended, too: to show what they would give."""
-        return self._scheduler.gate.lifted()
+        return self._scheduler.gate.lift_limits()
 
     @property
     def _scheduler(self) -> SchedulerSide:

@@ -35,7 +35,7 @@ class BlendJob:
     explain: bool
     timeline: bool
     next_token_id: int
-    """Of the prompt's last token, which the engine computes behind the blend."""
+    """The prompt's last token, which the engine computes behind the blend."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     unable: str | None = None
     """Why blending is off on this worker; None when it is on."""
     passes: dict[str, PassSample] = field(default_factory=dict)
-    """Of the finished, blends that went as planned."""
+    """Samples of finished blends that went as planned, by request id."""
     loads: list[LoadSample] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:

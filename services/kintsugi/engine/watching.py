@@ -23,7 +23,7 @@ RAW = "raw_logprobs"
 class Watcher(Protocol):
     """What is needed of `quality.shadow.Shadow`."""
 
-    def marked(self, request_id: str, prompt: Prompt) -> Prompt: ...
+    def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...
 
     def take(self, prompt: Prompt, generation: Generation) -> bool: ...
 
@@ -53,11 +53,11 @@ class WatchedClient:
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         first: dict[int, float] = {}
-        self._load.began(request_id, len(prompt.get("prompt_token_ids") or ()))
+        self._load.record_start(request_id, len(prompt.get("prompt_token_ids") or ()))
         try:
             async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
                 async for output in outputs:
-                    self._load.answered(request_id)
+                    self._load.record_first_token(request_id)
                     if watcher is not None and asked is not None:
                         first = first or _first_logprobs(output, asked.top_logprobs)
                     accounting = _accounting(output) if output.finished else None
@@ -66,7 +66,7 @@ class WatchedClient:
                         watcher.take(asked, _generation(output, first, accounting))
                     yield output
         finally:
-            self._load.ended(request_id)
+            self._load.record_end(request_id)
 
     def _note_reason(self, accounting: dict[str, Any] | None) -> None:
         reason = str((accounting or {}).get("reason") or "")
@@ -90,7 +90,7 @@ class WatchedClient:
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
         plain = Prompt(token_ids, KintsugiParams(params["namespace"]))
-        marked = watcher.marked(ticket, plain)
+        marked = watcher.prepare_prompt(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
 
 

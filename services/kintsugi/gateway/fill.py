@@ -109,10 +109,7 @@ class FillQueue:
         """A request lacked a chunk."""
         if address in self._waiting or address in self._running:
             return MissDecision.DUPLICATE
-        sighted = self._sighted.setdefault(address, _Sighted())
-        self._sighted.move_to_end(address)
-        if len(self._sighted) > self.config.sighted_max:
-            self._sighted.popitem(last=False)
+        sighted = self._find_sighted(address)
         sighted.sights += 1
         if sighted.failures >= self.config.failures_max:
             return MissDecision.GIVEN_UP
@@ -124,6 +121,14 @@ class FillQueue:
         self._waiting[address] = _Waiting(tokens, now_s)
         self._waiting_tokens += len(tokens)
         return MissDecision.QUEUED
+
+    def _find_sighted(self, address: Address) -> _Sighted:
+        """The counts of a chunk, the newest of at most `sighted_max`."""
+        sighted = self._sighted.setdefault(address, _Sighted())
+        self._sighted.move_to_end(address)
+        if len(self._sighted) > self.config.sighted_max:
+            self._sighted.popitem(last=False)
+        return sighted
 
     def due_in_s(self, idle: bool, now_s: float) -> float | None:
         """Seconds until something should be filled, 0 for now; None where nothing waits."""
@@ -153,7 +158,7 @@ class FillQueue:
         if saved:
             self._sighted.pop(address, None)
             return
-        sighted = self._sighted.setdefault(address, _Sighted())
+        sighted = self._find_sighted(address)
         sighted.failures += 1
         sighted.sights = 0
 

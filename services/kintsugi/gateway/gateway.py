@@ -22,7 +22,7 @@ from typing import Any
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unavailable
-from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, Usage
+from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, SaveOutcome, SaveState, TokenUsage
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
@@ -109,7 +109,7 @@ class Finished:
 
     finish_reason: str
     accounting: Mapping[str, Any]
-    usage: Usage
+    usage: TokenUsage
     ttft_ms: float
 
 
@@ -389,7 +389,7 @@ class Gateway:
             raise Unavailable("the engine ended the answer before it was complete; send the request again")
         self.metrics.accounted(last.accounting)
         self._suspect(call.namespace, prompt, last.accounting)
-        usage = last.usage or Usage(len(prompt.token_ids), 0)
+        usage = last.usage or TokenUsage(len(prompt.token_ids), 0)
         yield Finished(last.finish_reason, last.accounting or {}, usage, ttft_s * 1e3)
 
     async def _deltas(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:

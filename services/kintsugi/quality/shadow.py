@@ -119,7 +119,7 @@ class Shadow:
         self._report: CalibrationReport | None = None
         self._detector: DriftDetector | None = None
 
-    def marked(self, request_id: str, prompt: Prompt) -> Prompt:
+    def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
         """The request as it is to be submitted: a sampled one asks for logprobs."""
         if prompt.params is None:
             return prompt

@@ -20,7 +20,6 @@ import grpc
 
 from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.core.ramp import share_at
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import format_address, is_wildcard, tls_of
 from kintsugi.serving.directory_service import DirectoryService
@@ -38,6 +37,8 @@ LEASE_S = 5.0
 late."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
+RAMP_STEPS = 12
+"""Each step moves chunks, and a chunk that moves is a miss: enough steps to be gradual."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,17 @@ class Configured:
 
     replicas: int
     ramp_s: float
+
+
+def share_at(age_s: float, ramp_s: float) -> float:
+    """The share of its chunks, in (0, 1], that a shard gets ``age_s`` after it joined a running store empty.
+
+    It grows by a step every ``ramp_s / RAMP_STEPS``, and is 1 from ``ramp_s`` on.
+    """
+    assert age_s >= 0
+    if age_s >= ramp_s:
+        return 1.0
+    return (1 + int(RAMP_STEPS * age_s / ramp_s)) / (RAMP_STEPS + 1)
 
 
 class Membership(ShardDirectory):
@@ -123,8 +135,8 @@ class Membership(ShardDirectory):
             return True
         return self._is_ramping(left.member, left.left_s)
 
-    def left(self, shard_id: str) -> None:
-        """A shard is about to stop; unknown ones are none of our business."""
+    def remove_member(self, shard_id: str) -> None:
+        """Remove a shard that is about to stop; unknown ones are ignored."""
         member = self._members.pop(shard_id, None)
         if member is None:
             return
@@ -136,9 +148,9 @@ class Membership(ShardDirectory):
     def current(self) -> ShardMap:
         now_s = self._clock()
         if now_s < self._settled_s:
-            raise Unavailable("the directory was started anew and listens for shards; ask again")
+            raise Unavailable("the directory has restarted and waits for shards to report; ask again")
         for name in [n for n, member in self._members.items() if now_s - member.heard_s > self._lease_s]:
-            self.left(name)
+            self.remove_member(name)
         members = sorted(self._members.items())
         shards = tuple(ShardAddress(name, member.address) for name, member in members)
         shares = tuple(
@@ -208,7 +220,7 @@ class DirectoryActor:
         self._membership.record_heartbeat(shard_id, address, instance, is_empty)
 
     async def leave(self, shard_id: str) -> None:
-        self._membership.left(shard_id)
+        self._membership.remove_member(shard_id)
 
 
 def ensure_directory(store: dict[str, Any]) -> Any:
@@ -269,7 +281,7 @@ def reachable(store_url: str) -> str:
     return parts._replace(netloc=address).geturl()
 
 
-def parted(store_url: str) -> tuple[str, TlsFiles | None]:
+def split_store_url(store_url: str) -> tuple[str, TlsFiles | None]:
     """A directory's `host:port` and the TLS files to reach it with, of a `shards://` URL. Raises
     `InvalidField`."""
     parts = urlsplit(store_url)

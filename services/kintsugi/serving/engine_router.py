@@ -14,7 +14,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.exchange import EngineRequest, OpenAICall
-from kintsugi.serving.directory import parted, reachable
+from kintsugi.serving.directory import reachable, split_store_url
 from kintsugi.serving.routing import (
     EngineView,
     PrefixMemory,
@@ -39,7 +39,7 @@ class Sent:
         self._report: Any = None
         self._by_request: dict[str, int] = {}
 
-    def reported(self, report: Any) -> None:
+    def reset_on_report(self, report: Any) -> None:
         """What waits now is in the report, if it is a new one."""
         if report != self._report:
             self._report, self.tokens = report, 0
@@ -49,7 +49,7 @@ class Sent:
         self._by_request[request_id] = num_tokens
         self.tokens += num_tokens
 
-    def answered(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         self.tokens -= self._by_request.pop(request_id, 0)
 
 
@@ -70,7 +70,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     async def _open_directory(self, store_url: str) -> None:
         """Off the loop: the first map may take a while, and until it is there all hosts are alike."""
         try:
-            address, tls = parted(await asyncio.to_thread(reachable, store_url))
+            address, tls = split_store_url(await asyncio.to_thread(reachable, store_url))
             directory = GrpcDirectory(address, tls)
             await asyncio.to_thread(directory.current)
             self._directory = directory
@@ -87,14 +87,14 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
-        order = rank_engines(views, self._wanted(pending_request), self._memory, self._costs)
+        order = rank_engines(views, self._memoize_wanted(pending_request), self._memory, self._costs)
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
         """What the replica reported, and what was sent there since."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
-        sent.reported(report)
+        sent.reset_on_report(report)
         return EngineView(
             int(report.get("waiting_tokens", 0)) + sent.tokens,
             float(report.get("tokens_per_s", 0.0)),
@@ -102,15 +102,15 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
             str(report.get("fingerprint", "")),
         )
 
-    def _wanted(self, pending_request: PendingRequest) -> Wanted:
+    def _memoize_wanted(self, pending_request: PendingRequest) -> Wanted:
         """What a call brings along, found once."""
         kept = vars(pending_request)
         if "kintsugi_wanted" not in kept:
-            kept["kintsugi_wanted"] = self._found(pending_request)
+            kept["kintsugi_wanted"] = self._derive_wanted(pending_request)
         wanted: Wanted = kept["kintsugi_wanted"]
         return wanted
 
-    def _found(self, pending_request: PendingRequest) -> Wanted:
+    def _derive_wanted(self, pending_request: PendingRequest) -> Wanted:
         """Nothing of a call that asks an engine about itself."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
@@ -126,7 +126,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return Wanted(0)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
-        wanted = self._wanted(pending_request)
+        wanted = self._memoize_wanted(pending_request)
         self._memory.record_route(wanted.prefix, replica_id.unique_id)
         sent = self._sent.setdefault(replica_id.unique_id, Sent())
         sent.add(pending_request.metadata.internal_request_id, wanted.num_tokens)
@@ -134,7 +134,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Engines may answer in milliseconds and report once a second: what is over waits no more."""
         if replica_id.unique_id in self._sent:
-            self._sent[replica_id.unique_id].answered(internal_request_id)
+            self._sent[replica_id.unique_id].forget_request(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         super().on_replica_actor_died(replica_id)

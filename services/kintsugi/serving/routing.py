@@ -21,10 +21,10 @@ BLOCK_TOKENS = 128
 """Prefixes are remembered in steps of so many tokens."""
 REMEMBERED_MAX = 65_536
 CHARS_PER_TOKEN = 4
-"""Of English, about."""
+"""Characters per token of English text, roughly."""
 DEPTH_MAX = 4
 BLOCKS_MAX = 64
-"""Of a prompt's beginning that are looked at: bounds the work per request."""
+"""Blocks at a prompt's beginning that are compared: bounds the work per request."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RouteCosts:
     prefill_ms_per_token: float = 0.1
     """Until an engine has measured its own."""
     hit_share: float = 0.3
-    """Of a prefill, that a token of a stored chunk costs."""
+    """Cost of a stored chunk's token, as a share of prefilling it."""
     remote_ms_per_token: float = 0.01
     """To load a token's KV from another host rather than from the same."""
 
@@ -49,7 +49,7 @@ class EngineView:
     """0: not measured yet."""
     host: str = ""
     fingerprint: str = ""
-    """Of its model; empty: it has not said yet."""
+    """Its model's fingerprint; empty: not reported yet."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Wanted:
     chunks: Mapping[str, int] = field(default_factory=dict)
     """Tokens of its chunks that lie on each host, as far as is known."""
     fingerprint: str = ""
-    """Of the model that it is for; empty: any."""
+    """The fingerprint of the model that the request is for; empty: any."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -100,7 +100,7 @@ def text_digests(namespace: str, text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Text:
-    """Of a request whose prompt only an engine knows."""
+    """The text of a request that only an engine can tokenise."""
 
     num_tokens: int
     """Estimated."""

@@ -78,7 +78,7 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
 
 
 def cause_in(message: str) -> str:
-    """Of what Serve says about a replica that failed, mostly a traceback: our own error if there is one."""
+    """Extract our own error from Serve's message about a failed replica, which is mostly a traceback."""
     ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
     return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
 
@@ -115,12 +115,11 @@ class Service:
             for deployment, state in application.deployments.items():
                 running = state.replica_states.get("RUNNING", 0)
                 message = state.message or application.message
-                found.append(
-                    DeploymentProgress(deployment, running, self._wanted(deployment), state.status, message)
-                )
+                wanted = self._count_wanted_replicas(deployment)
+                found.append(DeploymentProgress(deployment, running, wanted, state.status, message))
         return found
 
-    def _wanted(self, deployment: str) -> int:
+    def _count_wanted_replicas(self, deployment: str) -> int:
         return {
             SHARD_DEPLOYMENT: self.spec.store.shards,
             ENGINE_DEPLOYMENT: self.spec.engines.replicas.min,
@@ -166,7 +165,7 @@ class Service:
         return addresses
 
     def info(self) -> EngineInfo:
-        """Of any one engine. Raises `Unavailable` while none answers."""
+        """Describe any one engine. Raises `Unavailable` while none answers."""
         from ray import serve
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException

@@ -22,7 +22,7 @@ from kintsugi.core.exchange import (
     OpenAIHead,
     SaveOutcome,
     SaveState,
-    Usage,
+    TokenUsage,
 )
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
@@ -31,7 +31,7 @@ from kintsugi.core.tokens import TokenIds
 from kintsugi.store.protocol.interface import AsyncChunkStore
 
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
-"""Of what it stores: two bytes of zeros a token each for K and V."""
+"""The layout of stored chunks: two bytes of zeros per token for each of K and V."""
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "n"),
@@ -51,13 +51,13 @@ class StubDelays:
 
 @dataclass
 class StubSeen:
-    """What it was asked, for assertions."""
+    """The requests that it received, for assertions."""
 
     requests: list[EngineRequest] = field(default_factory=list)
     saves: list[tuple[str, str, tuple[TokenIds, ...], int, str]] = field(default_factory=list)
     """Request id, namespace, chunks, priority, tier."""
     running: int = 0
-    """Answers under way."""
+    """Answers in progress."""
     ended_early: int = 0
     """Answers that were closed before their last token."""
 
@@ -81,7 +81,7 @@ class StubBackend(EngineBackend):
         self.delays = delays or StubDelays()
         self.seen = StubSeen()
         self.down = False
-        """While true it is as if no engine answered."""
+        """While true, every call is `Unavailable`."""
         self._store = store
         self._closed = False
         self._info = EngineInfo(
@@ -94,7 +94,7 @@ class StubBackend(EngineBackend):
         )
 
     def come_up(self) -> None:
-        """Be there again."""
+        """Answer again."""
         self.down = False
 
     def _check_up(self) -> None:
@@ -113,7 +113,7 @@ class StubBackend(EngineBackend):
         if len(self.seen.requests) < REMEMBERED_MAX:
             self.seen.requests.append(request)
         accounting = await self._accounting(request)
-        usage = Usage(len(request.prompt_token_ids), max_tokens, accounting.tokens_hit)
+        usage = TokenUsage(len(request.prompt_token_ids), max_tokens, accounting.tokens_hit)
         self.seen.running += 1
         complete = False
         try:

@@ -138,7 +138,7 @@ def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalE
     engine.plan_with(Selection(0.0))
     for number, case in enumerate(bench.cases):
         params = KintsugiParams(NAMESPACE, spans=case.prompt.spans)
-        prompt = shadow.marked(str(number), Prompt(case.prompt.token_ids, params, TOKENS))
+        prompt = shadow.prepare_prompt(str(number), Prompt(case.prompt.token_ids, params, TOKENS))
         (answer,) = engine.generate([prompt])
         assert shadow.take(prompt, answer)
         assert shadow.run_pending() == 1

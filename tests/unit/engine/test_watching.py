@@ -62,7 +62,7 @@ class Noting:
         self.marks: list[str] = []
         self.taken: list[tuple[Prompt, Generation]] = []
 
-    def marked(self, request_id: str, prompt: Prompt) -> Prompt:
+    def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
         self.marks.append(request_id)
         return Prompt(prompt.token_ids, prompt.params, top_logprobs=20)
 

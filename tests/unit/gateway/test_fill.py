@@ -106,6 +106,15 @@ def test_the_oldest_counts_are_forgotten_first() -> None:
     assert queue.missed(address(0), TokenIds(), 0.0) is MissDecision.COUNTED
 
 
+def test_chunks_that_failed_are_forgotten_like_others() -> None:
+    queue = FillQueue(FillConfig(sights=1, sighted_max=2))
+    for number in range(3):
+        queue.missed(address(number), TokenIds(), 0.0)
+    for taken, _ in queue.take():
+        queue.done(taken, saved=False)
+    assert len(queue._sighted) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["sights", "queue_max", "queue_tokens_max", "sighted_max", "batch", "failures_max"]
 )

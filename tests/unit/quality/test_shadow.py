@@ -47,7 +47,7 @@ def prompt(number: int) -> Prompt:
 def serve(shadow: Shadow, engine: FakeEngine, numbers: range) -> None:
     """As a serving layer does: mark, answer, hand in, shadow when there is time."""
     for number in numbers:
-        marked = shadow.marked(f"request-{number}", prompt(number))
+        marked = shadow.prepare_prompt(f"request-{number}", prompt(number))
         (generation,) = engine.generate([marked])
         shadow.take(marked, generation)
         shadow.run_pending()
@@ -55,15 +55,15 @@ def serve(shadow: Shadow, engine: FakeEngine, numbers: range) -> None:
 
 def test_only_sampled_blends_ask_for_logprobs() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, EVERYTHING)
-    assert shadow.marked("a", prompt(1)).top_logprobs == 20
-    assert shadow.marked("a", Prompt([1])).top_logprobs == 0
+    assert shadow.prepare_prompt("a", prompt(1)).top_logprobs == 20
+    assert shadow.prepare_prompt("a", Prompt([1])).top_logprobs == 0
     nobody = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=0.0))
-    assert nobody.marked("a", prompt(1)) == prompt(1)
+    assert nobody.prepare_prompt("a", prompt(1)) == prompt(1)
 
 
 def test_answers_that_were_not_blended_are_not_shadowed() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, EVERYTHING)
-    marked = shadow.marked("a", prompt(1))
+    marked = shadow.prepare_prompt("a", prompt(1))
     assert shadow.take(marked, answer(5, 0.9, BLENDED))
     assert not shadow.take(marked, answer(5, 0.9, {"outcome": "declined"}))
     assert not shadow.take(marked, answer(5, 0.9, None))
@@ -75,7 +75,7 @@ def test_one_tenant_does_not_decide_what_is_compared() -> None:
     taken: Counter[str] = Counter()
     for number in range(5000):
         namespace = "small" if number % 10 == 0 else "large"
-        marked = shadow.marked(f"r{number}", Prompt([0, 1, number], KintsugiParams(namespace)))
+        marked = shadow.prepare_prompt(f"r{number}", Prompt([0, 1, number], KintsugiParams(namespace)))
         taken[namespace] += shadow.take(marked, answer(5, 0.9, BLENDED))
     assert 400 < taken.total() < 600
     assert 0.7 < taken["large"] / taken["small"] < 1.4
@@ -92,7 +92,7 @@ def test_a_comparison_by_hand() -> None:
 def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
     engine = FakeEngine()
     shadow = Shadow(engine, RamStore(), BINDING, ShadowConfig(share=1.0, positions=2))
-    shadow.take(shadow.marked("a", prompt(1)), answer(5, 0.9, BLENDED, prompt(1)))
+    shadow.take(shadow.prepare_prompt("a", prompt(1)), answer(5, 0.9, BLENDED, prompt(1)))
     assert shadow.run_pending() == 1
     (full,) = engine.submitted
     assert full.cache_salt == "acme"
@@ -103,7 +103,7 @@ def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
 def test_the_queue_is_bounded() -> None:
     shadow = Shadow(FakeEngine(), RamStore(), BINDING, ShadowConfig(share=1.0, pending_max=2))
     for number in range(5):
-        shadow.take(shadow.marked(f"r{number}", prompt(number)), answer(5, 0.9, BLENDED))
+        shadow.take(shadow.prepare_prompt(f"r{number}", prompt(number)), answer(5, 0.9, BLENDED))
     assert shadow.counts.dropped == 3
     assert shadow.run_pending(10) == 2
 

@@ -106,7 +106,7 @@ def test_a_conversation_goes_where_its_beginning_went_until_that_engine_dies() -
         each.routing_stats["at"] = 2
     assert first(made, replicas, asked(prompt(0, 2304))) == name
     made._memory.forget(name)
-    assert made._memory.resident_tokens(made._wanted(request).prefix, name) == 0
+    assert made._memory.resident_tokens(made._memoize_wanted(request).prefix, name) == 0
 
 
 def test_openai_calls_are_weighed_by_their_texts() -> None:

@@ -64,7 +64,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 async def started(engine: StubEngine) -> Shadowing:
     """With one answer on its way into its shadow."""
     shadowed = Shadowing(engine, ShadowConfig(share=1.0))  # type: ignore[arg-type]
-    marked = engine.watcher.marked("a", PROMPT)
+    marked = engine.watcher.prepare_prompt("a", PROMPT)
     assert engine.watcher.take(marked, answer(5, 0.9, {"outcome": "blended"}))
     assert await asyncio.to_thread(engine.asked.wait, 10)
     return shadowed

@@ -56,7 +56,7 @@ class _Asked:
 
     call: OpenAICall
     spans: list[tuple[Span, ...] | None] = field(default_factory=list)
-    """Of each of its prompts, in order; None for what was not tokenised here."""
+    """The chunks of each of its prompts, in order; None where vLLM tokenised the prompt whole."""
     sampled: int = 0
     """Prompts whose sampling parameters were made."""
     streams: list[Any] = field(default_factory=list)
@@ -173,7 +173,7 @@ class OpenAIFront:
         self._tokenizer = SegmentTokenizer(renderer.get_tokenizer(), prefix_token_ids)
         self._renderer = renderer
         self._whole = renderer._tokenize_prompt_async
-        self._segments = make_async(self._tokenizer.segmented, executor=renderer._executor)
+        self._segments = make_async(self._tokenizer.segment_text, executor=renderer._executor)
         renderer._tokenize_prompt_async = self._tokenize_prompt
         resolved = resolve_chat_template(
             renderer.get_tokenizer(), chat_template=template, tools=None, model_config=model_config

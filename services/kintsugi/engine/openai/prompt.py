@@ -19,7 +19,7 @@ from kintsugi.core.spaces import Span
 
 CACHED_CHUNKS = 1024
 CACHED_CHARS_MAX = 16_384
-"""Of a text whose ids are kept: with `CACHED_CHUNKS` it bounds the cache to some 100 MB, usually 20."""
+"""Longest text whose ids are cached. With `CACHED_CHUNKS` it bounds the cache to 100 MB, usually 20."""
 _PROBE = "a"
 _DOCUMENT_GAP = "\n\n"
 
@@ -135,7 +135,7 @@ class SegmentTokenizer:
         """As `precompute.chunking.Chunker.token_ids`."""
         return self._cached(text) if len(text) <= CACHED_CHARS_MAX else self._ids(text)
 
-    def segmented(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
+    def segment_text(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
         """Tokenise; with the special tokens around it that the tokenizer adds to a plain prompt, if told.
 
         Where the text begins with the prefix of the chunk space, so do the ids.

@@ -141,7 +141,7 @@ class Gate:
             self.refresh()
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lift_limits(self) -> Iterator[None]:
         """Meanwhile an open gate has no limits; its default stays. A closed one stays closed."""
         kept = self.state
         lifted = self.state = replace(kept, limits=None)
@@ -180,7 +180,7 @@ def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
-    """Of the checkpoint as this engine runs it."""
+    """The fingerprint of the checkpoint as this engine runs it."""
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
     kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)

@@ -248,12 +248,12 @@ class SchedulerSide:
                 self._metadata.probes.append(self._probe(request, state, match))
             self._predict_full(request, num_computed)
             return 0, False
-        self._timing.planned(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
+        self._timing.record_plan(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
         return request.num_tokens - 1 - num_computed, True
 
     def _predict_full(self, request: Request, num_computed: int) -> None:
         full_s = predict_full_s(self._plan_request(request, num_computed, ()))
-        self._timing.planned(request.request_id, full_s, is_blend=False)
+        self._timing.record_plan(request.request_id, full_s, is_blend=False)
 
     def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
         """One chunk of every source."""
@@ -340,7 +340,7 @@ class SchedulerSide:
         )
         plan = state.planner.plan(asked)
         if is_trial:
-            self._timing.tried()
+            self._timing.record_trial()
         state.computed_instead = frozenset(hit.start for hit in hits) - {hit.start for hit in plan.hits}
         return plan
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 REFUSALS_PER_PROBE = 4
-"""Of so many prompts that were not blended because loading is slow, one has a chunk read beside it: so a
-store that became fast is noticed. The prompt does not wait for it."""
+"""One in this many prompts that were not blended because loading is slow has a chunk read beside it, so that
+a store that became fast is noticed. The prompt does not wait for it."""
 TRIAL_FIRST = 2
 TRIAL_LAST = 64
 """After so many prompts that were not blended because computing a blend is slow, one is blended: nothing else
@@ -59,7 +59,7 @@ class _Awaited:
 
 @dataclass(frozen=True)
 class Ttft:
-    """Of one request, seconds since its admission."""
+    """One request's time to first token, in seconds since its admission."""
 
     measured_s: float
     predicted_s: float | None
@@ -100,7 +100,7 @@ class Timing:
         if request.request_id not in self._awaited and request.num_output_tokens == 0:
             self._awaited[request.request_id] = _Awaited(request, self.clock())
 
-    def planned(self, request_id: str, ttft_s: float | None, is_blend: bool) -> None:
+    def record_plan(self, request_id: str, ttft_s: float | None, is_blend: bool) -> None:
         """How the request is prefilled, and when its first token is predicted, from now on."""
         now_s = self.clock()
         awaited = self._awaited.get(request_id)
@@ -167,7 +167,7 @@ class Timing:
         """Whether the next prompt is blended although computing it so is predicted to be slower."""
         return self._refusals["blending_is_slower"] >= self._trial_after
 
-    def tried(self) -> None:
+    def record_trial(self) -> None:
         self._refusals["blending_is_slower"] = 0
         self._trial_after = min(2 * self._trial_after, TRIAL_LAST)
 

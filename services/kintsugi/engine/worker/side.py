@@ -33,7 +33,7 @@ from kintsugi.engine.protocol import (
 from kintsugi.engine.worker.model import LoadedModel, find_model
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_so_on_any_rank, rank_and_size
-from kintsugi.engine.worker.support import unsupported
+from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
@@ -54,7 +54,7 @@ class _Blend:
     job: BlendJob
     work: BlendPass
     meter: Meter
-    """Of the first stream."""
+    """Measures the first stream."""
     advanced_s: float = 0.0
     """In slices, waiting for layers included."""
 
@@ -101,13 +101,13 @@ class WorkerSide:
         self._loads: list[LoadSample] = []
         self._finished: dict[str, Accounting] = {}
         self._without_kv: set[str] = set()
-        """Of the finished, those that vLLM has to compute: not a chunk that was computed but not stored."""
+        """Finished requests that vLLM has to compute. A chunk that was only not stored is none of them."""
         self._released: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the model behind the caches and check that blending it is right. Never raises for a model
         that cannot be blended: serving goes on, and every response says why."""
-        self._unable = unsupported(self._vllm_config)
+        self._unable = find_unsupported(self._vllm_config)
         if self._unable is not None:
             logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
             return

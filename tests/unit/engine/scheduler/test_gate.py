@@ -139,13 +139,13 @@ def test_limits_are_lifted_for_a_while() -> None:
     assert least is not None
     with pytest.raises(BelowMinimum):
         reported.resolve(least, BlendOptions(ratio=0.0))
-    with gate.lifted():
+    with gate.lift_limits():
         assert gate.state.resolve(least, BlendOptions(ratio=0.0)) == dataclasses.replace(least, ratio=0.0)
     assert gate.state == reported
-    with gate.lifted():
+    with gate.lift_limits():
         gate.refresh()
     assert gate.state.reason == "drift", "what came meanwhile stays"
-    with gate.lifted():
+    with gate.lift_limits():
         assert not gate.state.is_open
 
 
