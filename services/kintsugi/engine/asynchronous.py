@@ -1,7 +1,7 @@
-"""One vLLM engine behind an event loop: what a service drives.
+"""One vLLM engine behind an event loop: the engine of a service.
 
-vLLM's own `AsyncLLM` runs scheduler and worker in a process of their own; here are its requests' checks,
-their cancellation, and what the engine says about itself.
+vLLM's `AsyncLLM` runs scheduler and worker in a process of their own. This module checks requests, cancels
+them, and describes the engine.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 UNABLE = frozenset(
     ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
 )
-"""Reasons that only the worker finds, and that stay. All others can pass: a report comes, a store answers."""
+"""Reasons that only the worker finds and that last. All others may pass: a report comes, a store answers."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its path: the short name `uni` is turned into `mp` on CPUs, whatever the binding."""
+"""Named by its path: vLLM turns the short name `uni` into `mp` on CPUs, whatever the binding."""
 PROBE_NAMESPACE = "kintsugi-probe"
 PROBE_TOKENS = 8
 SAVES_AT_ONCE = 64
@@ -65,7 +65,7 @@ class AsyncSpec:
 
     model: str
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     store: str
     """URL of the chunk store. Scheduler and worker run in another process: no `ram://`."""
     prefix_token_ids: tuple[int, ...] | None = None
@@ -250,11 +250,11 @@ class AsyncEngine(EngineBackend):
         return config.report is None and not config.allow_uncalibrated
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Have sampled answers shown to somebody from now on, or to nobody."""
+        """Show sampled answers to `watcher` from now on; None: to none."""
         self._watched.watcher = watcher
 
     async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
-        """The first position of a full prefill, for whoever compares. Not counted as load. Raises
+        """Compute the first position of a full prefill, for comparison. Not counted as load. Raises
         `Unavailable`."""
         self.check_health()
         self._submitted += 1
@@ -271,7 +271,7 @@ class AsyncEngine(EngineBackend):
 
     def when_ended(self, act: Callable[[], None]) -> None:
         """Call ``act`` on the event loop once the engine's process has ended by itself; not for `close`."""
-        # vLLM tells nobody; but with its core ends the task that reads the core's answers.
+        # vLLM does not report it, but the task that reads the core's answers ends with the core.
         self.client.output_handler.add_done_callback(lambda task: None if task.cancelled() else act())
 
     def serve_metrics(self, host: str, port: int) -> None:
@@ -294,7 +294,7 @@ class AsyncEngine(EngineBackend):
         self._check_prompt(request.prompt_token_ids)
         sampling = self._sampling(request)
         self._submitted += 1
-        # Also where nothing is blended: who shares a prefix cache learns from its times what others ask.
+        # Also where nothing is blended: response times of a shared prefix cache reveal what others ask.
         salt = request.params.namespace
         outputs = self._watched.generate(
             TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),

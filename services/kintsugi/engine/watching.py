@@ -1,7 +1,7 @@
-"""Answers that somebody wants to look at, on their way through an engine's client: gRPC's and OpenAI's alike.
+"""Counts the requests of an engine's client, gRPC's and OpenAI's, and shows some answers to a watcher.
 
-A sampled request asks vLLM for logprobs, which its answer does not show to whoever asked: vLLM's handlers
-look at what the caller wanted.
+A sampled request asks vLLM for logprobs that its caller does not see: vLLM's handlers return only what the
+caller's own request asks for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RAW = "raw_logprobs"
 
 
 class Watcher(Protocol):
-    """What is needed of `quality.shadow.Shadow`."""
+    """What `quality.shadow.Shadow` does for this module."""
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...
 
@@ -34,7 +34,7 @@ class WatchedClient:
     def __init__(self, client: Any, load: LoadMeter) -> None:
         self.watcher: Watcher | None = None
         self.weights_changed: str | None = None
-        """The reason that an answer gave, once one has: the worker has stopped blending for good."""
+        """The reason that answers give once the worker has found other weights; None before."""
         self._client = client
         self._load = load
         self._logprobs_max = _logprobs_max(client.model_config)
@@ -47,7 +47,7 @@ class WatchedClient:
     ) -> AsyncGenerator[Any, None]:
         """As vLLM's. Closing it ends the work in the engine."""
         watcher = self.watcher
-        # Callers choose their request's id: by it they could choose to be looked at, too.
+        # Callers choose their request's id, and must not choose with it whether they are sampled.
         ticket = "" if watcher is None else uuid.uuid4().hex
         asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, ticket)
         if asked is not None:
@@ -74,11 +74,11 @@ class WatchedClient:
             self.weights_changed = reason
 
     def _prepare_blend(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
-        """A blend as the watcher wants it.
+        """The prompt as the watcher wants it, None for a request that it does not sample.
 
-        None where it does not; where the caller chose how to blend, so that what calibration saw of its own
-        choice says nothing; where the caller wants other logprobs; where a grammar bounds the answer: vLLM
-        masks logits with it before it takes their logprobs.
+        Never sampled are requests that choose their own blend options, of which calibration says nothing,
+        that want other logprobs, or whose answer follows a grammar: vLLM masks logits with it before it takes
+        their logprobs.
         """
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
         params = asked.get(PARAMS_KEY)
@@ -95,8 +95,7 @@ class WatchedClient:
 
 
 def _logprobs_max(model_config: Any) -> int:
-    """How many may be asked for; 0 where what vLLM reports is not the model's own, but what sampling made of
-    it, or no logprobs."""
+    """How many logprobs a request may ask for; 0 where vLLM reports other values than the model's own."""
     if model_config.logprobs_mode != RAW:
         return 0
     known = int(model_config.max_logprobs)
@@ -109,7 +108,7 @@ def _accounting(output: Any) -> dict[str, Any] | None:
 
 
 def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:
-    """An answer of which only the first position counts: it does not depend on what was drawn there."""
+    """An answer reduced to its first position, which does not depend on the drawn token."""
     best = max(first, key=lambda token: first[token])
     return Generation(
         token_ids=[best],
@@ -129,13 +128,13 @@ def _first_logprobs(output: Any, limit: int) -> dict[int, float]:
     if not positions or positions[0] is None:
         return {}
     found = {int(token): float(entry.logprob) for token, entry in positions[0].items()}
-    # A drawn token that is none of the best is reported, too, and would count as the least likely of them.
+    # vLLM also reports the drawn token where it is not among the best.
     best = sorted(found, key=lambda token: -found[token])[:limit]
     return {token: found[token] for token in best}
 
 
 async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
-    """The first position of a full prefill, without us and without what lies in the prefix cache."""
+    """The first position of a full prefill, without blending and without the prefix cache."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,6 +1,6 @@
-"""Serve's request router for engines: what `serving.routing` decides, in Serve's terms.
+"""Serve's request router for engines. `serving.routing` makes the decisions.
 
-Serve sends this module to every holder of a handle by value; what it decides with is imported there.
+Serve sends this module by value to every holder of a handle, which imports `serving.routing` itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Sent:
-    """Tokens that went to an engine since it reported last, and have not been answered."""
+    """Tokens sent to an engine since its last report whose requests have not ended."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -40,7 +40,7 @@ class Sent:
         self._by_request: dict[str, int] = {}
 
     def reset_on_report(self, report: Any) -> None:
-        """What waits now is in the report, if it is a new one."""
+        """Start from zero if the report is new: it counts what waits."""
         if report != self._report:
             self._report, self.tokens = report, 0
             self._by_request.clear()
@@ -54,10 +54,10 @@ class Sent:
 
 
 class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """For one handle. Ranks all replicas; Serve goes down the list where one is full."""
+    """Ranks all replicas for one handle. Serve takes the next where one is full."""
 
     def initialize_state(self, store_url: str = "", **costs: float) -> None:
-        """With a ``store_url`` of shards, chunks that lie on an engine's own host count in its favour.
+        """With a ``store_url`` of shards, chunks on an engine's own host count in its favour.
 
         ``costs``: `RouteCosts`, by name.
         """
@@ -68,22 +68,22 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         self._opening = asyncio.ensure_future(self._open_directory(store_url)) if store_url else None
 
     async def _open_directory(self, store_url: str) -> None:
-        """Off the loop: the first map may take a while, and until it is there all hosts are alike."""
+        """Open the directory off the loop. Until the first map comes, all hosts are alike."""
         try:
             address, tls = split_store_url(await asyncio.to_thread(reachable, store_url))
             directory = GrpcDirectory(address, tls)
             await asyncio.to_thread(directory.current)
             self._directory = directory
         except (KintsugiError, ValueError) as error:
-            log.warning("routing does not know where chunks lie: %s", error)
+            log.warning("routing does not know which host holds which chunk: %s", error)
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
     ) -> Sequence[list[Any]]:
-        """Each replica a rank of its own, the best first."""
+        """Give each replica a rank of its own, the best first."""
         if pending_request is None:
             return [candidate_replicas]
-        # Without it Serve asks again at once where all are full.
+        # Otherwise Serve asks again at once where all are full.
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
@@ -91,7 +91,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
-        """What the replica reported, and what was sent there since."""
+        """The replica's report, and what was sent to it since."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
         sent.reset_on_report(report)
@@ -103,7 +103,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         )
 
     def _memoize_wanted(self, pending_request: PendingRequest) -> Wanted:
-        """What a call brings along, found once."""
+        """What a call wants, derived once per call."""
         kept = vars(pending_request)
         if "kintsugi_wanted" not in kept:
             kept["kintsugi_wanted"] = self._derive_wanted(pending_request)
@@ -111,7 +111,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return wanted
 
     def _derive_wanted(self, pending_request: PendingRequest) -> Wanted:
-        """Nothing of a call that asks an engine about itself."""
+        """What a call wants; nothing for calls such as `info`."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
                 ids, params = argument.prompt_token_ids, argument.params
@@ -132,7 +132,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         sent.add(pending_request.metadata.internal_request_id, wanted.num_tokens)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Engines may answer in milliseconds and report once a second: what is over waits no more."""
+        """Stop counting a request that has ended: engines answer in milliseconds and report once a second."""
         if replica_id.unique_id in self._sent:
             self._sent[replica_id.unique_id].forget_request(internal_request_id)
 

@@ -62,7 +62,7 @@ class RayBackend(EngineBackend):
         except Exception as failure:
             raise _translate_ray_error(failure) from failure
         finally:
-            # Ends the work in the engine where nobody reads on; nothing once it has ended.
+            # Ends the work in the engine if the caller left early.
             answer.cancel()
 
     async def _await_answer(self, method: Any, *arguments: Any) -> Any:
