@@ -31,14 +31,15 @@ import uvloop
 
 from benchmarks.support.figures import Figure, report
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.gateway.fronts.grpc_server import serve
+from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.sdk.client import AsyncClient
 from kintsugi.sdk.types import Delta
 from kintsugi.serving.stub import StubBackend, StubDelays
-from kintsugi.store.client.registry import open_async_store
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store
 
 RATE_PER_S = 50.0
 CHUNKS = 200
@@ -67,16 +68,19 @@ class Load:
 
 async def _gateway() -> None:
     """In a process of its own: print the address, serve until stdin ends, print the CPU seconds used."""
-    backend = StubBackend(DELAYS, store=open_async_store(STORE))
+    store = open_store(STORE)
+    assert isinstance(store, RamStore)
+    backend = StubBackend(DELAYS, store=store)
     gateway = await Gateway.open(GatewaySpec(grpc_port=0), backend, STORE, BUNDLED_CHECKPOINT)
-
-    async def until() -> None:
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            assert line == "cpu\n"
-            print(usage.ru_utime + usage.ru_stime, flush=True)
-
-    await serve(gateway, GatewaySpec(grpc_port=0), until, on_ready=lambda address: print(address, flush=True))
+    server = GatewayServer(gateway, GatewaySpec(grpc_port=0))
+    await server.start()
+    print(server.address, flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        assert line == "cpu\n"
+        print(usage.ru_utime + usage.ru_stime, flush=True)
+    await server.stop()
+    await gateway.close()
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
 import kintsugi_operator.operator  # noqa: F401  as in a pod: kopf and all
-from kintsugi_operator.cluster import ApiServer
-from kintsugi_operator.queue import ObjectKey, WorkQueue
-from kintsugi_operator.reconcile import LATER_S, Reconciler, utc_now
-from kintsugi_operator.scrape import HttpWeb
+from kintsugi_operator.controller.cluster import ApiServer
+from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
+from kintsugi_operator.controller.reconcile import LATER_S, Reconciler, utc_now
+from kintsugi_operator.controller.scrape import HttpWeb
 from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeCluster, FakeKubeRay
 

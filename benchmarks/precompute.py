@@ -77,8 +77,8 @@ class Setting:
     passages_max: int | None = None
     """Fewer than a figure wants, where its hour is not to be had."""
     plain_every = 1
-    """Of so many turns of the job, plain vLLM prefills one turn's chunks: spread over the whole run, they
-    tell its rate as well as all would, in less time."""
+    """Plain vLLM prefills the chunks of one in this many turns of the job. Spread over the whole run, they
+    show its rate as well as all turns would, in less time."""
 
     def __init__(self, quick: bool, folder: Path, address: str, shape: str | None) -> None:
         self.quick = quick
@@ -165,7 +165,7 @@ class Turns:
     def __init__(self, at_rest: Callable[[Progress], None]) -> None:
         self.job: Job | None = None
         self.seconds = 0.0
-        """Of all turns."""
+        """Total time of all turns."""
         self._at_rest = at_rest
         self._begun_s = time.perf_counter()
         self._paused = False
@@ -239,7 +239,8 @@ def throughput(quick: bool) -> list[Figure]:
 
 
 def hits(quick: bool) -> list[Figure]:
-    """Of every chunk of a corpus after its job, on the tiny model: what a key finds does not depend on it."""
+    """The share of chunk tokens that requests find after a corpus's job. Runs on the tiny model: what a key
+    finds does not depend on the model."""
     with setting(quick, shape="tiny-llama") as at:
         texts = at.passages(1_000)
         ensure_ray(1, 1.0)
@@ -250,8 +251,8 @@ def hits(quick: bool) -> list[Figure]:
 
 
 def hit_rate(at: Setting, texts: list[str]) -> float:
-    """Of chunk tokens in requests of up to six chunks each, over all chunks of the corpus. Whoever finds a
-    chunk must load it: neither vLLM's prefix cache nor the loading controller may answer in its place."""
+    """The share of chunk tokens hit by requests of up to six chunks each, over all chunks of the corpus.
+    Found chunks must be loaded: neither vLLM's prefix cache nor the loading controller may prevent it."""
     chunker = Chunker.of_model(at.model, ChunkingConfig())
     chunks = [chunk.token_ids for text in texts for chunk in chunker.chunks(text)]
     chunks = list(dict.fromkeys(chunks))
@@ -301,7 +302,7 @@ def cpu_per_token(quick: bool) -> list[Figure]:
 
 
 def cpu_s() -> float:
-    """Of this process and all below it, ended ones that were waited for included."""
+    """CPU time of this process and all its descendants, including ended ones that were waited for."""
     own = psutil.Process()
     total = 0.0
     for process in [own, *own.children(recursive=True)]:

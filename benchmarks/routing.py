@@ -35,7 +35,7 @@ from kintsugi.serving.routing import EngineView, PrefixMemory, RouteCosts, Wante
 TRACE = Path(__file__).resolve().parent.parent.parent / "shared/data/mooncake_conversation_trace.jsonl"
 SEED = 7
 TOKENS_PER_S = 20_000.0
-"""Of an engine's prefill: an 8-billion-parameter model on one current GPU, about."""
+"""Speed of an engine's prefill: roughly an 8-billion-parameter model on one current GPU."""
 UTILISATIONS = (0.5, 0.8)
 
 

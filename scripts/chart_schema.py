@@ -1,11 +1,11 @@
-"""The chart's values: their types, and what is generated of them.
+"""Generate the chart's values and their schema from types.
 
 Usage: python scripts/chart_schema.py [--check]
 
-Writes `charts/kintsugi/values.yaml` (every value with its default and what it means) and
-`charts/kintsugi/values.schema.json`, with which helm refuses wrong values before anything is rendered.
-`--check` writes nothing and fails where a file is out of date. What describes a service has the types of the
-operator's `api`; here stand only the chart's own values and the defaults that differ.
+Writes `charts/kintsugi/values.yaml` (every value with its default and its meaning) and
+`charts/kintsugi/values.schema.json`, with which helm refuses wrong values before it renders anything.
+`--check` writes nothing and fails if a file is out of date. Values that describe a service have the types of
+the operator's `api`; this file defines only the chart's own values and the defaults that differ.
 """
 
 from __future__ import annotations
@@ -22,31 +22,13 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from kintsugi_operator.api import (
-    CorpusPrecomputeSpec,
-    Engines,
-    Gateway,
-    Model,
-    Network,
-    Nodes,
-    PullPolicy,
-    Replicas,
-    Store,
-    Tls,
-    camel,
-    dataclass_within,
-    to_manifest,
-)
-from kintsugi_operator.bounds import (
-    HOST_AND_PATH,
-    HUB_NAME,
-    NAME,
-    NAMESPACE,
-    OPTIONAL_NAME,
-    QUANTITY,
-    field_with_bounds,
-)
-from kintsugi_operator.crd import Schema, field_docs, schema_of
+from kintsugi.core.settings import fields_in_order, setting
+from kintsugi_operator.api.blend_service import Engines, Gateways, Model, Network, Replicas, Store, Tls
+from kintsugi_operator.api.common import Nodes, PullPolicy
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.crd import Schema, descriptions, schema_of
+from kintsugi_operator.api.manifest import dataclass_within, to_manifest, yaml_name
+from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
@@ -54,42 +36,42 @@ HINT = (
     "make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi"
 )
 REPOSITORY = rf"^(?:{HINT}){{0}}{HOST_AND_PATH}/?$"
-"""Helm quotes the pattern that was not matched, and nothing else of the schema. What is repeated zero times
-matches nothing and says how to get images."""
+"""Helm's error message quotes the pattern that did not match, and nothing else of the schema. So the pattern
+contains a hint how to get images, repeated zero times so that it matches nothing."""
 CORPUS_NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 DIGEST = r"^(sha256:[0-9a-f]{64})?$"
 
 
 class Serving(StrEnum):
-    """Which of the images engines and gateway run."""
+    """Which image engines and gateway run."""
 
     AUTO = "auto"
-    """serving-gpu where engines have GPUs, else serving-cpu."""
+    """serving-gpu if engines have GPUs, else serving-cpu."""
     GPU = "serving-gpu"
     CPU = "serving-cpu"
 
 
 class Scope(StrEnum):
-    """Whose objects the operator looks after."""
+    """Which objects the operator manages."""
 
     NAMESPACE = "Namespace"
-    """Those of the release's namespace; all it may do is bound to it."""
+    """Those of the release's namespace, to which all its rights are limited."""
     CLUSTER = "Cluster"
 
 
 @dataclass(frozen=True)
 class Images:
-    """Where all images lie: REPOSITORY/operator and REPOSITORY/serving-gpu or serving-cpu."""
+    """Where the images are: REPOSITORY/operator and REPOSITORY/serving-gpu or serving-cpu."""
 
-    repository: str = field_with_bounds("", maxLength=230, pattern=REPOSITORY)
-    """Mandatory, such as registry.example.com/kintsugi. `make images` builds what has to be there."""
-    tag: str = field_with_bounds("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
+    repository: str = setting("", maxLength=230, pattern=REPOSITORY)
+    """Required, such as registry.example.com/kintsugi. `make images` builds the images."""
+    tag: str = setting("", maxLength=128, pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
     """Empty: the chart's appVersion."""
     serving: Serving = Serving.AUTO
-    """auto: serving-gpu where engines have GPUs, else serving-cpu."""
-    serving_digest: str = field_with_bounds("", pattern=DIGEST)
-    """Wins over the tag."""
-    operator_digest: str = field_with_bounds("", pattern=DIGEST)
+    """auto: serving-gpu if engines have GPUs, else serving-cpu."""
+    serving_digest: str = setting("", pattern=DIGEST)
+    """Takes precedence over the tag."""
+    operator_digest: str = setting("", pattern=DIGEST)
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
 
 
@@ -98,17 +80,17 @@ class Operator:
     """The operator's own pods."""
 
     enabled: bool = True
-    """Off where another release's operator looks after this namespace."""
-    replicas: int = field_with_bounds(1, minimum=1, maximum=5)
-    """One leads; the others wait for its lease. From two on there is a PodDisruptionBudget."""
+    """Turn off if another release's operator manages this namespace."""
+    replicas: int = setting(1, minimum=1, maximum=5)
+    """One leads; the others wait for its lease. With two or more there is a PodDisruptionBudget."""
     scope: Scope = Scope.NAMESPACE
-    """Namespace: it looks after this namespace and has rights in no other. Cluster: after all."""
-    cpu: str = field_with_bounds("50m", pattern=QUANTITY, maxLength=32)
-    """Requested; it may use more."""
-    memory: str = field_with_bounds("128Mi", pattern=QUANTITY, maxLength=32)
+    """Namespace: it manages this namespace and has rights in no other. Cluster: it manages all."""
+    cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
+    """Request; it may use more."""
+    memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
     """Request and limit."""
     network_policy: bool = True
-    """Nothing but probes comes in; out go name lookups and calls of the API server and the service's pods."""
+    """Allow only probes in, and only DNS and connections to the API server and the service's pods out."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -117,32 +99,32 @@ class Service:
     """The BlendService of this release."""
 
     enabled: bool = True
-    """Off: install the operator alone."""
-    name: str = field_with_bounds("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
+    """Turn off to install the operator alone."""
+    name: str = setting("", maxLength=40, pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$")
     """Empty: the release's name."""
 
 
 @dataclass(frozen=True)
 class Precompute:
-    """CorpusPrecompute objects: documents that are prefilled before anybody asks."""
+    """CorpusPrecompute objects: documents to prefill before the first request."""
 
-    corpora: tuple[CorpusPrecomputeSpec, ...] = field_with_bounds((), maxItems=64)
-    """Each has a name, and what a CorpusPrecompute's spec has, but the service."""
+    corpora: tuple[CorpusPrecomputeSpec, ...] = setting((), maxItems=64)
+    """Each has a name and the fields of a CorpusPrecompute's spec except the service."""
 
 
 @dataclass(frozen=True)
 class Monitoring:
-    """For Prometheus and Grafana, both behind switches."""
+    """Optional objects for Prometheus and Grafana."""
 
     service_monitor: bool = False
     """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
-    interval: str = field_with_bounds("30s", pattern=r"^[0-9]+(ms|s|m)$")
+    interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
     labels: Mapping[str, str] = field(default_factory=dict)
-    """By which Prometheus selects its monitors."""
+    """Labels by which Prometheus selects its monitors."""
     dashboard: bool = False
     """A ConfigMap with the dashboard."""
     dashboard_labels: Mapping[str, str] = field(default_factory=lambda: {"grafana_dashboard": "1"})
-    """By which Grafana's sidecar finds it."""
+    """Labels by which Grafana's sidecar finds it."""
 
 
 @dataclass(frozen=True)
@@ -150,28 +132,28 @@ class HelmTest:
     """`helm test`: a first request."""
 
     enabled: bool = True
-    prompt: str = field_with_bounds("Kintsugi mends pottery with", minLength=1, maxLength=4096)
-    namespace: str = field_with_bounds("default", minLength=1, maxLength=128, pattern=NAMESPACE)
-    """Tenant it asks as."""
-    token_secret: str = field_with_bounds("", pattern=OPTIONAL_NAME, maxLength=253)
-    """A Secret whose key `token` is a bearer token for it. Empty: the one that the chart made, if it did."""
-    timeout_s: int = field_with_bounds(600, minimum=1, maximum=7200)
-    """How long it waits for the gateway."""
+    prompt: str = setting("Kintsugi mends pottery with", minLength=1, maxLength=4096)
+    namespace: str = setting("default", minLength=1, maxLength=128, pattern=NAMESPACE)
+    """Tenant of the request."""
+    token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret whose key `token` is a bearer token for it. Empty: the Secret made by the chart, if any."""
+    timeout_s: int = setting(600, minimum=1, maximum=7200)
+    """How long to wait for the gateway, in seconds."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """Everything that `helm install --set` knows."""
+    """All values that `helm install --set` accepts."""
 
     image: Images = field(default_factory=Images)
-    image_pull_secrets: tuple[str, ...] = field_with_bounds((), maxItems=16, itemPattern=NAME, itemLength=253)
+    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, itemPattern=NAME, itemLength=253)
     """Secrets of this namespace."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(
         default_factory=lambda: Engines(replicas=Replicas(1, 4), gpus=1, memory="64Gi", shared_memory="8Gi")
     )
     store: Store = field(default_factory=Store)
-    gateway: Gateway = field(default_factory=Gateway)
+    gateway: Gateways = field(default_factory=Gateways)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
     precompute: Precompute = field(default_factory=Precompute)
@@ -187,11 +169,11 @@ COMMENTS = {
     "tls.secret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
     "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
 }
-"""Where the chart does more than the operator."""
+"""Additional comments for values with which the chart does more than the operator."""
 
 
 def values_schema() -> Schema:
-    """JSON schema, draft 7: what helm 3 and helm 4 both read."""
+    """The JSON schema, draft 7, which both helm 3 and helm 4 read."""
     root: Schema = _closed(schema_of(Values))
     properties = root["properties"]
     model = properties["model"]
@@ -209,13 +191,13 @@ def values_schema() -> Schema:
     del corpus["properties"]["service"]
     corpus["properties"] = {"name": {"type": "string", "pattern": CORPUS_NAME}, **corpus["properties"]}
     corpus["required"] = ["name", *(name for name in corpus["required"] if name != "service")]
-    # Set by helm where this chart is another's dependency.
+    # Helm sets it if this chart is a dependency of another one.
     properties["global"] = {"type": "object"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of kintsugi", **root}
 
 
 def _closed(schema: Schema) -> Schema:
-    """Without Kubernetes' extensions; an unknown key is an error."""
+    """Remove Kubernetes' extensions and forbid unknown keys."""
     kept = {key: value for key, value in schema.items() if not key.startswith("x-kubernetes-")}
     if "properties" in kept:
         kept["properties"] = {name: _closed(one) for name, one in kept["properties"].items()}
@@ -226,19 +208,19 @@ def _closed(schema: Schema) -> Schema:
 
 
 def values_yaml() -> str:
-    """Every value with its default, what it means above it."""
+    """Every value with its default, and its meaning above it."""
     head = [
-        "# Values of the chart: made by scripts/chart_schema.py from its types; change them there.",
-        "# What is commented out is unset.",
+        "# Values of the chart, generated by scripts/chart_schema.py from its types; change them there.",
+        "# Values that are commented out are unset.",
     ]
     return "\n".join([*head, *_lines(Values(), "", 0)]) + "\n"
 
 
 def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
-    docs, hints = field_docs(type(value)), get_type_hints(type(value))
+    docs, hints = descriptions(type(value)), get_type_hints(type(value))
     indent = "  " * depth
-    for one in dataclasses.fields(value):
-        name, inner = camel(one.name), getattr(value, one.name)
+    for one in fields_in_order(type(value)):
+        name, inner = yaml_name(type(value), one), getattr(value, one.name)
         where = f"{path}.{name}".lstrip(".")
         cls = dataclass_within(hints[one.name])
         if depth == 0:
@@ -256,7 +238,7 @@ def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    """On one line, as YAML writes it within a mapping."""
+    """Write the value on one line, as in a YAML mapping."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -265,8 +247,8 @@ def _first_line(cls: type[Any]) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0]
 
 
-def generated() -> dict[Path, str]:
-    """The chart's generated files and what belongs into them."""
+def render_files() -> dict[Path, str]:
+    """Contents of the chart's generated files, by path."""
     return {
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": json.dumps(values_schema(), indent=2) + "\n",
@@ -274,7 +256,7 @@ def generated() -> dict[Path, str]:
 
 
 def main() -> int:
-    files = generated()
+    files = render_files()
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
         for path in stale:

@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of every decoder: `python scripts/fuzz.py --minutes 10`.
 
-Needs atheris and kintsugi's base and `store` dependencies; neither belongs to the development environment,
-so install them into one of their own. Each decoder of `tests/decoders.py` gets an equal share of the time, in
-a process of its own. A finding ends the run with its traceback, and the input is left in the corpus folder.
+Needs atheris and kintsugi's base and `store` dependencies, in an environment of their own: atheris is not
+part of the development environment. Each decoder of `tests/decoders.py` gets an equal share of the time, in a
+process of its own. A finding ends the run with its traceback and leaves the input in the corpus folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INPUT_BYTES_MAX = 65536
 
 
 def fuzz(name: str, corpus: Path, seconds: int) -> None:
-    """One decoder, in this process; libFuzzer ends it."""
+    """Fuzz one decoder in this process, which libFuzzer ends."""
     import atheris
 
     sys.path[:0] = [str(ROOT), str(ROOT / "services")]
@@ -35,9 +35,9 @@ def fuzz(name: str, corpus: Path, seconds: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="over all decoders")
+    parser.add_argument("--minutes", type=float, default=10.0, help="total time over all decoders")
     parser.add_argument("--decoder", help="only this one, in this process")
-    parser.add_argument("--corpus", type=Path, help="folder of inputs; a temporary one")
+    parser.add_argument("--corpus", type=Path, help="folder of inputs (default: temporary)")
     arguments = parser.parse_args()
     corpus = arguments.corpus or Path(tempfile.mkdtemp(prefix="kintsugi-fuzz-"))
     if arguments.decoder:

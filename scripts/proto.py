@@ -2,8 +2,9 @@
 
 Usage: python scripts/proto.py [--check]
 
-Run it with an interpreter that has locks/proto.txt installed: the generator's version decides the oldest
-protobuf the stubs run on, so it is pinned low. `--check` generates elsewhere and fails on a difference.
+Run it with an interpreter that has locks/proto.txt installed: the generator's version determines the oldest
+protobuf that the stubs run on, so it is pinned low. `--check` generates into a temporary folder and fails on
+a difference.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PACKAGE = Path("kintsugi/rpc/v1")
 
 
 def generate(out: Path) -> None:
-    """Write the stubs of every .proto file below `out`."""
+    """Write the stubs of all .proto files below `out`."""
     files = sorted(str(path.relative_to(PROTO)) for path in PROTO.rglob("*.proto"))
     outputs = [f"--{kind}={out}" for kind in ("python_out", "grpc_python_out", "mypy_out", "mypy_grpc_out")]
     plugins = [

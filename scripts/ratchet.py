@@ -1,7 +1,7 @@
 """Fail when a function or a file outgrows its limit: `python scripts/ratchet.py [FOLDER ...]`.
 
-Limits only ever go down. A function is measured from its first statement behind the docstring to its
-last line, so that long signatures and good docstrings cost nothing.
+Limits only ever go down. A function is measured from its first statement after the docstring to its
+last line, so long signatures and good docstrings cost nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GENERATED = Path("services/kintsugi/rpc")
 
 @dataclass(frozen=True)
 class Excess:
-    """Something longer than its limit."""
+    """A function or file that exceeds its limit."""
 
     path: Path
     line: int
@@ -36,7 +36,7 @@ class Excess:
 
 
 def excesses_of(path: Path, source: str) -> Iterator[Excess]:
-    """Everything in one file that is too long, in order."""
+    """Yield everything in one file that is too long, in order."""
     num_lines = source.count("\n")
     if num_lines > FILE_LINES_MAX:
         yield Excess(path, 1, "file", num_lines, FILE_LINES_MAX)
@@ -48,7 +48,7 @@ def excesses_of(path: Path, source: str) -> Iterator[Excess]:
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function's statements, its docstring not counted."""
+    """Number of lines of a function's statements, without its docstring."""
     statements = function.body[1:] if ast.get_docstring(function) is not None else function.body
     if not statements:
         return 0

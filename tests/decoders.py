@@ -55,10 +55,10 @@ def layers_message(data: bytes) -> None:
     """A message of a stream, read as a client does: frames that match their digests, losses, or an error."""
     try:
         response, payload = wire.parse_layers(data)
-        received = Received("fuzz", [MANIFEST], EVERY_HEAD, None)
+        received = Received("fuzz", [MANIFEST], EVERY_HEAD)
         position = 0
         for header in response.frames:
-            item = received.frame(header, payload[position : position + header.size_bytes])
+            item = received.verify_frame(header, payload[position : position + header.size_bytes])
             position += header.size_bytes
             frame = getattr(item, "data", None)
             assert frame is None or bytes(frame) == FRAMES[header.layer]

@@ -133,7 +133,7 @@ def _ttft(setup: Setup, running: LocalEngine, default: Selection) -> Figure:
 
 
 def _stored_bytes(running: LocalEngine) -> int:
-    """Of one prompt's chunks, as the engine's store holds them."""
+    """Bytes of one prompt's chunks in the engine's store."""
     asked = testbed.questions(testbed.TASKS, testbed.JUDGED_FROM, 1)
     bench = bench_of(running, testbed.cases(running, asked))
     running.plan_with(Selection(0.0))

@@ -36,7 +36,7 @@ def store_at(url: str) -> RamStore:
 def judged_by_codec(
     setup: Setup, running: LocalEngine, store: RamStore, selection: Selection
 ) -> dict[Codec, Scores]:
-    """Of `Codec.RAW` and, unless it has to be quick, `REWRITTEN`; over every task's judging questions."""
+    """Scores of `Codec.RAW` and, unless `setup.quick`, `REWRITTEN`, over every task's judging questions."""
     found: dict[Codec, Scores] = {}
     rewritten = () if setup.quick else REWRITTEN
     for task in testbed.TASKS:
@@ -47,7 +47,7 @@ def judged_by_codec(
             for chunk in chunks if codec is not Codec.RAW else ():
                 put_back(store, chunk, codec)
             scores = measure_selection(bench, selection, range(len(bench.cases)))
-            found[codec] = found[codec].joined(scores) if codec in found else scores
+            found[codec] = found[codec].join_scores(scores) if codec in found else scores
             entry = scores.entry
             setup.details.setdefault("judged_by_codec", []).append(
                 [task, codec.name.lower(), entry.cost, entry.accuracy, entry.accuracy_full, entry.kl_mean]

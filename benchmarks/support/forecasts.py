@@ -11,8 +11,8 @@ from benchmarks.support.figures import Figure, spread
 from benchmarks.support.prompts import NAMESPACE, ChunkPrompt
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.client.throttled import ThrottledStore
 
 SHAPE = "llama-210m"
 STORE = "ram://loading?bytes_per_s=1e12"
@@ -40,7 +40,7 @@ class Scale:
 
 def throttle(bytes_per_s: float) -> None:
     store = open_store(STORE)
-    assert isinstance(store, ThrottledStore)
+    assert isinstance(store, RamStore)
     store.bytes_per_s = bytes_per_s
 
 

@@ -41,7 +41,7 @@ class PlainPrefill:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self.tokens = 0
-        """Of chunks prefilled so far; their prefixes do not count."""
+        """Tokens of the chunks prefilled so far, without their prefixes."""
         self.seconds = 0.0
 
     def __enter__(self) -> PlainPrefill:

@@ -23,7 +23,8 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "rates")
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-"""Of an 8B model. Its manifests are large; the chunks here are not, for frames are not looked at."""
+"""The layout of an 8B model, for its large manifests. Chunks are small here, because nobody reads the
+frames."""
 CHUNK_TOKENS = 512
 CHUNKS_PER_DOCUMENT = 4
 LOOKUP_KEYS = 256

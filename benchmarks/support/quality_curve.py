@@ -23,10 +23,10 @@ from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 
 BUDGETS = (0.25, 0.45)
 SAFETY = 0.985
-"""Of a budget: prompts differ, and the mean cost must not exceed it."""
+"""Share of a budget to aim for: prompts differ, and the mean cost must not exceed the budget."""
 PROBED, CORRECTIONS = 12, 4
 CORRECTION_MIN = 0.002
-"""Of a cost: less may not move a ratio of three digits."""
+"""Smallest correction of a cost: a smaller one may not change a ratio of three digits."""
 BATCH = 64
 HKVD = (SelectorName.HKVD, SelectorName.HKVD_K, SelectorName.HKVD_V, SelectorName.HKVD_GRADUAL)
 
@@ -40,7 +40,7 @@ class Setup:
     details: dict[str, Any] = field(default_factory=dict)
     """Curves and tables, for the report's configuration."""
     report: Path | None = None
-    """Of calibration, once it has run."""
+    """The calibration report's file, once it exists."""
 
     prompts_asked: int | None = None
 
@@ -182,7 +182,7 @@ def judged(
         bench = bench_of(running, testbed.cases(running, asked))
         for selection in selections:
             scores = measure_selection(bench, selection, range(len(bench.cases)))
-            found[selection] = found[selection].joined(scores) if selection in found else scores
+            found[selection] = found[selection].join_scores(scores) if selection in found else scores
             entry = scores.entry
             row = [
                 task,

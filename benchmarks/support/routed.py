@@ -30,7 +30,7 @@ from kintsugi.store.client.directory import ShardAddress, ShardMap
 
 REPORT_S = 1.0
 OVERHEAD_S = 0.005
-"""Of a request, besides its tokens."""
+"""Fixed cost of a request, in addition to its tokens."""
 TRACE_BLOCK_TOKENS = 512
 
 
@@ -53,11 +53,11 @@ class Fleet:
     engines: int
     hosts: int
     tokens_per_s: float
-    """Of a mean engine's prefill."""
+    """Prefill speed of an average engine."""
     cached_blocks_max: int = 4096
     """Prefix cache of each."""
     hit_share: float = 0.25
-    """Of a prefill's time, that a token of a stored chunk takes."""
+    """Time for a token of a stored chunk, as a share of its prefill time."""
     remote_s_per_token: float = 0.0
     local_s_per_token: float = 0.0
 
@@ -162,7 +162,7 @@ class Ours(Choice):
 
 @dataclass
 class Outcome:
-    """Of one run."""
+    """The result of one run."""
 
     ttft_s: list[float] = field(default_factory=list)
     tokens: int = 0

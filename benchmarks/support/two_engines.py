@@ -31,7 +31,7 @@ TURN_TOKENS = 384
 
 
 def cached_share(router: str, conversations: int, turns: int) -> float:
-    """Of all prompt tokens after each conversation's first turn, with one of `ROUTERS`."""
+    """Cached share of all prompt tokens after each conversation's first turn, with one of `ROUTERS`."""
     import ray
     from ray import serve
 

@@ -1,4 +1,4 @@
-"""The process: kopf watches, a queue remembers what changed, workers reconcile, a Lease says who may.
+"""The process: kopf watches, a queue remembers what changed, workers reconcile, a Lease names the leader.
 
 kopf writes nothing to objects: raw-event handlers need neither its finalizer nor its annotations, so nothing
 is written while nothing changes. The reconciler alone sets and removes the finalizer that holds a service
@@ -25,14 +25,14 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from kintsugi_operator.api import API_VERSION, GROUP, VERSION
-from kintsugi_operator.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
-from kintsugi_operator.election import LeaseLost, lead
-from kintsugi_operator.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
-from kintsugi_operator.pulse import Counted, Pulse
-from kintsugi_operator.queue import ObjectKey, WorkQueue
-from kintsugi_operator.reconcile import SOON_S, Reconciler, utc_now
-from kintsugi_operator.scrape import HttpWeb
+from kintsugi_operator.api.manifest import API_VERSION, GROUP, VERSION
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
+from kintsugi_operator.controller.election import LeaseLost, lead
+from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
+from kintsugi_operator.controller.reconcile import SOON_S, Reconciler, utc_now
+from kintsugi_operator.controller.scrape import HttpWeb
+from kintsugi_operator.objects.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
 
 logger = logging.getLogger(__name__)
 
@@ -41,27 +41,32 @@ WATCHED_RAY = ("rayservices", "rayjobs")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """From the command line and the pod's environment."""
+class OperatorOptions:
+    """Options from the command line and the pod's environment."""
 
     lease_namespace: str
     identity: str
     namespaces: tuple[str, ...] = ()
-    """Looked at; empty: all."""
+    """Namespaces to watch; empty: all."""
     health_port: int = 8080
     metrics_port: int = 9090
     lease_name: str = FIELD_MANAGER
 
     @staticmethod
-    def of(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
-        """Exits with usage where an argument is none."""
+    def of(arguments: Sequence[str], environ: Mapping[str, str]) -> OperatorOptions:
+        """Parse options. Prints the usage and exits for an unknown one."""
         parser = argparse.ArgumentParser(prog="kintsugi-operator", description=__doc__.split("\n")[0])
-        parser.add_argument("--namespace", action="append", default=[], help="look at this one; else at all")
-        parser.add_argument("--lease", default=FIELD_MANAGER, help="name of the Lease that says who leads")
-        parser.add_argument("--health-port", type=int, default=8080, help="of /healthz and /leader")
-        parser.add_argument("--metrics-port", type=int, default=9090, help="of /metrics")
+        parser.add_argument(
+            "--namespace",
+            action="append",
+            default=[],
+            help="watch only this namespace (default: all); may be repeated",
+        )
+        parser.add_argument("--lease", default=FIELD_MANAGER, help="name of the Lease that names the leader")
+        parser.add_argument("--health-port", type=int, default=8080, help="port of /healthz and /leader")
+        parser.add_argument("--metrics-port", type=int, default=9090, help="port of /metrics")
         given = parser.parse_args(arguments)
-        return Settings(
+        return OperatorOptions(
             lease_namespace=environ.get("POD_NAMESPACE", "default"),
             identity=environ.get("POD_NAME", "") or f"{socket.gethostname()}-{os.getpid()}",
             namespaces=tuple(given.namespace),
@@ -72,7 +77,7 @@ class Settings:
 
 
 def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegistry:
-    """Handlers that only say what to look at."""
+    """Handlers that only put keys into the queue."""
     handlers = kopf.OperatorRegistry()
     kopf.on.login(registry=handlers)(login)
 
@@ -85,25 +90,25 @@ def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegist
         settings.posting.enabled = False
         # Neither CRDs nor namespaces are watched, which would need rights over the whole cluster.
         settings.scanning.disabled = True
-        # A connection that has died without a word is noticed by this.
+        # Detects a connection that has died silently.
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
 
     def own(kind: str) -> Callable[..., Coroutine[Any, Any, None]]:
-        async def changed(namespace: str | None, name: str | None, spec: kopf.Spec, **_: Any) -> None:
+        async def enqueue_changed(namespace: str | None, name: str | None, spec: kopf.Spec, **_: Any) -> None:
             queue.add(ObjectKey(kind, namespace or "", name or ""))
-            # Who waits for a service or its corpora hears of it at its next look.
+            # A service that waits for its corpora has to notice their progress.
             if kind == CORPUS_PRECOMPUTE.kind and spec.get("service"):
                 queue.add(ObjectKey(BLEND_SERVICE.kind, namespace or "", str(spec["service"])))
 
-        return changed
+        return enqueue_changed
 
     for resource in (BLEND_SERVICE, CORPUS_PRECOMPUTE):
         kopf.on.event(GROUP, VERSION, resource.plural, registry=handlers, id=resource.plural)(
             own(resource.kind)
         )
 
-    async def owned(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+    async def enqueue_owner(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
         if corpus := labels.get(LABEL_CORPUS):
             queue.add(ObjectKey(CORPUS_PRECOMPUTE.kind, namespace or "", corpus))
         elif service := labels.get(LABEL_SERVICE):
@@ -112,19 +117,20 @@ def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegist
     for plural in WATCHED_RAY:
         kopf.on.event(
             "ray.io", "v1", plural, labels={LABEL_SERVICE: kopf.PRESENT}, registry=handlers, id=plural
-        )(owned)
+        )(enqueue_owner)
     return handlers
 
 
 async def operate(
-    cluster: Cluster,
-    settings: Settings,
+    client: ApiClient,
+    settings: OperatorOptions,
     session: aiohttp.ClientSession,
     pulse: Pulse,
     login: Callable[..., Any] = kopf.login_via_client,
 ) -> None:
-    """Watch and reconcile until cancelled. `login`: how kopf finds the API server."""
-    reconciler = Reconciler(Counted(cluster, pulse), HttpWeb(session), utc_now, home=settings.lease_namespace)
+    """Watch and reconcile until cancelled. `login` tells kopf how to reach the API server."""
+    cluster = ApiServer(client, pulse.count_write)
+    reconciler = Reconciler(cluster, HttpWeb(session), utc_now, home=settings.lease_namespace)
 
     async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
@@ -158,46 +164,46 @@ async def operate(
         await asyncio.gather(watching, *workers, return_exceptions=True)
 
 
-async def main(settings: Settings) -> None:
-    """Answer probes, wait for the lease, operate. Raises `LeaseLost`."""
+async def main(settings: OperatorOptions) -> None:
+    """Answer probes, wait for the lease, then operate. Raises `LeaseLost`."""
     _end_by_signal()
     configuration = await _configuration()
     pulse = Pulse()
     runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
     try:
         async with ApiClient(configuration) as client, aiohttp.ClientSession() as session:
-            cluster = ApiServer(client)
 
             async def work() -> None:
                 pulse.is_leader = True
                 logger.info("%s leads", settings.identity)
-                await operate(cluster, settings, session, pulse)
+                await operate(client, settings, session, pulse)
 
             logger.info("%s waits for the lease", settings.identity)
-            await lead(cluster, settings.lease_name, settings.lease_namespace, settings.identity, work)
+            lease = (settings.lease_name, settings.lease_namespace, settings.identity)
+            await lead(ApiServer(client), *lease, work)
     finally:
         for runner in runners:
             await runner.cleanup()
 
 
 def _end_by_signal() -> None:
-    """A container's first process gets no SIGTERM that it has not asked for, and a standby would be killed
-    only after its grace period. kopf takes the signal over once it runs."""
+    """Cancel this task on SIGTERM. A container's first process gets no signal without a handler, so a standby
+    would be killed only after its grace period. kopf takes the signal over once it runs."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _until_served(cluster: Cluster) -> None:
-    """kopf looks once for what it is to watch: wait until our CRDs are there."""
+    """Wait until our CRDs are there: kopf looks for them only once."""
     needed = {BLEND_SERVICE.plural, CORPUS_PRECOMPUTE.plural}
-    while missing := needed - await cluster.served(API_VERSION):
+    while missing := needed - await cluster.list_served_kinds(API_VERSION):
         logger.warning("the API server does not serve %s: apply the chart's CRDs", ", ".join(sorted(missing)))
         await asyncio.sleep(SOON_S)
 
 
 async def _configuration() -> Configuration:
-    """Of the pod's ServiceAccount, else of the kubeconfig."""
+    """The API server's address and credentials, from the pod's ServiceAccount or else the kubeconfig."""
     configuration = Configuration()
     try:
         load_incluster_config(client_configuration=configuration)
@@ -207,10 +213,10 @@ async def _configuration() -> Configuration:
 
 
 def run() -> int:
-    """The console script. Exit status 1: the lease is lost, and the pod's restart makes it a standby."""
+    """The console script. Exit status 1 means that the lease is lost; the restarted pod is a standby."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(main(Settings.of(sys.argv[1:], os.environ)))
+        asyncio.run(main(OperatorOptions.of(sys.argv[1:], os.environ)))
     except LeaseLost as error:
         logger.error("%s", error)
         return 1

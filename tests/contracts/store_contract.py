@@ -138,23 +138,6 @@ class StoreContract:
         items = read_all(store, [manifest.key], heads=heads, layers=range(1, 3))
         assert items == [(0, layer, frames[layer][start:stop]) for layer in (1, 2)]
 
-    def test_frames_arrive_in_the_callers_memory(self, store: ChunkStore) -> None:
-        chunks = [make_chunk(range(start, start + 40)) for start in (0, 100)]
-        for manifest, frames in chunks:
-            store.put(manifest, frames)
-        buffers: dict[tuple[int, int], bytearray] = {}
-
-        def buffer_for(chunk: int, layer: int, size: int) -> memoryview:
-            return memoryview(buffers.setdefault((chunk, layer), bytearray(size + 8)))
-
-        keys = [chunks[0][0].key, ChunkKey(b"\2" * 32), chunks[1][0].key]
-        items = list(store.stream_into("acme", keys, range(3), HeadRange(1, 3), 10.0, buffer_for))
-        assert [item.chunk for item in items if isinstance(item, ChunkLost)] == [1]
-        start, stop = chunks[0][0].head_range_bytes(HeadRange(1, 3))
-        for chunk, (_, frames) in ((0, chunks[0]), (2, chunks[1])):
-            for layer in range(3):
-                assert bytes(buffers[chunk, layer][:-8]) == frames[layer][start:stop]
-
     def test_a_missing_chunk_does_not_disturb_the_others(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))
         store.put(manifest, frames)

@@ -12,9 +12,9 @@ from urllib.parse import parse_qsl
 
 from aiohttp import web
 
-from kintsugi_operator.cluster import BY_KIND, POD, RAY_CLUSTER, Refused, Resource
-from kintsugi_operator.objects import RAY_API_VERSION
-from kintsugi_operator.pods import Manifest
+from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, Refused, Resource
+from kintsugi_operator.objects.base import RAY_API_VERSION
+from kintsugi_operator.objects.pods import Manifest
 from tests.fakes.cluster import FakeCluster
 
 NAMESPACE = Resource("Namespace", "namespaces")

@@ -15,9 +15,9 @@ from typing import Any
 import jsonpatch
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.scrape import Web
+from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
+from kintsugi_operator.controller.scrape import Web
+from kintsugi_operator.objects.pods import Manifest
 
 RAY = frozenset({"rayservices", "rayjobs", "rayclusters", "raycronjobs"})
 
@@ -157,7 +157,7 @@ class FakeCluster(Cluster):
             self.objects.pop((POD.kind, namespace, pod), None)
         return self.may_evict
 
-    async def served(self, api_version: str) -> frozenset[str]:
+    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
         return self.ray if api_version == "ray.io/v1" else frozenset()
 
     def _uses(self, resource: Resource, verb: str, sub: str = "") -> None:

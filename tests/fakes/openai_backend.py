@@ -6,10 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
 from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.store.client.ram import RamStore
 
 INFO = EngineInfo("scripted", "ab" * 32, (0,), True, 4096, "on")
 JSON = OpenAIHead(200, "application/json")
@@ -68,3 +71,8 @@ class ScriptedBackend(EngineBackend):
 
     async def close(self) -> None:
         return None
+
+
+def gateway_over(backend: EngineBackend, **more: Any) -> Gateway:
+    """A gateway with an empty store and a tokenizer of characters."""
+    return Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text], **more)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kintsugi.fusor.attention import attend_scattered
-from tests.contracts.attend_scattered import (
+from tests.contracts.scattered_attention import (
     PATTERNS,
     TOLERANCE,
     Case,

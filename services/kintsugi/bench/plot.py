@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kintsugi.bench.report import Summary
-from kintsugi.quality.figures import figure_and_axes, prepare, save
+from kintsugi.quality.figures import create_figure, prepare_folder, save_figure
 
 COLOURS = ("#b8860b", "#222222", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b")
 MARKERS = "os^Dv*"
 
 
 def draw(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float | None = None) -> list[Path]:
-    """Write the picture as `drawing.save` does; where. ``series`` are loads by endpoint.
+    """Write the picture as `figures.save_figure` does; where. ``series`` are loads by endpoint.
 
     Medians as lines, up to the 95th percentile shaded. Raises `Unavailable` without matplotlib.
     """
-    prepare(path.parent)
-    figure, axes = figure_and_axes()
+    prepare_folder(path.parent)
+    figure, axes = create_figure()
     for number, (name, summaries) in enumerate(series.items()):
         points = sorted((one for one in summaries if one.ttft_s), key=lambda one: one.rate_per_s)
         rates = [one.rate_per_s for one in points]
@@ -36,4 +36,4 @@ def draw(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float | Non
     axes.set_ylabel("time to first token, ms (median to 95th percentile)")
     axes.set_yscale("log")
     axes.legend(fontsize=8, frameon=False)
-    return save(path, figure)
+    return save_figure(path, figure)

@@ -161,13 +161,13 @@ def calibrate(
     from kintsugi.cli.commands import calibrate as command
     from kintsugi.core.report import Thresholds
     from kintsugi.quality.calibrate import Budget
-    from kintsugi.quality.session import MeasuringEngineSpec, prefix_of_file
+    from kintsugi.quality.session import MeasuringEngineSpec, tokenize_prefix
 
     spec = MeasuringEngineSpec(
         model,
         codec=codec,
         store=chunk_store,
-        prefix_token_ids=None if system is None else prefix_of_file(model, system),
+        prefix_token_ids=None if system is None else tokenize_prefix(model, system),
         extra_config=json_object("connector", connector, '{"portable": false}'),
         vllm_args={**engine_arguments(engine), "dtype": dtype},
     )

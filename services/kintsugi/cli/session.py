@@ -16,7 +16,7 @@ from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import RagPrompt
 from kintsugi.engine.local import LocalEngine
-from kintsugi.quality.session import tokenizer_of
+from kintsugi.quality.session import load_tokenizer
 
 DEMO_SHAPE = "llama-210m"
 
@@ -90,7 +90,7 @@ def opened(
 ) -> Iterator[Session]:
     """Tokenise, start a shard and the engine, store the chunks; close both afterwards."""
     with screen.step("Reading the tokenizer"):
-        tokenizer, positions_max = tokenizer_of(model.path)
+        tokenizer, positions_max = load_tokenizer(model.path)
         prompt = build_prompt(tokenizer, texts, ending)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:

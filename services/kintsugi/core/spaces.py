@@ -26,7 +26,7 @@ ANCHOR_TOKENS = 32
 """Length of the window whose hash finds known chunks at any offset of a plain prompt."""
 
 NAMESPACE_BYTES_MAX = 128
-_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+NAMESPACE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
@@ -38,7 +38,7 @@ def check_namespace(namespace: str) -> str:
     """The namespace itself, or `InvalidField`: it is mandatory, a tenant's name and part of every key."""
     if not isinstance(namespace, str) or not namespace:
         raise InvalidField("namespace", "is mandatory: name the tenant whose chunks may be used")
-    if len(namespace) > NAMESPACE_BYTES_MAX or not _NAMESPACE.fullmatch(namespace):
+    if len(namespace) > NAMESPACE_BYTES_MAX or not re.fullmatch(NAMESPACE_PATTERN, namespace):
         raise InvalidField(
             "namespace",
             f"{namespace!r} must start with a letter or digit, hold only letters, digits and . _ - / "

@@ -1,8 +1,8 @@
 """Attention of scattered queries over one sequence's paged KV cache, masked strictly by position.
 
 A blend recomputes n tokens that lie anywhere in a context of L tokens. An engine's own kernels expect
-queries that are contiguous at the end of a sequence; the way round that, one pseudo request per token,
-reads the context once per token. Here a tile of T tokens shares each K/V tile that it loads.
+queries that are contiguous at the end of a sequence. The workaround, one pseudo request per token, reads the
+context once per token. Here a tile of T tokens shares each K/V tile that it loads.
 
 Cost, for q query heads, h kv heads, head size d and e bytes per cache element::
 
@@ -12,8 +12,8 @@ Cost, for q query heads, h kv heads, head size d and e bytes per cache element::
 
 Arithmetic, not a measurement: Mistral-7B (32/8 heads of 128, bf16) with 15 % of 16k tokens has
 n = 2,458 and T = 32, hence 330 GFLOP per layer and 2.6 GB instead of 82 GB. At 600 TFLOP/s and 4 TB/s
-that is 0.55 ms of computing and 0.65 ms of reading (less where tiles of one head meet in the L2 cache),
-against 20 ms. `benchmarks/gpu/scattered_attention.py` measures it where there is a GPU.
+that is 0.55 ms of computing and 0.65 ms of reading (less when tiles of one head meet in the L2 cache),
+against 20 ms. `benchmarks/gpu/scattered_attention.py` measures it on a GPU.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def attend_scattered(
         i // (q_heads // kv_heads).
     key_cache, value_cache: `[num_blocks, block_size, kv_heads, head_dim]` with any strides: views of an
         engine's cache. A 16- or 32-bit float, or fp8 that stands for `element * k_scale` (`v_scale`).
-    block_table: int32 `[blocks]` of this one sequence.
+    block_table: int32 `[blocks]`, this one sequence's.
     positions: int32 `[n]`, strictly ascending. Query i attends kv positions j <= positions[i] and, with
-        a `sliding_window` of w tokens (itself included, as vLLM counts), j > positions[i] - w. No K or V
-        behind the last position is read.
+        a `sliding_window` of w tokens (including itself, as vLLM counts), j > positions[i] - w. No K or V
+        after the last position is read.
     softcap: logits become `softcap * tanh(logit / softcap)` (Gemma-2).
-    sinks: `[q_heads]`, one more logit per head that takes probability and gives no value (gpt-oss).
+    sinks: `[q_heads]`, one extra logit per head that takes probability and contributes no value (gpt-oss).
 
-    On CUDA this never waits for the device, so ascending positions that lie inside the block table are
-    the caller's promise. Raises `InvalidField` for shapes and dtypes that do not fit together and
-    `NotBlendable` for a cache that this GPU's kernel cannot read.
+    On CUDA this never waits for the device, so the caller guarantees that positions ascend and lie inside
+    the block table. Raises `InvalidField` for shapes and dtypes that do not fit together and `NotBlendable`
+    for a cache that the kernel cannot read on this GPU.
     """
     _check(query, key_cache, value_cache, block_table, positions, sinks)
     assert sliding_window is None or sliding_window > 0
@@ -89,7 +89,7 @@ def attend_scattered(
 def kernel_reads(cache_dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether the kernel can read such a cache on a GPU of this compute capability.
 
-    Triton converts e4m3 only where the hardware does, from Ada and Hopper on.
+    Triton converts e4m3 only on hardware that does: Ada, Hopper and later.
     """
     return cache_dtype is not torch.float8_e4m3fn or capability >= (8, 9)
 

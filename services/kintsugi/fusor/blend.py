@@ -1,15 +1,15 @@
-"""The blend pass: merge loaded chunk KV with freshly computed KV, one layer after the other.
+"""The blend pass: merge loaded chunk KV with freshly computed KV, layer by layer.
 
-For each layer: `fetch_kv` (already on its way), put the loaded K and V into the cache, let the selector
-filter the hit tokens, `prefill_layer` for the tokens that are active. The question and missed tokens
-are always active; hit tokens that are exact as loaded never are, but at a ratio of 1. Where the selector
-wants to know what the question attends to, the question passes through the first layers before
+For each layer: `fetch_kv` (the loader has already started it), write the loaded K and V into the cache, let
+the selector filter the hit tokens, and `prefill_layer` for the tokens that are active. The question and
+missed tokens are always active; hit tokens that are exact as loaded are active only at a ratio of 1. If the
+selector needs to know what the question attends to, the question first runs alone through the first layers
 (`fusor.question`). The pass is cut into units of bounded work, so that an engine can run a few of them
 between two decode steps.
 
-Cost, in token-layers: the active tokens of every layer, plus, at each layer whose deviation filters,
-`projection_share` of every token that was active before (the question's too: its K and V are projected
-with the others'), plus the question's own pass. `fusor.control.cost` predicts it.
+Cost, in token-layers: the active tokens of every layer; plus, at each layer that filters by deviation,
+`projection_share` of every token that was active before (including the question, whose K and V are projected
+with the others); plus the question's own pass. `fusor.control.cost` predicts it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.question import QuestionPass
 from kintsugi.fusor.selectors import Candidates, Selector, Signal, make_selector
-from kintsugi.fusor.sliced import WAITING, PassStatus, SlicedWork, Units
+from kintsugi.fusor.sliced import WAITING, Cut, PassStatus, SlicedWork, Units, run_in_units
 from kintsugi.fusor.stack import DecoderStack, Hidden
-from kintsugi.fusor.units import Cut, run_in_units
 
 T = TypeVar("T")
 
 POLL_S = 0.002
-"""How long one look for the next layer may block the engine: long enough not to spin, short enough for
-a decode step beside it."""
+"""How long one poll for the next layer may block the engine: long enough not to spin, short enough not to
+delay a concurrent decode step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class PassRegion:
     """int64 `[end - start]`."""
     start: int
     next_token_id: int
-    """The token behind the region: the engine computes it, and here it only asks (`fusor.question`)."""
+    """The token right after the region. The engine computes it; the pass only uses it as a query
+    (`fusor.question`)."""
 
     @property
     def end(self) -> int:
@@ -62,7 +62,7 @@ class Tally:
     bytes_loaded: int = 0
     load_wait_s: float = 0.0
     polled_s: float = 0.0
-    """Part of `load_wait_s` that was spent inside the pass, and not between two slices."""
+    """Part of `load_wait_s` that was spent inside the pass rather than between two slices."""
     compute_s: float = 0.0
     restarts: int = 0
     failure: str | None = None
@@ -99,7 +99,7 @@ class BlendPass(SlicedWork):
         self._explain = explain
         self._loader: LayerLoader | None = None
         self._fetched: dict[int, LoadedLayer] = {}
-        """Layers that the question has passed and the blend has not reached."""
+        """Layers that the question's pass has fetched and the blend has not reached yet."""
         self._start()
 
     def abandon(self, reason: str) -> None:
@@ -136,8 +136,8 @@ class BlendPass(SlicedWork):
         return cost
 
     def _recover(self, failure: LoadFailed) -> None:
-        """Once: again from layer 0 with the lost chunks missed. Tokens dropped by selection have no
-        hidden state at the layer that failed, so nothing later than layer 0 can be resumed."""
+        """Restart from layer 0 with the lost chunks counted as missed; fail the second time. Tokens dropped
+        by selection have no hidden state at the layer that failed, so no later layer can be resumed."""
         self.tally.failure = failure.reason
         remaining = self.plan.without(failure.keys)
         if self.tally.restarts or not remaining.hits:
@@ -170,7 +170,7 @@ class BlendPass(SlicedWork):
         self.tally.tokens_hit = len(self._hit_positions)
 
     def _layers(self) -> Units[None]:
-        """The pass, as a generator of unit costs."""
+        """Run the whole pass; yields the cost of each unit."""
         num_layers = self._stack.num_layers
         selector = make_selector(self.plan.selection, num_layers)
         ratio = self.plan.selection.ratio
@@ -214,7 +214,8 @@ class BlendPass(SlicedWork):
         return self._stack.embed(self.region.token_ids[self._active - self.region.start])
 
     def _ask(self, query_layers: tuple[int, ...]) -> Units[Tensor]:
-        """What the question attends to: fp32 `[hit tokens]`, the same on every rank."""
+        """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
+        every rank."""
         tokens = torch.cat((self._must_positions, torch.tensor([self.region.end])))
         question = QuestionPass(
             self._stack,
@@ -233,7 +234,7 @@ class BlendPass(SlicedWork):
         return self._stack.sum_over_ranks(question.attention)
 
     def _time_units(self, units: Units[T]) -> Units[T]:
-        """Count the time of `units` as computing."""
+        """Add the time spent in `units` to `compute_s`."""
         while True:
             started = time.perf_counter()
             try:
@@ -253,7 +254,7 @@ class BlendPass(SlicedWork):
         asked = time.perf_counter()
         while True:
             looked = time.perf_counter()
-            loaded, lost = self._look(layer, looked - asked)
+            loaded, lost = self._poll_loader(layer, looked - asked)
             self.tally.polled_s += time.perf_counter() - looked
             if lost:
                 raise LoadFailed(lost[0], lost[1])
@@ -263,11 +264,11 @@ class BlendPass(SlicedWork):
                 return loaded
             yield WAITING
 
-    def _look(
+    def _poll_loader(
         self, layer: int, waited_s: float
     ) -> tuple[LoadedLayer | None, tuple[frozenset[ChunkKey], str] | None]:
-        """One look at the loader. Ranks agree before any of them goes on: a rank alone in a layer would
-        wait for the others' all-reduce forever."""
+        """Poll the loader once: the layer if it has arrived, and the lost chunks with the reason. Ranks agree
+        before any of them goes on: a rank alone in a layer would wait forever for the others' all-reduce."""
         assert self._loader is not None
         loaded, failure = None, None
         alone = self._stack.world_size == 1
@@ -276,7 +277,7 @@ class BlendPass(SlicedWork):
         except LoadFailed as error:
             failure = error
         if alone and loaded is None and failure is None and waited_s > self._loader.patience_s:
-            # A store keeps its own deadline; one that does not must not keep a request forever.
+            # Stores enforce a deadline of their own; one that does not must not hold a request forever.
             every_key = frozenset(hit.key for hit in self.plan.hits)
             failure = LoadFailed(
                 every_key, f"load_timeout: layer {layer} did not arrive within {self._loader.patience_s:g} s"
@@ -295,9 +296,9 @@ class BlendPass(SlicedWork):
         return loaded, (keys, reason) if keys else None
 
     def _filter(self, layer: int, hidden: Hidden, loaded: LoadedLayer, selector: Selector) -> Units[Hidden]:
-        """Let the selector drop hit tokens from the active set. Returns their hidden states.
+        """Let the selector drop hit tokens from the active set. Returns the hidden states of those that stay.
 
-        Tokens whose K and V were projected to measure their deviation keep the fresh ones at this layer.
+        Tokens whose K and V were projected to measure their deviation keep the fresh K and V at this layer.
         """
         signal = selector.signal_at(layer)
         if signal is None:
@@ -306,7 +307,7 @@ class BlendPass(SlicedWork):
         positions = self._active[candidate]
         deviation = None
         if signal:
-            measuring = self._measure(layer, hidden, loaded, candidate, signal)
+            measuring = self._measure_deviation(layer, hidden, loaded, candidate, signal)
             deviation = yield from self._time_units(measuring)
         attention = self._attention
         if attention is not None:
@@ -321,10 +322,10 @@ class BlendPass(SlicedWork):
         self._activate(self._active[index])
         return hidden.take(index)
 
-    def _measure(
+    def _measure_deviation(
         self, layer: int, hidden: Hidden, loaded: LoadedLayer, candidate: Tensor, signal: Signal
     ) -> Units[Tensor]:
-        """Squared deviation of loaded from fresh K and V, fp32 `[candidates]`, summed over heads."""
+        """Squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over heads."""
         parts: list[Tensor] = []
         for rows, batch in self._cut.units:
             wanted = candidate[rows]
@@ -360,7 +361,8 @@ class BlendPass(SlicedWork):
 
     @property
     def _cut(self) -> Cut:
-        """The active set in units: prepared when first used, as a set may be filtered before that."""
+        """The active set cut into units. Prepared on first use, because a set may be filtered before it
+        is."""
         if self._prepared is None:
             self._prepared = Cut.of(self._stack, self._active, self._unit_tokens_max)
         return self._prepared

@@ -1,20 +1,22 @@
-"""Frames to tensors and back. `core.layout` knows the sizes; this knows the elements.
+"""Encode tensors as frames and decode frames to tensors. `core.layout` defines the sizes.
 
-Quantised codecs scale symmetrically: K by its largest magnitude per head and channel, over the chunk's
-tokens (before RoPE a channel keeps its size from token to token; after it, it would not), V by that of
-each head and token. Every element's error is then at most
+Quantised codecs scale symmetrically. K is scaled by its largest magnitude per head and channel over the
+chunk's tokens (before RoPE a channel's magnitude is stable from token to token; after RoPE it is not), V by
+the largest magnitude per head and token. Besides the rounding of the engine's own dtype, the error of an
+element is at most
 
-- ``int8``: half a scale, a scale being its maximum ÷ 127;
-- ``fp8``: 1/16 of the element, or 2⁻¹⁰ of its scale where that is more, a scale being its maximum ÷ 448;
+- ``int8``: half a scale, where the scale is the maximum ÷ 127;
+- ``fp8``: 1/16 of the element, or 2⁻¹⁰ of its scale if that is more, where the scale is the maximum ÷ 448.
 
-and the rounding of the engine's own type. A scale takes a byte: five bits of mantissa, rounded up by at most
-1/32, so that no element is clipped, and three of exponent, counted from one that the scales of a head's K, or
-V, share: seven octaves below the largest. So there is no magnitude that cannot be stored, and a channel or
-token that is smaller than 1/128 of its head's largest loses a bit with each further octave. A shared exponent
-that no finite KV can have is damage, or KV that was not finite when it was saved: it is refused, never used.
+A scale takes one byte: five bits of mantissa, rounded up by at most 1/32 so that no element is clipped, and
+three bits of exponent relative to an exponent that all scales of a head's K (or V) share. The shared exponent
+lies seven octaves below the largest scale's. So every magnitude can be stored, and a channel or token that is
+smaller than 1/128 of its head's largest loses one bit with each further octave. A shared exponent that no
+finite KV can have means that the frame is damaged or that its KV was not finite when it was saved: decoding
+refuses it.
 
-Cost, on one CPU core, counted in bytes of 16-bit KV: encoding is four passes in fp32; decoding one pass
-that reads one byte an element and writes two, for `fp8` two. Both happen where the tensor is: on the
+Cost on one CPU core, counted in bytes of 16-bit KV: encoding takes four passes in fp32; decoding takes one
+pass (`fp8`: two) that reads one byte per element and writes two. Both run where the tensor is: on the
 engine's device when saving, on the loader's thread when loading.
 """
 
@@ -34,13 +36,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MANTISSA_BITS = 5
-"""Of a scale; the other three are its exponent."""
+"""Mantissa bits in a scale's byte; the other three bits are its exponent."""
 OCTAVES_BELOW = 7
-"""How far the shared exponent lies below the largest scale's."""
+"""Distance from the largest scale's exponent down to the shared exponent."""
 EXPONENT_MAX = 241
-"""Of those shared: the largest finite number ÷ 127 has the exponent 248, counted as fp32 does."""
+"""Highest valid shared exponent, biased as in fp32: the largest finite number ÷ 127 has the exponent 248."""
 _DROPPED_BITS = 23 - MANTISSA_BITS
-"""Of fp32's mantissa."""
+"""Bits that a scale drops from fp32's mantissa."""
 
 EVERY_ROW = slice(None)
 CPU = torch.device("cpu")
@@ -48,7 +50,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Elements:
-    """What a quantised element is."""
+    """The dtype of quantised elements and the largest value that they take."""
 
     dtype: torch.dtype
     largest: float
@@ -63,7 +65,8 @@ ELEMENTS = {
 
 
 def encode_frame(key: Tensor, value: Tensor, codec: Codec) -> memoryview:
-    """One layer's K (before RoPE) and V, each `[tokens, kv_heads, head_dim]`, as a head-major frame."""
+    """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, head_dim]`, as a head-major
+    frame."""
     if codec is Codec.RAW:
         frame = torch.stack((key, value)).permute(2, 0, 1, 3).contiguous().cpu()
     else:
@@ -80,40 +83,40 @@ def decode_frame(
     rows: slice = EVERY_ROW,
     device: torch.device = CPU,
 ) -> tuple[Tensor, Tensor]:
-    """K (before RoPE) and V `[rows, heads, head_dim]` on `device`, of the bytes of some heads of a frame.
+    """Decode the bytes of some heads of a frame: K (before RoPE) and V `[rows, heads, head_dim]` on `device`.
 
-    Contiguous, and the caller's own: `data` may be written over afterwards. Raises `Corrupted` for scales
-    that cannot be.
+    The results are contiguous and share no memory with `data`, which may be overwritten afterwards. Raises
+    `Corrupted` for impossible scales.
     """
     heads = len(data) // layout.head_bytes(codec, num_tokens)
     flat = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8).view(heads, -1)
     if device.type != "cpu":
-        # Bytes cross before they are decoded: half as many, and the device decodes faster.
+        # Copy before decoding: half as many bytes cross the bus, and the device decodes faster.
         flat = flat.pin_memory().to(device, non_blocking=True)
     if codec is not Codec.RAW:
         return _dequantize(flat, layout, codec, num_tokens, rows)
     typed = flat.view(DTYPES[layout.dtype]).view(heads, 2, num_tokens, layout.head_dim)
     key, value = typed[:, 0, rows].transpose(0, 1), typed[:, 1, rows].transpose(0, 1)
-    # (`contiguous` would not always copy: a view of one head, or of one token, is contiguous as it is.)
+    # `contiguous` would not always copy: a view of one head or of one token is already contiguous.
     token_major = torch.contiguous_format
     return key.clone(memory_format=token_major), value.clone(memory_format=token_major)
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Bytes of each head of a quantised frame, uint8 `[heads, …]`, in their order there."""
+    """The byte ranges of each head of a quantised frame, uint8 `[heads, …]`, in frame order."""
 
     key: Tensor
     value: Tensor
     exponents: Tensor
-    """`[heads, 2]`: of K's scales, of V's."""
+    """`[heads, 2]`: the shared exponents of K's and of V's scales."""
     key_scale: Tensor
     value_scale: Tensor
     sinks: Tensor
 
     @staticmethod
     def of(flat: Tensor, layout: KVLayout, codec: Codec, num_tokens: int) -> _Parts:
-        """Views of `flat` `[heads, head_bytes]`."""
+        """Split `flat` `[heads, head_bytes]` into views."""
         sinks = codec.sinks_of(num_tokens)
         small, head_dim = num_tokens - sinks, layout.head_dim
         elements = small * head_dim
@@ -122,7 +125,7 @@ class _Parts:
 
 
 def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
-    """uint8 `[heads, head_bytes]`."""
+    """Encode K and V as uint8 `[heads, head_bytes]`."""
     num_tokens, heads, head_dim = key.shape
     layout = KVLayout(1, heads, head_dim, NAMES[key.dtype])
     flat = torch.zeros(heads, layout.head_bytes(codec, num_tokens), dtype=torch.uint8, device=key.device)
@@ -133,12 +136,12 @@ def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
         (1, value, 2, parts.value, parts.value_scale),
     ):
         if sinks == num_tokens:
-            continue  # nothing has a scale
+            continue  # every token is stored exactly
         wide = tensor[sinks:].transpose(0, 1).float()
         exponent, codes = _scale_codes(wide.abs().amax(over), elements)
         parts.exponents[:, which].copy_(exponent)
         scales.copy_(codes)
-        # Where everything is zero, so may the scale be: the quotient would be none.
+        # If all elements are zero, the scale may be zero, too, and the quotient is NaN.
         scaled = (wide / _scales(exponent, codes).float().unsqueeze(over)).nan_to_num_(0.0)
         scaled = scaled.round_() if elements.dtype == torch.int8 else scaled
         quantised.copy_(scaled.to(elements.dtype).view(torch.uint8).flatten(1))
@@ -148,19 +151,19 @@ def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
 
 
 def _scale_codes(largest: Tensor, elements: _Elements) -> tuple[Tensor, Tensor]:
-    """Shared exponents `[heads]` and scales `[heads, n]` in a byte each, of fp32 magnitudes `[heads, n]`.
+    """Encode fp32 magnitudes `[heads, n]` as shared exponents `[heads]` and one byte per scale `[heads, n]`.
 
-    Rounded up: an element divided by its scale never exceeds what its type can hold.
+    Scales are rounded up, so an element divided by its scale never exceeds the range of its dtype.
     """
     exact = (largest / elements.largest).nan_to_num(nan=math.inf, posinf=math.inf)
-    # Positive floats are ordered as their bits are, and a carry out of the mantissa raises the exponent.
+    # Positive floats sort like their bit patterns, and a carry out of the mantissa raises the exponent.
     bits = (exact.view(torch.int32) + (1 << _DROPPED_BITS) - 1) >> _DROPPED_BITS
     exponent = ((bits.amax(1) >> MANTISSA_BITS) - OCTAVES_BELOW).clamp(0)
     return exponent, (bits - (exponent << MANTISSA_BITS)[:, None]).clamp(0)
 
 
 def _scales(exponent: Tensor, codes: Tensor) -> Tensor:
-    """bfloat16 `[heads, n]`, exactly, of shared exponents `[heads]` and a byte each."""
+    """Decode scales exactly, as bfloat16 `[heads, n]`, from shared exponents `[heads]` and one byte each."""
     bits = codes.int() + (exponent.int() << MANTISSA_BITS)[:, None]
     return (bits << 7 - MANTISSA_BITS).to(torch.int16).view(torch.bfloat16)
 
@@ -172,7 +175,7 @@ def _dequantize(
     sinks, head_dim = codec.sinks_of(num_tokens), layout.head_dim
     dtype, small = DTYPES[layout.dtype], num_tokens - sinks
     if bool((parts.exponents > EXPONENT_MAX).any()):
-        raise Corrupted("a frame has scales that no finite KV has; put the chunk again")
+        raise Corrupted("a frame has scales that finite KV cannot have; put the chunk again")
     key_scale = _scales(parts.exponents[:, 0], parts.key_scale)[:, None]
     value_scale = _scales(parts.exponents[:, 1], parts.value_scale)[:, :, None]
     exact = _view_as_dtype(parts.sinks, dtype).view(heads, 2, sinks, head_dim)
@@ -193,10 +196,10 @@ def _dequantize(
 
 
 def _multiply(narrow: Tensor, scale: Tensor, out: Tensor) -> None:
-    """`out` becomes `narrow` · `scale`, rounded once.
+    """Write `narrow` · `scale` into `out`, rounded once.
 
-    In bfloat16 elements and scales are exact, so that one pass does. Other types need more of the range
-    or of the digits than a product in theirs, or in bfloat16, would keep.
+    Elements and scales are exact in bfloat16, so one pass suffices there. For other dtypes, a product in that
+    dtype or in bfloat16 would lose range or precision.
     """
     if out.dtype != torch.bfloat16:
         out.copy_(narrow.float() * scale.float())
@@ -207,6 +210,6 @@ def _multiply(narrow: Tensor, scale: Tensor, out: Tensor) -> None:
 
 
 def _view_as_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[heads, elements]` out of bytes, copied to where an element of any type may start."""
+    """Reinterpret bytes as `[heads, elements]`, copied first so that they are aligned for any dtype."""
     own = part.clone(memory_format=torch.contiguous_format)
     return own.flatten().view(dtype).view(len(part), part.shape[1] // dtype.itemsize)

@@ -1,7 +1,7 @@
 """Loads layer i + 1 while layer i is computed: one thread, a bounded number of layers ahead.
 
-The thread does everything that needs no model: wait for the store, move to the device, decode, cut to
-the tokens that are wanted, rotate keys to their positions. The blend pass finds finished layers.
+The thread does everything that needs no model: wait for the store, move bytes to the device, decode them, cut
+them to the wanted tokens, and rotate keys to their positions. The blend pass receives finished layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kintsugi.fusor.codecs import decode_frame
 from kintsugi.fusor.rope import Rotary
 
 CLOSE_TIMEOUT_S = 0.1
-"""Closing is done by the engine's thread, for which every request waits: a thread that the store holds up
-longer ends by itself. It owns what it still touches."""
+"""How long `close` waits for the thread. The engine's thread calls it while every request waits; a loader
+thread that the store blocks for longer ends by itself, and owns everything that it still touches."""
 
 
 class LoadFailed(Exception):
-    """Some chunks cannot be loaded. `keys` are to be treated as missed."""
+    """Some chunks cannot be loaded: treat the chunks with these `keys` as missed."""
 
     def __init__(self, keys: frozenset[ChunkKey], reason: str) -> None:
         super().__init__(reason)
@@ -45,14 +45,14 @@ class ChunkPlacement:
 
     manifest: ChunkManifest
     first_row: int
-    """Stored tokens before it are already in the engine's prefix cache."""
+    """First stored token to load; the engine's prefix cache already holds those before it."""
     positions: Tensor
     """int64 `[rows]`: prompt positions of the stored tokens `[first_row, first_row + rows)`."""
 
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """One layer of every placement, concatenated: K after RoPE and V, `[rows, heads, head_dim]`."""
+    """One layer of all placements, concatenated: K after RoPE and V, `[rows, heads, head_dim]`."""
 
     layer: int
     key: Tensor
@@ -61,13 +61,13 @@ class LoadedLayer:
     started_s: float
     finished_s: float
     on_device: torch.cuda.Event | None
-    """Recorded once the copy and the rotation are queued on the loader's stream; None on a CPU."""
+    """Recorded after the copy and the rotation were queued on the loader's stream; None on a CPU."""
 
 
 def placements_of(
     plan: BlendPlan, manifests: Mapping[ChunkKey, ChunkManifest], start: int, end: int
 ) -> list[ChunkPlacement]:
-    """Where the stored tokens of each hit go: its part inside the region `[start, end)` of the prompt."""
+    """The placement of each hit's tokens that lie inside the region `[start, end)` of the prompt."""
     placements = []
     for hit in plan.hits:
         first, last = max(hit.start, start), min(hit.end, end)
@@ -79,9 +79,9 @@ Frames = Iterator[LayerFrame | ChunkLost]
 
 
 class LayerLoader:
-    """Pulls a layer-major stream of frames and yields finished layers in order.
+    """Pulls a layer-major stream of frames and hands out finished layers in order.
 
-    `close` is idempotent; it returns once the thread has let go of the stream, or will on its own.
+    `close` is idempotent. It returns when the thread has released the stream, or after `CLOSE_TIMEOUT_S`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LayerLoader:
         self._thread.start()
 
     def take(self, layer: int, timeout_s: float) -> LoadedLayer | None:
-        """The next layer, None if it has not arrived within `timeout_s`. Raises `LoadFailed`."""
+        """Return the next layer, or None if it does not arrive within `timeout_s`. Raises `LoadFailed`."""
         try:
             item = self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -138,7 +138,7 @@ class LayerLoader:
         except KintsugiError as error:
             self._done.put(LoadFailed(self._every_key(), f"{type(error).__name__}: {error}"))
         except BaseException as defect:
-            # Whoever waits for a layer must learn that none will come; the traceback is logged as well.
+            # The waiting pass must learn that no layer will come; raising also logs the traceback.
             self._done.put(LoadFailed(self._every_key(), f"defect: in loading, {defect!r}"))
             raise
 

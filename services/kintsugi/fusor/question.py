@@ -1,19 +1,18 @@
-"""The question's own pass: what it attends to among the loaded tokens, before any of them is recomputed.
+"""The question's own pass: measures which loaded tokens it attends to, before any of them is recomputed.
 
 The tokens that are always computed (question, gaps, missed chunks) pass through the first layers over the
-loaded KV as it stands, which is full KV reuse; at the layers asked for, the attention weights of the
-tokens behind the last hit are added up per loaded token. The prompt's last token is among them, though the
-blend leaves it to the engine: it is the one that answers, and so the one that looks where the answer is.
-The blend pass selects by that, and begins anew with layer 0: layers that were fetched for this pass are
-kept in memory for it.
+loaded KV, as in full KV reuse. At each of the query layers, the attention weights of the tokens after the
+last hit are summed per loaded token. The prompt's last token is one of these queries, although the blend
+leaves it to the engine: it produces the answer, so it attends to where the answer is. The blend pass then
+selects by these sums and starts from layer 0; the layers fetched for this pass stay in memory for it.
 
-The weights are those of the model's own softmax over the positions from the first hit on that is not exact
-as loaded (`BlendPlan.exact_end`): what comes before may lie in the engine's prefix cache, which cannot be
-read back, and whether it does must not change the selection.
+The softmax runs only over positions from the first hit that is not exact as loaded (`BlendPlan.exact_end`).
+Earlier positions may be in the engine's prefix cache, which cannot be read back, and whether they are there
+must not change the selection.
 
-Cost, in token-layers: the tokens, times the layers before the last one asked for and `projection_share`
-for that one. Beside it, at each layer asked for, ``question · tokens · query heads · head_dim``
-multiplications in fp32, half of that layer's attention. Memory: the K and V of the layers passed.
+Cost, in token-layers: the tokens, times the layers before the last query layer, plus `projection_share` for
+that one. In addition, each query layer takes ``question · tokens · query heads · head_dim`` multiplications
+in fp32, half of that layer's attention. Memory: the K and V of the layers passed.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ import torch
 from torch import Tensor
 
 from kintsugi.fusor.loader import LoadedLayer
-from kintsugi.fusor.sliced import Units
+from kintsugi.fusor.sliced import Cut, Units, run_in_units
 from kintsugi.fusor.stack import AttentionRule, DecoderStack, FreshKV, Hidden
-from kintsugi.fusor.units import Cut, run_in_units
 
 WEIGHTS_MAX = 1 << 23
-"""Attention weights that are in memory at a time: 32 MiB."""
+"""Number of attention weights in memory at a time: 32 MiB."""
 
 
 class QuestionPass:
-    """Call `pass_layer` for layers 0, 1, … `num_layers` - 1; `attention` is complete then."""
+    """Call `pass_layer` for layers 0, 1, … `num_layers` - 1; then `attention` is complete."""
 
     def __init__(
         self,
@@ -42,54 +40,56 @@ class QuestionPass:
         unit_tokens_max: int,
         exact_end: int = 0,
     ) -> None:
-        """`positions` of the tokens that pass, one of them behind the last hit; int64, ascending. Hit tokens
-        before `exact_end` get no weight; not all of them are."""
+        """`positions` of the tokens that pass: int64, ascending, at least one after the last hit. Hit tokens
+        before `exact_end` get no weight; at least one hit token lies after it."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions))
-        """fp32 `[hit tokens]`, over this rank's query heads."""
+        """Attention to each hit token, fp32 `[hit tokens]`, summed over this rank's query heads."""
         self._stack = stack
         self._query_layers = query_layers
         self._hit_positions = hit_positions
         self._positions = positions
-        self._asks = positions > hit_positions[-1]
-        assert bool(self._asks.any())
+        self._is_query = positions > hit_positions[-1]
+        assert bool(self._is_query.any())
         self._weighed = hit_positions >= exact_end
         self._keyed = positions >= hit_positions[self._weighed][0]
         self._cut = Cut.of(stack, positions, unit_tokens_max)
         self._hidden: Hidden | None = None
 
     def begin(self, hidden: Hidden) -> None:
-        """`hidden` is the embedding of the tokens."""
+        """Start with `hidden`, the embedding of the tokens."""
         self._hidden = hidden
 
     def pass_layer(self, layer: int, loaded: LoadedLayer) -> Units[None]:
         assert self._hidden is not None
-        asked = layer in self._query_layers
+        is_query_layer = layer in self._query_layers
         if layer == self.num_layers - 1:
             fresh = yield from self._project(layer, self._hidden)
         else:
             self._stack.begin_layer(layer)
             self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
-            fresh = yield from run_in_units(self._stack, layer, self._hidden, self._cut, capture=asked)
+            fresh = yield from run_in_units(
+                self._stack, layer, self._hidden, self._cut, capture=is_query_layer
+            )
             self._stack.end_layer(layer)
-        if asked:
-            self._add(layer, loaded, fresh)
+        if is_query_layer:
+            self._add_attention(layer, loaded, fresh)
 
     def _project(self, layer: int, hidden: Hidden) -> Units[list[FreshKV]]:
-        """At the last layer only queries and keys are wanted."""
+        """Compute queries and keys only: the last query layer needs no more."""
         projected: list[FreshKV] = []
         for rows, batch in self._cut.units:
             projected.append(self._stack.project_kv(layer, hidden.take(rows), batch))
             yield batch.num_tokens * self._stack.projection_share
         return projected
 
-    def _add(self, layer: int, loaded: LoadedLayer, fresh: list[FreshKV]) -> None:
-        query = torch.cat([part.query for part in fresh])[self._asks]
+    def _add_attention(self, layer: int, loaded: LoadedLayer, fresh: list[FreshKV]) -> None:
+        query = torch.cat([part.query for part in fresh])[self._is_query]
         key = torch.cat([loaded.key[self._weighed], torch.cat([part.key for part in fresh])[self._keyed]])
         hit_positions = self._hit_positions[self._weighed]
         weights = attention_mass(
             query,
-            self._positions[self._asks],
+            self._positions[self._is_query],
             key,
             torch.cat((hit_positions, self._positions[self._keyed])),
             self._stack.attention_rule(layer),
@@ -100,7 +100,7 @@ class QuestionPass:
 def attention_mass(
     query: Tensor, query_positions: Tensor, key: Tensor, key_positions: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """fp32 `[keys]`: attention weights summed over queries and heads.
+    """Sum attention weights over queries and heads: fp32 `[keys]`.
 
     `query` `[queries, heads, head_dim]` and `key` `[keys, kv_heads, head_dim]` after RoPE; positions int64,
     keys in any order. Every query must see at least one key.

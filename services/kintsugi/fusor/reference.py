@@ -1,4 +1,4 @@
-"""Scattered attention in plain torch: slow, obviously correct, and what runs where there is no GPU."""
+"""Scattered attention in plain torch: slow, obviously correct, and used when there is no GPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def reference_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """`fusor.attention.scattered_attention`, one kv head at a time.
+    """Compute `fusor.attention.attend_scattered`, one kv head at a time.
 
     Memory beyond its arguments: fp32 `[n, q_heads / kv_heads, L]` logits and one head's `[L, head_dim]`
-    K and V, L being the last position + 1.
+    K and V, where L is the last position + 1.
     """
     assert bool((positions.diff() > 0).all()), "positions must ascend"
     num_kv_heads = key_cache.shape[2]
@@ -44,7 +44,7 @@ def reference_attention(
 
 
 def visible_positions(positions: Tensor, sliding_window: int | None) -> Tensor:
-    """bool `[n, L]`: whether query i attends kv position j. L is the last position + 1."""
+    """Whether query i attends to kv position j: bool `[n, L]`, where L is the last position + 1."""
     kv_positions = torch.arange(int(positions[-1]) + 1, device=positions.device)
     visible = kv_positions[None, :] <= positions[:, None]
     if sliding_window is not None:
@@ -53,7 +53,7 @@ def visible_positions(positions: Tensor, sliding_window: int | None) -> Tensor:
 
 
 def gather_head(cache: Tensor, block_table: Tensor, head: int, num_tokens: int) -> Tensor:
-    """fp32 `[num_tokens, head_dim]`: one kv head of the sequence, out of its blocks."""
+    """Read one kv head of the sequence from its blocks: fp32 `[num_tokens, head_dim]`."""
     slots = torch.arange(num_tokens, device=cache.device)
     blocks = block_table.long()[slots // cache.shape[1]]
     return cache[blocks, slots % cache.shape[1], head].float()

@@ -1,9 +1,9 @@
-"""Rotary position embedding of stored keys, which are kept before RoPE and rotated once, at load.
+"""Rotary position embedding of stored keys, which are stored before RoPE and rotated once, when loaded.
 
-Rotation is done in fp32 from the engine's own cos/sin table, so that a loaded key equals a freshly
-computed one up to the rounding of its element type. Tables carry whatever their scaling put into them
-(YaRN's mscale, Llama-3's and linear frequency changes); a table that depends on the length of the
-prompt cannot be used, because a stored key has no prompt, and the engine declines such models.
+Keys are rotated in fp32 from the engine's own cos/sin table, so a loaded key equals a freshly computed one up
+to the rounding of its dtype. The table already contains any scaling (YaRN's mscale, Llama-3's and linear
+frequency changes). A table that depends on the prompt's length cannot be used, because a stored key belongs
+to no prompt; the engine declines such models.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """One layer's rotation."""
+    """The rotation of one layer's keys."""
 
     cos: Tensor
     """fp32 `[positions, rotary_dim / 2]`."""
     sin: Tensor
     """fp32 `[positions, rotary_dim / 2]`."""
     is_neox: bool
-    """Halves are paired (GPT-NeoX, Llama) rather than neighbours (GPT-J, interleaved)."""
+    """Whether halves are paired (GPT-NeoX, Llama) rather than neighbours (GPT-J, interleaved)."""
 
     @staticmethod
     def from_table(cos_sin: Tensor, is_neox: bool) -> Rotary:
-        """From `[positions, rotary_dim]`: cosines, then sines (vLLM's `cos_sin_cache`)."""
+        """Split `[positions, rotary_dim]`, cosines followed by sines (vLLM's `cos_sin_cache`)."""
         cos, sin = cos_sin.float().chunk(2, dim=-1)
         return Rotary(cos.contiguous(), sin.contiguous(), is_neox)
 
     @property
     def rotary_dim(self) -> int:
-        """Leading elements of each head that rotate; the rest pass through."""
+        """Number of leading elements of each head that rotate; the rest stay as they are."""
         return 2 * self.cos.shape[-1]
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """`keys` `[tokens, heads, head_dim]` moved to `positions` `[tokens]`; same dtype, new tensor.
+        """Rotate `keys` `[tokens, heads, head_dim]` to `positions` `[tokens]`: a new tensor of the same
+        dtype.
 
-        Cost: one fp32 pass over the keys, ~6 FLOP an element: memory-bound.
+        Cost: one fp32 pass over the keys at about 6 FLOP per element, which is memory-bound.
         """
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         rotated = torch.empty_like(keys)

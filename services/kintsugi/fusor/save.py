@@ -1,7 +1,7 @@
 """The save pass: prefill several chunks at once, each alone behind the prefix, and capture their KV.
 
-Full width, nothing selected, nothing loaded. What it captures is K before RoPE and V: the only source
-of stored chunk KV (isolated prefill), never KV that saw another chunk.
+Every token passes through every layer; nothing is selected or loaded. The pass captures V and K before RoPE.
+It is the only source of stored chunk KV (isolated prefill), so stored KV never saw another chunk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class SaveItem:
     token_ids: Tensor
     """int64: the tokens to compute, at positions `[start, start + len)`."""
     start: int
-    """Positions before it are in the sequence's cache already."""
+    """The sequence's cache already holds the positions before it."""
     chunk_start: int
     chunk_end: int
-    """Positions whose KV is kept."""
+    """KV of the positions `[chunk_start, chunk_end)` is kept."""
 
 
 class SavePass(SlicedWork):
-    """Sequence i of `stack` is `items[i]`. `frames[i][layer]` holds its frame once DONE."""
+    """Sequence i of `stack` is `items[i]`. Once DONE, `frames[i][layer]` holds its frame."""
 
     def __init__(
         self, items: Sequence[SaveItem], stack: DecoderStack, unit_tokens_max: int, codec: Codec
@@ -70,18 +70,18 @@ class SavePass(SlicedWork):
             self._stack.begin_layer(layer)
             captured = []
             for part, batch in zip(hidden, batches, strict=True):
-                captured.append(self._run(layer, part, batch))
+                captured.append(self._run_layer(layer, part, batch))
                 yield float(batch.num_tokens)
             self._stack.end_layer(layer)
             keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
-            self._keep(keys, values)
+            self._encode_chunks(keys, values)
 
-    def _run(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
+    def _run_layer(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
         fresh = self._stack.run_layer(layer, hidden, batch, capture=True)
         assert fresh is not None
         return self._stack.gather_heads(fresh.key_before_rope), self._stack.gather_heads(fresh.value)
 
-    def _keep(self, keys: Tensor, values: Tensor) -> None:
+    def _encode_chunks(self, keys: Tensor, values: Tensor) -> None:
         first_row = 0
         for item, frames in zip(self._items, self.frames, strict=True):
             rows = slice(first_row + item.chunk_start - item.start, first_row + item.chunk_end - item.start)

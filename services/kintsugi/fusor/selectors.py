@@ -1,16 +1,17 @@
-"""Which cached tokens to recompute: plug-ins behind one interface.
+"""Selectors choose which cached tokens to recompute: plug-ins behind one interface.
 
-A selector says what it needs to know and when, the blend pass finds it out and asks which candidates
-stay. Sets only shrink with depth. There are three things to know of a token of a hit chunk:
+A selector declares which signals it needs at which layer; the blend pass measures them and asks the selector
+which candidates stay. Active sets only shrink with depth. There are three signals about a token of a hit
+chunk:
 
-- where it stands in its chunk: known from the start, for nothing;
-- how much the question attends to it (`query_layers`): known before layer 0, for an extra pass of the
-  question over the loaded KV of the layers up to the last one named;
-- how far its loaded K and V are from fresh ones at a layer (`signal_at`): for that layer's projections of
-  every candidate, which must have been computed at all layers below. So a selector that wants it of every
-  token at layer c pays for c layers at full width.
+- its offset in its chunk: known from the start, at no cost;
+- how much the question attends to it (`query_layers`): known before layer 0, at the cost of an extra pass of
+  the question over the loaded KV, up to the last of these layers;
+- how far its loaded K and V are from fresh ones at a layer (`signal_at`): costs that layer's projections of
+  every candidate, which must have been computed at all layers below. So a selector that compares every token
+  at layer c pays for c layers at full width.
 
-`fusor.control.cost` adds it all up from `ratio_at`, `signal_at` and `query_layers`.
+`fusor.control.cost` computes the total from `ratio_at`, `signal_at` and `query_layers`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from kintsugi.core.request import SelectorName
 
 GRADUAL_SPREAD = 0.5
 """Gradual filtering keeps (1 + spread)·r at the check layer and falls linearly to (1 - spread)·r at the
-last, so that its mean cost is that of the flat selector at the same ratio."""
+last layer, so that its mean cost equals that of the flat selector at the same ratio."""
 
 HYBRID_WIDTH = 1.5
 """Below its check layer, `hybrid` computes this many times the tokens that it will keep: those that the
-question attends to most. Their deviation decides then, so no layer is computed at full width."""
+question attends to most. Their deviation then decides, so no layer is computed at full width."""
 
 HYBRID_HEAD_SHARE = 0.05
 """Share of its quota that `hybrid` spends on chunk heads, whatever the signals say."""
 
 
 class Signal(Flag):
-    """What a selector compares at a layer: squared deviation of loaded from fresh K, V or both."""
+    """What a selector compares at a layer: the squared deviation of loaded from fresh K, V or both."""
 
     NONE = 0
     K = auto()
@@ -47,25 +48,25 @@ class Signal(Flag):
 
 @dataclass(frozen=True)
 class Candidates:
-    """The hit tokens that are active where a selector filters, `n` of them, and what is known of them."""
+    """The `n` active hit tokens at a layer that filters, with the signals about them."""
 
     positions: Tensor
     """int64 `[n]`, ascending."""
     offsets: Tensor
-    """int64 `[n]`: places in their chunks."""
+    """int64 `[n]`: offsets in their chunks."""
     num_hit_tokens: int
-    """All tokens of hit chunks that are not exact as loaded: what quotas are counted against."""
+    """All tokens of hit chunks that are not exact as loaded: quotas are shares of this number."""
     attention: Tensor | None = None
-    """fp32 `[n]`: see `fusor.question`. None where the selector names no query layers."""
+    """fp32 `[n]`: see `fusor.question`. None if the selector names no query layers."""
     deviation: Tensor | None = None
-    """fp32 `[n]`. None where `signal_at` asks for no signal."""
+    """fp32 `[n]`. None if `signal_at` asks for no signal."""
 
 
 class Selector(ABC):
-    """Chooses among the tokens of hit chunks. Stateless: ranks that see the same numbers agree."""
+    """Chooses among the tokens of hit chunks. Stateless, so ranks that see the same numbers agree."""
 
     query_layers: tuple[int, ...] = ()
-    """Layers at which attention from the question counts; empty where it does not."""
+    """Layers whose attention from the question counts; empty if it is not used."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
         self.selection = selection
@@ -75,28 +76,28 @@ class Selector(ABC):
 
     @abstractmethod
     def signal_at(self, layer: int) -> Signal | None:
-        """The signal needed to filter at `layer`; None where the set of the layer before is kept."""
+        """The signal needed to filter at `layer`; None if the set of the layer before is kept."""
 
     @abstractmethod
     def ratio_at(self, layer: int) -> float:
-        """Share of the hit tokens that `layer` computes, at most."""
+        """Largest share of the hit tokens that `layer` computes."""
 
     @abstractmethod
     def scores(self, layer: int, candidates: Candidates) -> Tensor:
-        """What the candidates are ranked by at a layer that filters, `[n]`, of any number type."""
+        """Scores that rank the candidates at a layer that filters: `[n]`, any numeric dtype."""
 
     def keep(self, layer: int, candidates: Candidates) -> Tensor:
-        """Ascending indices of the candidates that stay active at `layer`."""
+        """Choose the candidates that stay active at `layer`: their indices, ascending."""
         scores = self.scores(layer, candidates)
         return top(scores, self.count(layer, scores, candidates))
 
     def count(self, layer: int, scores: Tensor, candidates: Candidates) -> int:
-        """How many stay."""
+        """Number of candidates that stay active."""
         return quota(self.ratio_at(layer), candidates.num_hit_tokens)
 
 
 class AdaptiveSelector(Selector):
-    """One whose scores are amounts, so that it can tell when they are nearly used up."""
+    """A selector whose scores add up, so it can stop once the chosen tokens hold enough of the total."""
 
     def count(self, layer: int, scores: Tensor, candidates: Candidates) -> int:
         ceiling = super().count(layer, scores, candidates)
@@ -108,28 +109,28 @@ class AdaptiveSelector(Selector):
 
 
 def quota(ratio: float, num_hit_tokens: int) -> int:
-    """Tokens that a ratio buys: at least one unless it is zero."""
+    """Number of tokens for a ratio: at least one unless the ratio is zero."""
     return 0 if ratio == 0 else max(1, round(ratio * num_hit_tokens))
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """Ascending indices of the `count` highest scores; the earlier token wins a tie."""
+    """Indices of the `count` highest scores, ascending; the earlier token wins a tie."""
     order = torch.argsort(scores, descending=True, stable=True)
     return order[: min(count, len(order))].sort().values
 
 
 def count_covering(mass: float, scores: Tensor) -> int:
-    """The size of the smallest set that holds a share `mass` of all `scores`, none negative; at least one
-    of any. Cost: one sort."""
+    """Size of the smallest set that holds a share `mass` of the sum of `scores`, which are not negative. At
+    least 1 if there are any scores. Cost: one sort."""
     if not len(scores):
         return 0
-    # In double, so that the share of thousands of small scores is not lost in rounding.
+    # Summed in double precision, so that thousands of small scores are not lost in rounding.
     summed = scores.double().sort(descending=True).values.cumsum(0)
     return min(len(scores), int((summed < mass * summed[-1]).sum()) + 1)
 
 
 class HkvdSelector(AdaptiveSelector):
-    """High KV deviation at one check layer, as the released CacheBlend selects (paper §4.3)."""
+    """Highest KV deviation at one check layer, as in the released CacheBlend (paper §4.3)."""
 
     signal = Signal.K | Signal.V
 
@@ -153,7 +154,7 @@ class HkvdVSelector(HkvdSelector):
 
 
 class GradualHkvdSelector(HkvdSelector):
-    """The paper's gradual filtering: each layer filters the set of the layer before by its own deviation."""
+    """The paper's gradual filtering: each layer filters the previous layer's set by its own deviation."""
 
     def signal_at(self, layer: int) -> Signal | None:
         return self.signal if layer >= self.check_layer else None
@@ -167,8 +168,8 @@ class GradualHkvdSelector(HkvdSelector):
         return self.ratio * (1 + spread * (1 - 2 * along))
 
 
-class _FromTheStart(Selector):
-    """Chooses before the first layer, by what needs no layer."""
+class _UpfrontSelector(Selector):
+    """Chooses before the first layer, by signals that need no layer."""
 
     def signal_at(self, layer: int) -> Signal | None:
         return Signal.NONE if layer == 0 else None
@@ -177,22 +178,22 @@ class _FromTheStart(Selector):
         return self.ratio
 
 
-class ChunkHeadSelector(_FromTheStart):
-    """The first tokens of each chunk, as many of each as the quota allows (EPIC's LegoLink)."""
+class ChunkHeadSelector(_UpfrontSelector):
+    """The first tokens of each chunk, as many as the quota allows (EPIC's LegoLink)."""
 
     def scores(self, layer: int, candidates: Candidates) -> Tensor:
         return -candidates.offsets
 
 
-class RandomSelector(_FromTheStart):
-    """Control: a set that depends on positions alone."""
+class RandomSelector(_UpfrontSelector):
+    """A control: a pseudo-random set that depends on positions alone."""
 
     def scores(self, layer: int, candidates: Candidates) -> Tensor:
         return splitmix64(candidates.positions)
 
 
-class QuerySelector(AdaptiveSelector, _FromTheStart):
-    """What the question attends to most."""
+class QuerySelector(AdaptiveSelector, _UpfrontSelector):
+    """The tokens that the question attends to most."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
         super().__init__(selection, num_layers)
@@ -204,7 +205,8 @@ class QuerySelector(AdaptiveSelector, _FromTheStart):
 
 
 class HybridSelector(QuerySelector):
-    """Chunk heads, then what the question attends to, weighed by its deviation at the check layer."""
+    """Chunk heads, then the tokens with the highest attention from the question × deviation at the check
+    layer."""
 
     def signal_at(self, layer: int) -> Signal | None:
         if layer == self.check_layer:
@@ -223,7 +225,7 @@ class HybridSelector(QuerySelector):
     def keep(self, layer: int, candidates: Candidates) -> Tensor:
         scores = self.scores(layer, candidates)
         count = self.count(layer, scores, candidates)
-        # Heads first; they are the same at both layers that filter, as both count from the same ratio.
+        # Heads first: the same ones at both layers that filter, because both use the same ratio.
         heads = top(-candidates.offsets, min(count, round(HYBRID_HEAD_SHARE * self.quota(candidates))))
         scores = scores.clone()
         scores[heads] = float("inf")
@@ -234,8 +236,9 @@ class HybridSelector(QuerySelector):
 
 
 def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
-    """The selection's, within the model; without any, those of its second quarter: the first ones look at
-    neighbours, and deeper ones rank no better and hold up the pass until their KV has been loaded."""
+    """The selection's query layers, limited to the model's depth; by default the model's second quarter. The
+    first layers attend to neighbours, and deeper ones rank no better but delay the pass until their KV has
+    been loaded."""
     wanted = selection.query_layers or range(num_layers // 4, num_layers // 2 + 1)
     return tuple(sorted({min(layer, num_layers - 1) for layer in wanted}))
 
@@ -244,18 +247,18 @@ _MIX_1, _MIX_2, _STEP = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C
 
 
 def splitmix64(positions: Tensor) -> Tensor:
-    """splitmix64 of int64 `positions`, as int64: the same on every rank and in every run, and no pattern
-    of positions survives it."""
+    """Hash int64 `positions` to int64 with splitmix64: the same on every rank and in every run, and free of
+    any pattern in the positions."""
 
-    def wrapped(constant: int) -> int:
+    def to_int64(constant: int) -> int:
         return constant - (1 << 64) if constant >> 63 else constant
 
     def logical_shift_right(value: Tensor, bits: int) -> Tensor:
         return (value >> bits) & ((1 << (64 - bits)) - 1)
 
-    value = positions * wrapped(_STEP)
-    value = (value ^ logical_shift_right(value, 30)) * wrapped(_MIX_1)
-    value = (value ^ logical_shift_right(value, 27)) * wrapped(_MIX_2)
+    value = positions * to_int64(_STEP)
+    value = (value ^ logical_shift_right(value, 30)) * to_int64(_MIX_1)
+    value = (value ^ logical_shift_right(value, 27)) * to_int64(_MIX_2)
     return value ^ logical_shift_right(value, 31)
 
 
@@ -271,11 +274,11 @@ _REGISTRY: dict[SelectorName, type[Selector]] = {
 }
 
 
-def asks(selection: Selection) -> bool:
-    """Whether the choice depends on the question."""
+def depends_on_question(selection: Selection) -> bool:
+    """Whether the choice of tokens depends on the question."""
     return bool(make_selector(selection, num_layers=1).query_layers)
 
 
 def make_selector(selection: Selection, num_layers: int) -> Selector:
-    """A selector for one request on a model of `num_layers`."""
+    """Create the selector for one request on a model with `num_layers` layers."""
     return _REGISTRY[selection.selector](selection, num_layers)

@@ -1,18 +1,24 @@
-"""Work cut into units of bounded cost, so that an engine can run a few between two decode steps."""
+"""Passes cut into units of bounded cost, so that an engine can run a few between two decode steps."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
+from kintsugi.fusor.stack import DecoderStack, FreshKV, Hidden, LayerBatch
+
 WAITING = -1.0
-"""Yielded instead of a cost where something that is on its way has not arrived."""
+"""Yielded instead of a cost while data that was requested has not arrived."""
 
 T = TypeVar("T")
 Units = Generator[float, None, T]
-"""Yields the cost of each unit in token-layers, once it is done."""
+"""Yields the cost of each unit in token-layers, after the unit has run."""
 
 
 class PassStatus(Enum):
@@ -27,9 +33,9 @@ class SlicedWork(ABC):
     status: PassStatus
 
     def advance(self, token_layers_max: float) -> float:
-        """Run units until their cost reaches `token_layers_max`, something is awaited, or all is done.
+        """Run units until their cost reaches `token_layers_max`, one is `WAITING`, or the work has ended.
 
-        Returns the cost spent, which overshoots by at most one unit.
+        Returns the cost spent, which exceeds the limit by at most one unit.
         """
         spent = 0.0
         while self.status is PassStatus.RUNNING and spent < token_layers_max:
@@ -41,8 +47,46 @@ class SlicedWork(ABC):
 
     @abstractmethod
     def next_unit(self) -> float:
-        """Run one unit; its cost, or `WAITING`. Sets `status` when it was the last."""
+        """Run one unit. Returns its cost or `WAITING`; sets `status` after the last unit."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release all resources. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tokens cut into units and prepared for layer calls; reused across layers.
+
+    Units go in ascending position, so that a unit finds the fresh K and V of the units before it.
+    """
+
+    units: tuple[tuple[slice, LayerBatch], ...]
+    """The rows of each unit's tokens, and their batch."""
+
+    @staticmethod
+    def of(stack: DecoderStack, positions: Tensor, size: int) -> Cut:
+        """Cut int64 `positions` `[tokens]` of sequence 0 into units of at most `size` tokens."""
+        units = [slice(start, start + size) for start in range(0, len(positions), size)]
+        return Cut(tuple((rows, stack.batch(positions[rows])) for rows in units))
+
+
+def run_in_units(
+    stack: DecoderStack, layer: int, hidden: Hidden, cut: Cut, capture: bool = False
+) -> Units[list[FreshKV]]:
+    """Run one layer over all tokens; `hidden` becomes its output. With `capture`, return each unit's K and
+    V."""
+    outputs: list[Hidden] = []
+    captured: list[FreshKV] = []
+    for rows, batch in cut.units:
+        part = hidden.take(rows)
+        fresh = stack.run_layer(layer, part, batch, capture)
+        outputs.append(part)
+        if fresh is not None:
+            captured.append(fresh)
+        yield float(batch.num_tokens)
+    if outputs:
+        residuals = [part.residual for part in outputs if part.residual is not None]
+        hidden.states = torch.cat([part.states for part in outputs])
+        hidden.residual = torch.cat(residuals) if residuals else None
+    return captured

@@ -1,4 +1,4 @@
-"""What the fusor needs of a model: its decoder layers, one at a time, over chosen tokens.
+"""The interface between the fusor and a model: run single decoder layers over chosen tokens.
 
 `engine.worker.stack` implements this on vLLM's layers and paged cache; tests implement it on a plain model.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass
 class Hidden:
-    """The residual stream of some tokens between two layers."""
+    """The residual stream of a set of tokens between two layers."""
 
     states: Tensor
     """`[tokens, hidden_size]`."""
     residual: Tensor | None
-    """vLLM's layers carry the residual apart from the states; None before the first layer."""
+    """vLLM's layers carry the residual separately from the states; None before the first layer."""
 
     def take(self, index: Tensor | slice) -> Hidden:
         return Hidden(self.states[index], None if self.residual is None else self.residual[index])
@@ -26,7 +26,8 @@ class Hidden:
 
 @dataclass(frozen=True)
 class FreshKV:
-    """K (before RoPE, and after) and V of some tokens, each `[tokens, kv_heads of this rank, head_dim]`."""
+    """K (before and after RoPE) and V of a set of tokens, each `[tokens, kv_heads of this rank,
+    head_dim]`."""
 
     query: Tensor
     """After RoPE, `[tokens, query heads of this rank, head_dim]`."""
@@ -37,11 +38,11 @@ class FreshKV:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How a layer turns queries and keys into weights, the causal mask apart."""
+    """How a layer turns queries and keys into attention weights, apart from the causal mask."""
 
     scale: float
     sliding_window: int | None = None
-    """A token sees this many positions, its own included."""
+    """Number of positions that a token sees, including its own."""
     softcap: float | None = None
 
 
@@ -51,7 +52,7 @@ class LayerBatch:
 
     num_tokens: int
     prepared: Any
-    """What the implementation keeps for them."""
+    """Private to the implementation."""
 
 
 class DecoderStack(Protocol):
@@ -66,45 +67,45 @@ class DecoderStack(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Tensor-parallel ranks that run this pass together."""
+        """Number of tensor-parallel ranks that run this pass together."""
         ...
 
     @property
     def projection_share(self) -> float:
-        """Cost of `project_kv` ÷ cost of `run_layer` per token, attention apart."""
+        """Cost of `project_kv` ÷ cost of `run_layer` per token, not counting attention."""
         ...
 
     def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
         """Prepare int64 `positions` `[tokens]`, ascending within each owner; `owners` `[tokens]` indexes
-        the sequences and is None where there is only one."""
+        the sequences and is None if there is only one."""
         ...
 
     def embed(self, token_ids: Tensor) -> Hidden: ...
 
     def begin_layer(self, layer: int) -> None:
-        """Called before anything of `layer` is written; balanced by `end_layer`."""
+        """Must be called before the first write to `layer`; `end_layer` ends it."""
         ...
 
     def end_layer(self, layer: int) -> None: ...
 
     def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put rotated K and V `[tokens, kv_heads, head_dim]` of sequence 0 into the cache."""
+        """Write rotated K and V `[tokens, kv_heads, head_dim]` of sequence 0 into the cache."""
         ...
 
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
-        """K and V of `layer` without its attention and MLP. Leaves `hidden` as it was."""
+        """Compute K and V of `layer` without its attention and MLP. Does not change `hidden`."""
         ...
 
     def run_layer(
         self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
     ) -> FreshKV | None:
-        """Run the layer; `hidden` becomes its output. With `capture`, the tokens' K and V."""
+        """Run the layer; `hidden` becomes its output. With `capture`, return the tokens' K and V."""
         ...
 
     def attention_rule(self, layer: int) -> AttentionRule: ...
 
     def synchronize(self) -> None:
-        """Return once everything that was queued on the device is done."""
+        """Wait until all work queued on the device is done."""
         ...
 
     def gather_heads(self, values: Tensor) -> Tensor:
@@ -112,5 +113,5 @@ class DecoderStack(Protocol):
         ...
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """All-reduce; the same tensor where there is one rank."""
+        """All-reduce; with one rank, return the same tensor."""
         ...

@@ -1,4 +1,5 @@
-"""Who may use which namespace: bearer tokens, hashed in a file that is read again when it changes.
+"""Decides which caller may use which namespace, by bearer tokens whose hashes are in a file. Changes of the
+file take effect.
 
 The file is JSON:
 
@@ -34,9 +35,9 @@ from kintsugi.store.protocol.tls import is_loopback
 log = logging.getLogger(__name__)
 
 TOKEN_PREFIX = "kg_"
-"""So that scanners for leaked secrets know one when they see it."""
+"""Lets scanners for leaked secrets recognise a token."""
 TOKENS_MAX = 1_000
-"""Each request is compared with all of them: 0.06 ms measured."""
+"""Each request is compared with every token: measured as 0.06 ms."""
 FILE_BYTES_MAX = 8 << 20
 FILE_CHECK_S = 1.0
 EVERY_NAMESPACE = "*"
@@ -45,18 +46,18 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Grant:
-    """One token, as the file has it."""
+    """One entry of the tokens file."""
 
     __pydantic_config__ = STRICT
 
     name: str
-    """For logs and messages."""
+    """Names the token in logs and messages."""
     sha256: str
     namespaces: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise InvalidField("name", "is mandatory: say whose token it is")
+            raise InvalidField("name", "is mandatory: name the token's owner")
         if not _SHA256.fullmatch(self.sha256):
             raise InvalidField("sha256", f"of token {self.name!r} is not 64 lower-case hexadecimal digits")
         if not self.namespaces:
@@ -85,8 +86,8 @@ class Caller:
             for pattern in self.namespaces
         )
 
-    def checked(self, namespace: str) -> str:
-        """The namespace itself. Raises `InvalidField` for what is none, and `PermissionDenied`."""
+    def authorize(self, namespace: str) -> str:
+        """Returns the namespace. Raises `InvalidField` for an invalid one, and `PermissionDenied`."""
         check_namespace(namespace)
         if not self.may_use(namespace):
             raise PermissionDenied(
@@ -96,7 +97,7 @@ class Caller:
         return namespace
 
     @property
-    def unrestricted(self) -> bool:
+    def is_unrestricted(self) -> bool:
         return EVERY_NAMESPACE in self.namespaces
 
 
@@ -104,7 +105,7 @@ ANYONE = Caller("anyone", (EVERY_NAMESPACE,))
 
 
 class Access(ABC):
-    """Turns what a request shows into who sent it. Thread-safe."""
+    """Finds out who sent a request. Thread-safe."""
 
     @abstractmethod
     def caller(self, token: str | None) -> Caller:
@@ -112,17 +113,17 @@ class Access(ABC):
 
 
 class OpenAccess(Access):
-    """Without tokens: on loopback, or where `insecure` says so."""
+    """Accepts everyone: on loopback, or with `insecure`."""
 
     def caller(self, token: str | None) -> Caller:
         return ANYONE
 
 
 class TokenFile(Access):
-    """Tokens of a file."""
+    """Accepts the tokens of a file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `InvalidField` for a file that cannot be read or is none."""
+        """Raises `InvalidField` for a file that cannot be read or parsed."""
         self._path = path
         self._lock = threading.Lock()
         self._stamp = _stamp_of(path)
@@ -134,7 +135,7 @@ class TokenFile(Access):
             raise Unauthenticated("no token; send the metadata or header `authorization: Bearer <token>`")
         presented = token_digest(token)
         found = None
-        for grant in self._current():  # all of them: the time must not tell how far it came
+        for grant in self._current():  # all of them, so that the time tells nothing
             if hmac.compare_digest(presented, grant.sha256):
                 found = grant
         if found is None:
@@ -150,7 +151,7 @@ class TokenFile(Access):
                     try:
                         self._grants = grants_of(self._path)
                     except InvalidField as error:
-                        log.warning("the tokens stay as they were: %s", error)
+                        log.warning("the tokens file is ignored until it is valid: %s", error)
                     self._stamp = stamp
             return self._grants
 
@@ -160,10 +161,10 @@ def token_digest(token: str) -> str:
 
 
 def check_namespace_pattern(pattern: str) -> str:
-    """The pattern itself, or `InvalidField`."""
+    """Returns the pattern. Raises `InvalidField`."""
     stem = pattern.removesuffix("*")
     try:
-        # What a prefix leaves open may be anything: it need not be a whole namespace by itself.
+        # A prefix need not be a whole namespace by itself.
         check_namespace(stem if stem or not pattern.endswith("*") else "any")
     except InvalidField as error:
         raise InvalidField("namespaces", f"{pattern!r}: {error.problem}") from None
@@ -171,7 +172,7 @@ def check_namespace_pattern(pattern: str) -> str:
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file does; zeros where it is gone."""
+    """Changes whenever the file does; zeros if there is none."""
     try:
         stat = path.stat()
     except OSError:
@@ -180,7 +181,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 def grants_of(path: Path) -> tuple[Grant, ...]:
-    """What the file holds. Raises `InvalidField`."""
+    """The file's entries. Raises `InvalidField`."""
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
@@ -201,15 +202,15 @@ def grants_of(path: Path) -> tuple[Grant, ...]:
 
 
 def new_token(name: str, namespaces: Sequence[str]) -> tuple[str, Grant]:
-    """A fresh token and what the file keeps of it. Raises `InvalidField`."""
+    """A new token and its entry for the file. Raises `InvalidField`."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, Grant(name, token_digest(token), tuple(namespaces))
 
 
 def add_grant(path: Path, grant: Grant) -> None:
-    """Append to the file, made where it is missing, readable by its owner alone; whole or not at all.
+    """Appends an entry atomically; a missing file is created, readable by its owner alone.
 
-    Raises `InvalidField` where the file is none, or has a token of that name.
+    Raises `InvalidField` for an invalid file, and for one that has a token of that name.
     """
     grants = grants_of(path) if path.exists() else ()
     if any(other.name == grant.name for other in grants):
@@ -224,13 +225,13 @@ def add_grant(path: Path, grant: Grant) -> None:
 
 
 def open_access(tokens_file: str) -> Access:
-    """Raises `InvalidField`."""
+    """`TokenFile`, or `OpenAccess` without a file. Raises `InvalidField`."""
     return TokenFile(Path(tokens_file)) if tokens_file else OpenAccess()
 
 
 def check_exposure(listen: str, has_tokens: bool, has_tls: bool, insecure: bool) -> None:
-    """Raise `InvalidField` for an address beyond loopback without tokens and TLS, unless `insecure`: a token
-    that travels in the clear is everyone's."""
+    """Raises `InvalidField` for an address beyond loopback without tokens and TLS, unless ``insecure``:
+    anybody can read a token that travels unencrypted."""
     if insecure or is_loopback(listen) or (has_tokens and has_tls):
         return
     missing = " and ".join(

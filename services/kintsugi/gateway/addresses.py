@@ -1,4 +1,4 @@
-"""Hosts, ports and TLS files, as a service's configuration names them."""
+"""Hosts, ports and TLS files of a service's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it means all interfaces, and so nothing to connect to."""
+    """Whether a host means all interfaces, so that nobody can connect to it."""
     return host in WILDCARDS
 
 
@@ -30,9 +30,9 @@ def tls_of(store: StoreSpec) -> TlsFiles | None:
 
 
 def free_port(host: str, first: int, count: int) -> int:
-    """The first port of a range that nobody listens on.
+    """The first free port of a range.
 
-    Raises `Unavailable` where all are taken, and where one cannot be had for another reason, with it.
+    Raises `Unavailable` if all are taken, and if one cannot be bound for another reason.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(first, first + count):
@@ -44,7 +44,7 @@ def free_port(host: str, first: int, count: int) -> int:
                 if error.errno == errno.EADDRINUSE:
                     continue
                 raise Unavailable(
-                    f"{format_address(host, port)} cannot be listened on ({error.strerror}); name another one"
+                    f"{format_address(host, port)} cannot be bound ({error.strerror}); name another one"
                 ) from error
             return port
     raise Unavailable(f"ports {first} to {first + count - 1} of {host} are all taken; name another first one")

@@ -1,8 +1,8 @@
-"""What becomes of a miss: chunks that requests lacked are prefilled in the background, so that the next hit.
+"""Fills misses: chunks that requests lacked are prefilled in the background, so that later requests hit them.
 
-`FillQueue` decides, without clock or I/O: which miss is worth it (by default one that is seen for the second
-time: most texts of a chat are seen once), when (while nobody waits for an answer, or after `patience_s`), and
-when to stop trying. `Filler` asks the store what is missing and has the engines save it.
+`FillQueue` decides, without clock or I/O, which misses to fill (by default those that are seen for the second
+time: most texts of a chat are seen once), when (while no answer is under way, or after `patience_s`), and
+when to give up. `Filler` asks the store which chunks are missing and has the engines save them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,14 @@ from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.saves import Saver, ToSave
-from kintsugi.store.protocol.interface import AsyncChunkStore
+from kintsugi.gateway.threaded_store import ThreadedStore
 
 log = logging.getLogger(__name__)
 
 FILL_PRIORITY = 1000
-"""vLLM's: far behind everything that somebody waits for."""
+"""vLLM's priority: behind everything that a caller waits for."""
 
 Address = tuple[str, ChunkKey]
-
-
-class FillMode(StrEnum):
-    """`GatewaySpec.fill_on_miss`."""
-
-    OFF = "off"
-    BACKGROUND = "background"
 
 
 @dataclass(frozen=True)
@@ -45,19 +38,19 @@ class FillConfig:
     __pydantic_config__ = STRICT
 
     sights: int = 2
-    """Requests that have to miss a chunk before it is filled."""
+    """Number of requests that have to miss a chunk before it is filled."""
     queue_max: int = 1024
-    """Chunks that wait; further ones are dropped, and may come again."""
+    """Maximum number of chunks that wait; further misses are dropped, and counted again when they recur."""
     queue_tokens_max: int = 4 << 20
-    """Of all that wait: chunks may be long."""
+    """Maximum number of tokens in all chunks that wait."""
     sighted_max: int = 100_000
-    """Chunks whose misses are counted."""
+    """Maximum number of chunks whose misses are counted."""
     batch: int = 4
-    """Chunks saved at a time: what a request that comes meanwhile has to wait for."""
+    """Chunks saved at a time. A request that arrives meanwhile may have to wait for them."""
     patience_s: float = 30.0
-    """So long a chunk waits for an idle moment; then it is filled between requests."""
+    """How long a chunk waits for an idle moment; after that it is filled between requests."""
     failures_max: int = 3
-    """Then a chunk is left alone until it is forgotten."""
+    """Failed saves after which a chunk is given up until it is forgotten."""
 
     def __post_init__(self) -> None:
         for name in ("sights", "queue_max", "queue_tokens_max", "sighted_max", "batch", "failures_max"):
@@ -68,15 +61,15 @@ class FillConfig:
 
 
 class MissDecision(StrEnum):
-    """On one miss; also a metric's label."""
+    """What is done about one miss; also a metric's label."""
 
     COUNTED = "counted"
-    """Seen too seldom so far."""
+    """It has been missed too few times so far."""
     QUEUED = "queued"
     DUPLICATE = "duplicate"
-    """It waits or is being filled."""
+    """It is waiting or being filled already."""
     FULL = "full"
-    """No room: here, or among all chunks that wait to be saved. The next miss tries again."""
+    """The queue, or that of all chunks to be saved, is full. The next miss tries again."""
     GIVEN_UP = "given_up"
 
 
@@ -93,7 +86,7 @@ class _Waiting:
 
 
 class FillQueue:
-    """Bounded in every direction. Times are those that its caller names."""
+    """The misses to fill. Everything it holds is bounded; its caller passes the time."""
 
     def __init__(self, config: FillConfig | None = None) -> None:
         self.config = config or FillConfig()
@@ -105,11 +98,11 @@ class FillQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def missed(self, address: Address, tokens: TokenIds, now_s: float) -> MissDecision:
-        """A request lacked a chunk."""
+    def record_miss(self, address: Address, tokens: TokenIds, now_s: float) -> MissDecision:
+        """Counts a miss and queues the chunk if it is due."""
         if address in self._waiting or address in self._running:
             return MissDecision.DUPLICATE
-        sighted = self._find_sighted(address)
+        sighted = self._remember(address)
         sighted.sights += 1
         if sighted.failures >= self.config.failures_max:
             return MissDecision.GIVEN_UP
@@ -122,23 +115,15 @@ class FillQueue:
         self._waiting_tokens += len(tokens)
         return MissDecision.QUEUED
 
-    def _find_sighted(self, address: Address) -> _Sighted:
-        """The counts of a chunk, the newest of at most `sighted_max`."""
-        sighted = self._sighted.setdefault(address, _Sighted())
-        self._sighted.move_to_end(address)
-        if len(self._sighted) > self.config.sighted_max:
-            self._sighted.popitem(last=False)
-        return sighted
-
     def due_in_s(self, idle: bool, now_s: float) -> float | None:
-        """Seconds until something should be filled, 0 for now; None where nothing waits."""
+        """Seconds until a chunk should be filled, 0 for now; None if nothing waits."""
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values()))
         return 0.0 if idle else max(0.0, oldest.since_s + self.config.patience_s - now_s)
 
     def take(self) -> list[tuple[Address, TokenIds]]:
-        """The next batch, all of one namespace; each has to be reported to `done`."""
+        """The next batch, all of one namespace. Each chunk ends with `complete_chunk` or `drop_chunk`."""
         if not self._waiting:
             return []
         namespace = next(iter(self._waiting))[0]
@@ -147,27 +132,35 @@ class FillQueue:
         return [(address, self._dequeue(address)) for address in chosen]
 
     def _dequeue(self, address: Address) -> TokenIds:
-        """Take a chunk out of the queue: its tokens."""
+        """Removes a chunk from the queue; its tokens."""
         tokens = self._waiting.pop(address).tokens
         self._waiting_tokens -= len(tokens)
         return tokens
 
-    def done(self, address: Address, saved: bool) -> None:
-        """A chunk that failed has to be missed again before it is tried again."""
+    def complete_chunk(self, address: Address, saved: bool) -> None:
+        """Ends a chunk that was taken. One that failed has to be missed again before it is tried again."""
         self._running.discard(address)
         if saved:
             self._sighted.pop(address, None)
             return
-        sighted = self._find_sighted(address)
+        sighted = self._remember(address)
         sighted.failures += 1
         sighted.sights = 0
 
-    def dropped(self, address: Address) -> None:
-        """A chunk that was taken found no room: no failure of its own, and its next miss is enough."""
+    def _remember(self, address: Address) -> _Sighted:
+        """The chunk's counts; it becomes the last to be forgotten."""
+        sighted = self._sighted.setdefault(address, _Sighted())
+        self._sighted.move_to_end(address)
+        if len(self._sighted) > self.config.sighted_max:
+            self._sighted.popitem(last=False)
+        return sighted
+
+    def drop_chunk(self, address: Address) -> None:
+        """Ends a chunk that was taken and found no room. It has not failed: its next miss queues it."""
         self._running.discard(address)
 
     def forget(self, address: Address) -> None:
-        """Somebody deleted it: what was counted does not count any more."""
+        """Forgets a chunk that was deleted, and its misses."""
         if address in self._waiting:
             self._dequeue(address)
         self._sighted.pop(address, None)
@@ -181,20 +174,20 @@ class Filler:
 
     def __init__(
         self,
-        store: AsyncChunkStore,
+        store: ThreadedStore,
         saver: Saver,
         idle: Callable[[], bool],
         config: FillConfig | None = None,
         observe: Observe = lambda verdict: None,
     ) -> None:
-        """``idle``: whether nobody waits for an answer. ``observe``: told each verdict and outcome."""
+        """``idle``: whether no answer is under way. ``observe`` is called with each decision and outcome."""
         self.queue = FillQueue(config)
         self._store = store
         self._saver = saver
         self._idle = idle
         self._observe = observe
         self._unchecked: OrderedDict[Address, TokenIds] = OrderedDict()
-        """Chunks of requests that missed some; the store has to say which."""
+        """Chunks of requests that missed some of them; the store is asked which."""
         self._unchecked_tokens = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -203,7 +196,7 @@ class Filler:
         self._task = asyncio.create_task(self._run(), name="kintsugi-fill")
 
     def suspect(self, namespace: str, chunks: Sequence[ToSave]) -> None:
-        """A request lacked some of these."""
+        """Looks up chunks of which a request lacked some, and fills the missing ones when they are due."""
         for key, tokens in chunks:
             room = self.queue.config.queue_tokens_max - self._unchecked_tokens
             if (namespace, key) in self._unchecked:
@@ -216,7 +209,7 @@ class Filler:
         self._wake.set()
 
     def wake(self) -> None:
-        """It may be idle now."""
+        """Checks whether something can be filled: no answer is under way any more."""
         if len(self.queue):
             self._wake.set()
 
@@ -233,14 +226,14 @@ class Filler:
                 try:
                     await asyncio.wait_for(self._wake.wait(), due_s)
                 except TimeoutError:
-                    continue  # its patience is over
+                    continue  # a chunk has waited for `patience_s`
                 continue
             try:
                 await self._check()
                 if self.queue.due_in_s(self._idle(), time.monotonic()) == 0.0:
                     await self._fill()
             except Exception:
-                log.exception("filling broke; it goes on with the next chunk")
+                log.exception("filling failed; it goes on with the next chunk")
 
     async def _check(self) -> None:
         unchecked, self._unchecked, self._unchecked_tokens = self._unchecked, OrderedDict(), 0
@@ -248,15 +241,19 @@ class Filler:
         for (namespace, key), tokens in unchecked.items():
             by_namespace.setdefault(namespace, []).append((key, tokens))
         for namespace, chunks in by_namespace.items():
-            try:
-                # Not `lookup`: a shard that does not answer would make all it holds look missing.
-                tiers = await self._store.tiers(namespace, [key for key, _ in chunks])
-            except KintsugiError as error:
-                log.debug("%d misses are not filled: the store does not say (%s)", len(chunks), error)
-                continue
-            for (key, tokens), tier in zip(chunks, tiers, strict=True):
-                if tier is None:
-                    self._observe(self.queue.missed((namespace, key), tokens, time.monotonic()))
+            await self._check_namespace(namespace, chunks)
+
+    async def _check_namespace(self, namespace: str, chunks: Sequence[ToSave]) -> None:
+        keys = [key for key, _ in chunks]
+        try:
+            # Not `lookup`: a shard that does not answer would make all it holds look missing.
+            tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
+        except KintsugiError as error:
+            log.debug("%d misses are not filled: the store does not answer (%s)", len(chunks), error)
+            return
+        for (key, tokens), tier in zip(chunks, tiers, strict=True):
+            if tier is None:
+                self._observe(self.queue.record_miss((namespace, key), tokens, time.monotonic()))
 
     async def _fill(self) -> None:
         batch = self.queue.take()
@@ -269,14 +266,14 @@ class Filler:
         except ResourceExhausted as error:
             log.info("%d misses are not filled now: %s", len(batch), error)
             for address, _ in batch:
-                self.queue.dropped(address)
+                self.queue.drop_chunk(address)
                 self._observe(MissDecision.FULL)
             batch, saved = [], []
         except KintsugiError as error:
             log.info("%d misses are not filled: %s", len(batch), error)
         finally:
             for (address, _), one in zip(batch, saved, strict=True):
-                self.queue.done(address, one)
+                self.queue.complete_chunk(address, one)
                 self._observe("filled" if one else "failed")
 
     async def close(self) -> None:

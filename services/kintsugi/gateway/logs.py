@@ -1,6 +1,6 @@
-"""What a replica logs: lines of JSON on standard error, one for each request that was answered.
+"""Logs lines of JSON to standard error, one of them for each answered request.
 
-Serve configures its own logger alone, and Python writes nothing below a warning by itself.
+Serve configures only its own logger, and Python by default writes nothing below a warning.
 """
 
 from __future__ import annotations
@@ -9,39 +9,20 @@ import json
 import logging
 import os
 import sys
-import time
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.store.protocol.status import DETAIL_CHARS_MAX
 
 LEVEL_ENVIRONMENT = "KINTSUGI_LOG_LEVEL"
 LEVEL_DEFAULT = "INFO"
 
 
 class RequestLine(dict[str, Any]):
-    """One request: who asked what, and how it ended. Never what was asked or answered.
+    """One request: which method, for whom, and how it ended; never what was asked or answered.
 
-    A log's message: its text is JSON, and in a line of JSON its fields stand beside the line's own.
+    It is a log record's message. As text it is JSON; in a line of JSON its fields join the line's own.
     """
-
-    @staticmethod
-    def of(
-        request_id: str,
-        method: str,
-        namespace: str,
-        status: str | int,
-        began_s: float,
-        error: Exception | None = None,
-    ) -> RequestLine:
-        """``began_s`` as `time.perf_counter` said it."""
-        ms = round((time.perf_counter() - began_s) * 1e3, 3)
-        line = RequestLine(request_id=request_id, method=method)
-        line |= {"namespace": namespace[:DETAIL_CHARS_MAX], "status": status, "ms": ms}
-        if error is not None:
-            line["error"] = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
-        return line
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -58,15 +39,15 @@ class _JsonLines(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, to know it again."""
+    """Our handler; its type tells it apart from others."""
 
 
 def write_json_lines(stream: TextIO | None = None) -> None:
-    """Have what this process logs of Kintsugi written, from the environment's `KINTSUGI_LOG_LEVEL` up: a
-    level's name, `INFO` where it is not set. Idempotent.
+    """Writes this process's log of Kintsugi as JSON, from level `KINTSUGI_LOG_LEVEL` (environment; default
+    `INFO`) upwards. Idempotent.
 
-    ``stream`` None: the process's own standard error, which Serve may have put its own log in place of.
-    Raises `InvalidField` for a level that there is not.
+    ``stream`` None: the process's original standard error, which Serve may have replaced by its own log.
+    Raises `InvalidField` for a level that does not exist.
     """
     level = os.environ.get(LEVEL_ENVIRONMENT, "").upper() or LEVEL_DEFAULT
     names = logging.getLevelNamesMapping()
@@ -79,5 +60,5 @@ def write_json_lines(stream: TextIO | None = None) -> None:
     handler = _Handler(stream or sys.__stderr__ or sys.stderr)
     handler.setFormatter(_JsonLines())
     logger.addHandler(handler)
-    # What else listens, listens at the root: every line would come twice.
+    # Other handlers listen at the root: every line would be written twice.
     logger.propagate = False

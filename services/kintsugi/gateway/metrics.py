@@ -3,70 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
+_FIRST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0)
 _OWN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
+class FrontMetrics:
+    """What one front end counts of its requests and answers."""
+
+    def __init__(
+        self,
+        requests: Counter,
+        first_s: Callable[[str], Histogram],
+        chunk_tokens: Counter,
+        outcomes: Counter | None = None,
+    ) -> None:
+        """``requests`` has two labels: the method, and how the request ended. ``first_s`` gives a method's
+        histogram."""
+        self._requests = requests
+        self._first_s = first_s
+        self._chunk_tokens = chunk_tokens
+        self._outcomes = outcomes
+
+    def count_request(self, method: str, status: str | int) -> None:
+        self._requests.labels(method, str(status)).inc()
+
+    def observe_first(self, method: str, first_s: float) -> None:
+        """The time from a request's last byte to the first piece of its answer."""
+        self._first_s(method).observe(first_s)
+
+    def count_accounting(self, accounting: Mapping[str, Any]) -> None:
+        """What the engine reported of an answer; empty if it reported nothing."""
+        for result in ("hit", "missed"):
+            self._chunk_tokens.labels(result).inc(int(accounting.get(f"tokens_{result}", 0)))
+        if self._outcomes is not None:
+            self._outcomes.labels(str(accounting.get("outcome", "unknown"))).inc()
 
 
 class GatewayMetrics:
     """Counted where things happen; queues are read when they are scraped."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "kintsugi_gateway_requests",
-            "Requests by method and how they ended: OK, or a gRPC status",
-            ["method", "status"],
-            registry=self.registry,
-        )
-        self.ttft_s = Histogram(
+        self.registry = registry = CollectorRegistry()
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        ttft_s = histogram(
             "kintsugi_gateway_ttft_seconds",
             "From a request's arrival to the first piece of its answer",
-            buckets=_TTFT_BUCKETS_S,
-            registry=self.registry,
+            buckets=(*_FIRST_BUCKETS_S, 60.0),
         )
-        self.resolve_s = Histogram(
+        self.grpc = FrontMetrics(
+            counter(
+                "kintsugi_gateway_requests",
+                "Requests by method and how they ended: OK, or a gRPC status",
+                ["method", "status"],
+            ),
+            lambda method: ttft_s,
+            counter(
+                "kintsugi_gateway_chunk_tokens",
+                "Chunk tokens of prompts, by whether their KV was loaded",
+                ["result"],
+            ),
+            counter(
+                "kintsugi_gateway_outcomes", "Answers by how the engine prefilled their prompt", ["outcome"]
+            ),
+        )
+        self.http = FrontMetrics(
+            counter(
+                "kintsugi_http_requests",
+                "Answered requests by path and status; 499: the caller left before the answer.",
+                ["path", "status"],
+            ),
+            histogram(
+                "kintsugi_http_first_piece_seconds",
+                "From a request's last byte to the answer's first: with streaming, the time to first token.",
+                ["path"],
+                buckets=_FIRST_BUCKETS_S,
+            ).labels,
+            counter("kintsugi_http_chunk_tokens", "Tokens of chunks in prompts.", ["result"]),
+        )
+        self.http_in_flight = Gauge(
+            "kintsugi_http_requests_in_flight", "Requests being answered.", registry=registry
+        )
+        self.resolve_s = histogram(
             "kintsugi_gateway_resolve_seconds",
             "From a request's arrival until the engine is asked: checks and tokenising",
             buckets=_OWN_BUCKETS_S,
-            registry=self.registry,
         )
-        self._chunk_tokens = Counter(
-            "kintsugi_gateway_chunk_tokens",
-            "Chunk tokens of prompts, by whether their KV was loaded",
-            ["result"],
-            registry=self.registry,
-        )
-        self._outcomes = Counter(
-            "kintsugi_gateway_outcomes",
-            "Answers by how the engine prefilled their prompt",
-            ["outcome"],
-            registry=self.registry,
-        )
-        self._fills = Counter(
-            "kintsugi_gateway_fill_events",
-            "Misses and what became of them",
-            ["event"],
-            registry=self.registry,
-        )
-        self.active = Gauge("kintsugi_gateway_active_requests", "Answers under way", registry=self.registry)
+        self._fills = counter("kintsugi_gateway_fill_events", "Misses and what became of them", ["event"])
 
-    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when it is scraped."""
+    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Adds a gauge whose value is read when it is scraped."""
         Gauge(f"kintsugi_gateway_{name}", text, registry=self.registry).set_function(read)
 
-    def ended(self, method: str, status: str) -> None:
-        self._requests.labels(method, status).inc()
-
-    def accounted(self, accounting: Mapping[str, Any] | None) -> None:
-        """What the engine said of an answer."""
-        values = accounting or {}
-        self._outcomes.labels(str(values.get("outcome", "unknown"))).inc()
-        self._chunk_tokens.labels("hit").inc(values.get("tokens_hit", 0))
-        self._chunk_tokens.labels("missed").inc(values.get("tokens_missed", 0))
-
-    def filled(self, event: str) -> None:
+    def count_fill(self, event: str) -> None:
         self._fills.labels(event).inc()

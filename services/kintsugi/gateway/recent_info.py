@@ -1,4 +1,4 @@
-"""What an engine last said of itself, for those who ask often: requests, probes, who lists models."""
+"""The engines' latest description of themselves, which requests, probes and model lists need often."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 
 log = logging.getLogger(__name__)
 
 RECENT_S = 1.0
 ANSWER_S = 5.0
+INFO_TTL_S = 5.0
+"""An engine's description is renewed when it is older: a calibration that passes is seen soon after."""
+SPACES_MAX = 1024
 
 
 class RecentInfo:
-    """For one event loop. However many ask, an engine is asked once at a time, by `get` once a second."""
+    """An engine's description, kept for a while. For one event loop. However many callers there are, engines
+    are asked once at a time, and by `get` once a second."""
 
     def __init__(self, ask: Callable[[], Awaitable[EngineInfo]]) -> None:
         self._ask = ask
@@ -28,20 +34,20 @@ class RecentInfo:
         self._renewing: asyncio.Task[None] | None = None
 
     async def get(self, age_s_max: float | None = None) -> EngineInfo:
-        """At most ``age_s_max`` old, `RECENT_S` where that is None. Raises what the engine raised, for as
-        long and at most for `RECENT_S`, and `Unavailable` where none came within `ANSWER_S`."""
+        """A description at most ``age_s_max`` old; None: `RECENT_S`. Raises what the engine raised, for that
+        time but no longer than `RECENT_S`, and `Unavailable` if it did not answer within `ANSWER_S`."""
         if self._is_due(age_s_max):
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._renew())
-            await asyncio.shield(self._asking)  # one caller that leaves does not take it from the others
+            await asyncio.shield(self._asking)  # others wait for it even if one caller leaves
         if isinstance(self._last, KintsugiError):
-            raise self._last.with_traceback(None)  # or it would grow with every caller
+            raise self._last.with_traceback(None)  # which would grow with every caller
         return self._last
 
-    async def known(self, age_s_max: float) -> EngineInfo:
-        """The newest there is, whatever has failed since. What is older than ``age_s_max`` is renewed beside
-        the caller that finds it so: an engine that hangs must not hold up those who could be answered. Raises
-        what `get` raises where none has ever answered."""
+    async def get_stale(self, age_s_max: float) -> EngineInfo:
+        """The newest description, whatever has failed since. If it is older than ``age_s_max``, it is renewed
+        in the background: an engine that hangs must not delay requests that can be answered. Raises what
+        `get` raises if no engine has answered yet."""
         if self._known is None:
             return await self.get(0.0)
         if self._is_due(age_s_max) and (self._renewing is None or self._renewing.done()):
@@ -68,9 +74,9 @@ class RecentInfo:
         try:
             await self.get(age_s_max)
         except KintsugiError as error:
-            log.warning("the engines' description is an old one: %s", error)
+            log.warning("the engines' description is out of date: %s", error)
         except Exception:
-            log.exception("the engines' description is an old one")
+            log.exception("the engines' description is out of date")
 
     async def close(self) -> None:
         """Idempotent."""
@@ -78,3 +84,36 @@ class RecentInfo:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Spaces:
+    """The chunk spaces of the model that the engines serve. For one event loop."""
+
+    def __init__(self, recent_info: RecentInfo, tokenizer: str = "") -> None:
+        """``tokenizer``: the digest of ours; engines with another one are ignored. Empty: every engine's is
+        accepted."""
+        self._recent_info = recent_info
+        self._tokenizer = tokenizer
+        self._own_info: EngineInfo | None = None
+
+    async def info(self) -> EngineInfo:
+        """The newest description of an engine with our tokenizer: while one model replaces another, engines
+        of both answer. Raises `Unavailable` if none has answered yet."""
+        info = await self._recent_info.get_stale(INFO_TTL_S)
+        if not self._tokenizer or info.tokenizer in ("", self._tokenizer):
+            self._own_info = info
+        if self._own_info is None:
+            raise Unavailable("only engines of another model answer yet; try again later")
+        return self._own_info
+
+    async def find(self, namespace: str) -> ChunkSpace:
+        """The namespace's chunk space. Raises `Unavailable`."""
+        info = await self.info()
+        return _make_space(info.fingerprint, namespace, tuple(info.prefix_token_ids), info.portable)
+
+
+@lru_cache(SPACES_MAX)
+def _make_space(
+    fingerprint: str, namespace: str, prefix_token_ids: tuple[int, ...], portable: bool
+) -> ChunkSpace:
+    return ChunkSpace(ModelFingerprint(bytes.fromhex(fingerprint)), namespace, prefix_token_ids, portable)

@@ -1,4 +1,4 @@
-"""Chunks on their way into the store: each computed once however many ask, a bounded number at a time."""
+"""Saves chunks: each is computed once however many callers want it, and a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kintsugi.core.tokens import TokenIds
 log = logging.getLogger(__name__)
 
 WAITING_TOKENS_MAX = 4 << 20
-"""Of chunks that wait or run: hours of a small engine's work already."""
+"""Maximum number of tokens in chunks that wait or run: hours of work for a small engine."""
 WAITING_CHUNKS_MAX = 1 << 16
-"""However short they are: each takes a kilobyte here, and a request in an engine."""
+"""Maximum number of chunks that wait or run: each takes a kilobyte here, and a request in an engine."""
 RUNNING_MAX = 4
-"""Calls to the engines at a time."""
+"""Concurrent calls to the engines."""
 BATCH_TOKENS = 16_384
-"""Per call to the engines, or one chunk that is longer."""
+"""Tokens in one call to the engines, unless a single chunk has more."""
 
 ToSave = tuple[ChunkKey, TokenIds]
 """A chunk's key and its tokens."""
@@ -43,7 +43,7 @@ class Saver:
     def submit(
         self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, tier: str = "auto"
     ) -> list[asyncio.Future[SaveOutcome]]:
-        """Have chunks saved, whoever asked may leave. Raises `ResourceExhausted`, and then saves none."""
+        """Starts saving chunks, also for a caller that leaves. Raises `ResourceExhausted`, saving none."""
         fresh = {key: tokens for key, tokens in chunks if (namespace, key) not in self._futures}
         if len(self._futures) + len(fresh) > WAITING_CHUNKS_MAX:
             raise ResourceExhausted(
@@ -69,9 +69,9 @@ class Saver:
     async def save(
         self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, tier: str = "auto"
     ) -> list[SaveOutcome]:
-        """Have chunks saved and wait. Raises `ResourceExhausted`."""
+        """Saves chunks and waits for the outcomes. Raises `ResourceExhausted`."""
         futures = self.submit(namespace, chunks, priority, tier)
-        # Shielded: others may wait for the same chunk.
+        # Shielded: other callers may wait for the same chunk.
         return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
 
     async def _run(self, namespace: str, batch: Sequence[ToSave], priority: int, tier: str) -> None:
@@ -95,7 +95,7 @@ class Saver:
                     future.set_result(outcome)
 
     async def close(self) -> None:
-        """What runs is given up. Idempotent."""
+        """Cancels what runs. Idempotent."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, where its API is installed; without it, or without an SDK set up, nothing happens.
+"""OpenTelemetry spans. Without its API, or without an SDK that is set up, nothing happens.
 
 with span("gateway.generate", incoming) as current:
     current.set("kintsugi.namespace", namespace)
@@ -23,9 +23,9 @@ with suppress(ImportError):  # without the extra `serving` there is nothing to t
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 EXPORTED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""OpenTelemetry's own variables: where to. Its others say the rest, sampling and TLS for example."""
+"""OpenTelemetry's own variables for where to export to. Its others configure sampling, TLS and the rest."""
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-"""How: as the first that is set says, else over gRPC."""
+"""The first that is set names the protocol; the default is gRPC."""
 EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -33,17 +33,17 @@ EXPORTERS = {
 
 
 LAYERS_PER_S_MAX = 10.0
-"""Answers a second whose layers are recorded. Most samplers follow the flag of a caller's `traceparent`, and
-32 layers are 64 spans of one answer."""
+"""Maximum rate of answers whose layers are recorded. Most samplers follow the flag of a caller's
+`traceparent`, and 32 layers are 64 spans of one answer."""
 TIMES = ("timeline", "began_unix_s")
-"""What an accounting says for `add_layers` alone."""
+"""Fields of an accounting that are meant for `add_layers`."""
 
 
-def export_as_asked() -> bool:
-    """Send this process's spans where its environment says; whether it says so. Once per process.
+def start_export() -> bool:
+    """Exports this process's spans if the environment asks for it; whether it does. Once per process.
 
-    An SDK that was set up before, by `opentelemetry-instrument` say, is left as it is. Raises `Unavailable`
-    where the environment asks for what is not installed, `InvalidField` for a protocol that there is not.
+    An SDK that is set up already, for example by `opentelemetry-instrument`, is left as it is. Raises
+    `Unavailable` if packages are missing, `InvalidField` for an unknown protocol.
     """
     if not any(os.environ.get(name) for name in EXPORTED):
         return False
@@ -52,10 +52,10 @@ def export_as_asked() -> bool:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        exporter_class = exporter_class_as_asked()
+        exporter_class = load_exporter_class()
     except ImportError as error:
         raise Unavailable(
-            f"traces are asked for and cannot be exported ({error}); install opentelemetry-exporter-otlp, or "
+            f"traces cannot be exported ({error}); install opentelemetry-exporter-otlp, or "
             f"unset {' and '.join(EXPORTED)}"
         ) from error
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
@@ -66,8 +66,8 @@ def export_as_asked() -> bool:
     return True
 
 
-def exporter_class_as_asked() -> Any:
-    """Of the protocol that the environment names. Raises `InvalidField`, and `ImportError`."""
+def load_exporter_class() -> Any:
+    """The exporter of the protocol that the environment names. Raises `InvalidField` and `ImportError`."""
     protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")
     if protocol not in EXPORTERS:
         raise InvalidField(PROTOCOLS[-1], f"{protocol!r} is none of {', '.join(EXPORTERS)}")
@@ -83,11 +83,11 @@ class TraceSpan:
 
     @property
     def is_recording(self) -> bool:
-        """Whether anybody will see it."""
+        """Whether it will be exported."""
         return self._span is not None and bool(self._span.is_recording())
 
-    def past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
-        """A span below this one of what is over. Nanoseconds since 1970."""
+    def record_past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
+        """Records a span that is over, below this one. Times are nanoseconds since 1970."""
         if self._span is None:
             return self
         over = trace.get_tracer("kintsugi").start_span(name, context=self._context, start_time=began_ns)
@@ -105,36 +105,36 @@ class TraceSpan:
             propagate.inject(carrier, self._context)
         return carrier
 
-    def failed(self, error: BaseException) -> None:
+    def record_error(self, error: BaseException) -> None:
         if self._span is not None:
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
 
 
 @contextmanager
 def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[TraceSpan]:
-    """A span below what `incoming` headers name. It is not made the current one: a generator's frames run in
-    their caller's context, where another request's span may be current."""
+    """A span below the one that `incoming` headers name. It does not become the current span: a generator's
+    frames run in their caller's context, where another request's span may be current."""
     if trace is None:
         yield TraceSpan(None, None)
         return
     parent = propagate.extract(dict(incoming or {}))
     started = trace.get_tracer("kintsugi").start_span(name, context=parent)
-    if not started.get_span_context().is_valid:  # nobody traces, here or where it came from
+    if not started.get_span_context().is_valid:  # neither this process nor its caller traces
         yield TraceSpan(None, None)
         return
     current = TraceSpan(started, trace.set_span_in_context(started, parent))
     try:
         yield current
     except BaseException as error:
-        current.failed(error)
+        current.record_error(error)
         raise
     finally:
         started.end()
 
 
 class Timelines:
-    """Whose layers are recorded: of answers that are traced, as many a second as there may be, whoever has
-    them traced. For one event loop."""
+    """Chooses the traced answers whose layers are recorded: at most so many a second, whoever traces them.
+    For one event loop."""
 
     def __init__(self, per_s: float = LAYERS_PER_S_MAX, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -142,8 +142,8 @@ class Timelines:
         self._left = per_s
         self._since_s = clock()
 
-    def wanted(self, request: TraceSpan) -> bool:
-        """Whether an engine is asked when each layer of this request was loaded and computed."""
+    def should_trace_layers(self, request: TraceSpan) -> bool:
+        """Whether the engine is to report when it loaded and computed each layer of this request."""
         if not request.is_recording:
             return False
         now_s = self._clock()
@@ -156,20 +156,20 @@ class Timelines:
 
 
 def without_times(accounting: Mapping[str, Any]) -> dict[str, Any]:
-    """As it is told to a caller who did not ask for them."""
+    """The accounting for a caller who did not ask for times."""
     return {name: value for name, value in accounting.items() if name not in TIMES}
 
 
 def describe(request: TraceSpan, accounting: Mapping[str, Any]) -> None:
-    """What a waterfall should show of an answer beside its times."""
+    """Sets an answer's attributes on its request's span."""
     for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
         if name in accounting:
             request.set(f"kintsugi.{name}", accounting[name])
 
 
 def add_layers(engine: TraceSpan, accounting: Mapping[str, Any]) -> None:
-    """A blend below its request's `engine` span, and each of its layers below it: its loading, then its
-    computing. Nothing where nobody looks, or where the accounting has no timeline.
+    """Records the blend below its request's `engine` span, and below it the loading and computing of each
+    layer. Does nothing without a recording span or a timeline.
 
     The times are those of the engine's host; its clock may differ from the gateway's.
     """
@@ -181,7 +181,9 @@ def add_layers(engine: TraceSpan, accounting: Mapping[str, Any]) -> None:
     def at(since_ms: Any) -> int:
         return began_ns + int(since_ms * 1e6)
 
-    blend = engine.past("engine.blend", began_ns, at(accounting["blend_ms"]))
+    blend = engine.record_past("engine.blend", began_ns, at(accounting["blend_ms"]))
     for layer, timing in enumerate(timeline):
         for part in ("load", "compute"):
-            blend.past(f"layer {layer} {part}", at(timing[f"{part}_start_ms"]), at(timing[f"{part}_end_ms"]))
+            blend.record_past(
+                f"layer {layer} {part}", at(timing[f"{part}_start_ms"]), at(timing[f"{part}_end_ms"])
+            )

@@ -1,6 +1,6 @@
-"""Put corpora into the store: read, chunk, deduplicate, drop what is there, prefill the rest.
+"""Puts corpora into the store: read, chunk, deduplicate, skip chunks that the store has, prefill the rest.
 
-`sources` turns files and tables into documents and reads them on Ray Data, `chunking` cuts them, the `Ledger`
-(SQLite) knows which document has which chunks, `Job` walks through it all, `pool` holds the engine workers.
-The store is the only truth about what is prefilled; the ledger is what makes a corpus out of chunks.
+`sources` reads files and tables as documents on Ray Data, `chunking` cuts them, the `Ledger` (SQLite) records
+which document has which chunks, `Job` runs the steps, `pool` holds the engine workers. Only the store knows
+what is prefilled; the ledger knows which chunks make up a corpus.
 """

@@ -1,4 +1,4 @@
-"""Which chunks are prefilled together, and what is done with those that were not: pure decisions."""
+"""Decides which chunks are prefilled together, and which are retried or given up. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kintsugi.precompute.ledger import PendingChunk
 from kintsugi.precompute.worker import FILLED, PRESENT
 
 DEATHS_MAX = 2
-"""A chunk that was alone in its batch when so many workers died is not tried again."""
+"""A chunk is given up after this many workers died while it was alone in their batch."""
 
 
 class OutcomeVerdict(Enum):
-    """What an outcome means for the job."""
+    """The meaning of a chunk's outcome for the job."""
 
     FILLED = "filled"
     PRESENT = "present"
     RETRY = "retry"
-    """The store did not answer: the chunk is sent again once it does."""
+    """The store did not answer; send the chunk again when it does."""
     FULL = "full"
-    """The store takes no more: so it would be with every other chunk."""
+    """The store is full; every other chunk would fail as well."""
     FOREIGN = "foreign"
-    """The engine computes for another chunk space: so with every other chunk."""
+    """The engine computes for another chunk space; every other chunk would fail as well."""
     FAILED = "failed"
-    """This chunk only."""
+    """Only this chunk failed."""
 
 
 _REASONS = (
@@ -36,8 +36,8 @@ _REASONS = (
 )
 
 
-def verdict_on(outcome: str) -> OutcomeVerdict:
-    """By the outcome's first word, the error class that the engine names."""
+def judge_outcome(outcome: str) -> OutcomeVerdict:
+    """Judge an outcome by its first word, the name of an error class."""
     if outcome in (FILLED, PRESENT):
         return OutcomeVerdict(outcome)
     return next((verdict for words, verdict in _REASONS if outcome.startswith(words)), OutcomeVerdict.FAILED)
@@ -45,11 +45,11 @@ def verdict_on(outcome: str) -> OutcomeVerdict:
 
 @dataclass
 class ChunkBatch:
-    """What a worker gets at a time."""
+    """The chunks sent to a worker at a time."""
 
     chunks: list[PendingChunk]
     deaths: int = 0
-    """Workers that died with it while it had one chunk."""
+    """Number of workers that died with it while it had one chunk."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +58,7 @@ class ChunkBatch:
 
 @dataclass
 class Settled:
-    """A finished batch, taken apart."""
+    """The chunks of a finished batch, sorted by outcome."""
 
     filled: list[PendingChunk] = field(default_factory=list)
     present: list[PendingChunk] = field(default_factory=list)
@@ -69,21 +69,21 @@ class Settled:
 
 
 class Batches:
-    """Chunks that wait for a worker. Bounded by whoever adds: see `num_tokens`."""
+    """Chunks that wait for a worker. The caller of `add` bounds them by `num_tokens`."""
 
     def __init__(self, batch_tokens: int) -> None:
         self._batch_tokens = batch_tokens
         self._waiting: deque[PendingChunk] = deque()
         self._again: deque[ChunkBatch] = deque()
         self.num_tokens = 0
-        """Waiting now."""
+        """Number of waiting tokens."""
 
     def add(self, chunks: Sequence[PendingChunk]) -> None:
         self._waiting.extend(chunks)
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
 
     def take(self, flush: bool) -> ChunkBatch | None:
-        """The next batch: one that has to be sent again, else a full one, with ``flush`` whatever is left."""
+        """Take the next batch: one to be sent again, else a full one, or with ``flush`` whatever is left."""
         if self._again:
             batch = self._again.popleft()
             self.num_tokens -= batch.num_tokens
@@ -98,12 +98,12 @@ class Batches:
         self.num_tokens -= size
         return ChunkBatch(chunks)
 
-    def finished(self, batch: ChunkBatch, outcomes: Sequence[str]) -> Settled:
-        """Sort the outcomes; chunks that the store could not take now wait again."""
+    def settle_batch(self, batch: ChunkBatch, outcomes: Sequence[str]) -> Settled:
+        """Sort the chunks by outcome. Chunks that the store could not take now wait again."""
         settled = Settled()
         again = []
         for chunk, outcome in zip(batch.chunks, outcomes, strict=True):
-            verdict = verdict_on(outcome)
+            verdict = judge_outcome(outcome)
             if verdict is OutcomeVerdict.FILLED:
                 settled.filled.append(chunk)
             elif verdict is OutcomeVerdict.PRESENT:
@@ -115,28 +115,25 @@ class Batches:
                 settled.full = outcome if verdict is OutcomeVerdict.FULL else settled.full
                 settled.foreign = outcome if verdict is OutcomeVerdict.FOREIGN else settled.foreign
         if again:
-            self._put_back(ChunkBatch(again, batch.deaths))
+            self.requeue(ChunkBatch(again, batch.deaths))
         settled.retried = len(again)
         return settled
 
-    def returned(self, batch: ChunkBatch) -> None:
-        """The batch was not tried: it waits again, as it is."""
-        self._put_back(batch)
+    def requeue(self, batch: ChunkBatch) -> None:
+        """Let the batch wait again, unchanged."""
+        self._again.append(batch)
+        self.num_tokens += batch.num_tokens
 
     def split_after_death(self, batch: ChunkBatch) -> list[tuple[PendingChunk, str]]:
-        """The worker died with it. Halves wait again, so that one deadly chunk is found in log2 deaths and
-        costs only itself; what is given up."""
+        """Handle the death of the batch's worker. Both halves wait again, so that one deadly chunk is found
+        within log2 deaths and only that chunk is lost. Returns the chunks given up, with the reason."""
         if len(batch.chunks) > 1:
             middle = len(batch.chunks) // 2
-            self._put_back(ChunkBatch(batch.chunks[:middle]))
-            self._put_back(ChunkBatch(batch.chunks[middle:]))
+            self.requeue(ChunkBatch(batch.chunks[:middle]))
+            self.requeue(ChunkBatch(batch.chunks[middle:]))
             return []
         batch.deaths += 1
         if batch.deaths < DEATHS_MAX:
-            self._put_back(batch)
+            self.requeue(batch)
             return []
         return [(batch.chunks[0], f"{batch.deaths} workers died while they prefilled it")]
-
-    def _put_back(self, batch: ChunkBatch) -> None:
-        self._again.append(batch)
-        self.num_tokens += batch.num_tokens

@@ -1,12 +1,12 @@
-"""Documents into chunks: by tokens, at sentence and paragraph boundaries, the same on every machine.
+"""Cuts documents into chunks by tokens, at sentence and paragraph boundaries, the same on every machine.
 
-A chunk's key is over its token ids, and a segment of a prompt tokenises alone. So whoever cuts a document
-here, with the same model folder and `ChunkingConfig`, gets exactly the keys that a request looks up.
-The boundaries are those of `semantic-text-splitter` (Unicode sentences and words, runs of newlines,
-Markdown's structure); its version is part of `ChunkingConfig.identity`, because another version may cut
-elsewhere. Token counts are the model's own tokenizer's, special tokens left out.
+A chunk's key is computed over its token ids, and a segment of a prompt is tokenised alone. So cutting a
+document here, with the same model folder and `ChunkingConfig`, gives exactly the keys that a request looks
+up. `semantic-text-splitter` finds the boundaries (Unicode sentences and words, runs of newlines, Markdown's
+structure). Its version is part of `ChunkingConfig.identity`, because another version may cut elsewhere.
+Tokens are counted with the model's own tokenizer, without special tokens.
 
-Needs the extra `chunking`. No torch.
+Needs the extra `chunking`. Does not use torch.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from kintsugi.models.checkpoint import checkpoint_folder
 
 SPLITTER = "semantic-text-splitter"
 SECTION_CHARS = 16_384
-"""Longer documents are cut into sections first, each split by itself: on text without boundaries the
-splitter's time grows with the square of its length (0.2 s for 16,000 characters, minutes for a million)."""
+"""Longer documents are first cut into sections that are split separately: on text without boundaries the
+splitter's time grows with the square of the length (0.2 s for 16,000 characters, minutes for a million)."""
 _SECTION_ENDS = ("\n\n", "\n", ". ", " ")
 
 
 @dataclass(frozen=True)
 class ChunkingConfig:
-    """How documents are cut. Two parties that use different ones do not find each other's chunks."""
+    """How documents are cut. Parties with different configurations do not find each other's chunks."""
 
     __pydantic_config__ = STRICT
 
     tokens_max: int = 512
-    """Upper bound of a chunk's tokens; chunks end at the last boundary before it."""
+    """Maximum number of tokens in a chunk; a chunk ends at the last boundary before it."""
     overlap_tokens: int = 0
-    """At most so many tokens of a chunk begin the next one. Stored and prefilled twice: 0 is cheapest."""
+    """Maximum number of tokens that two consecutive chunks share. They are stored and prefilled twice, so 0
+    is cheapest."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens_max <= TOKENS_MAX:
             raise InvalidField("tokens_max", f"{self.tokens_max} is outside [1, {TOKENS_MAX}]")
         if not 0 <= self.overlap_tokens < self.tokens_max:
             raise InvalidField(
-                "overlap_tokens", f"{self.overlap_tokens} is outside [0, {self.tokens_max}), the chunk's size"
+                "overlap_tokens", f"{self.overlap_tokens} is outside [0, tokens_max = {self.tokens_max})"
             )
 
     @cached_property
     def identity(self) -> str:
-        """Everything but the tokenizer that decides where a document is cut."""
+        """Everything except the tokenizer that determines where a document is cut."""
         facts = {
             **asdict(self),
             "section_chars": SECTION_CHARS,
@@ -67,10 +68,10 @@ class ChunkingConfig:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One piece of a document."""
+    """One chunk of a document."""
 
     index: int
-    """From 0, in the document's order."""
+    """Index in the document, from 0."""
     start: int
     """Offset of its first character in the document."""
     text: str
@@ -84,7 +85,8 @@ class Chunk:
         return ChunkKey.of(space, self.token_ids)
 
     def metadata(self, space: ChunkSpace) -> dict[str, Any]:
-        """What retrieval hands on with a chunk's text, so that it and the cache speak of the same thing."""
+        """Metadata for retrieval to store with the chunk's text, so that requests can refer to the cached
+        chunk."""
         return {
             "kintsugi_key": self.key(space).hex,
             "kintsugi_index": self.index,
@@ -93,11 +95,11 @@ class Chunk:
 
 
 class Chunker:
-    """Cuts documents for one model. Thread-safe; cheap to make (2 ms), and not to be pickled."""
+    """Cuts documents for one model. Thread-safe and cheap to create (2 ms); do not pickle it."""
 
     def __init__(self, tokenizer: Tokenizer, config: ChunkingConfig | None = None) -> None:
-        """``tokenizer`` is a `tokenizers.Tokenizer`; `transformers` fast tokenizers hold theirs as
-        `backend_tokenizer`. A copy is made: truncation and padding are never wanted here."""
+        """``tokenizer`` is a `tokenizers.Tokenizer`; that of a fast tokenizer of `transformers` is its
+        `backend_tokenizer`. It is copied, and truncation and padding are turned off."""
         self.config = config or ChunkingConfig()
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
@@ -108,8 +110,8 @@ class Chunker:
 
     @staticmethod
     def of_model(folder: str | Path, config: ChunkingConfig | None = None) -> Chunker:
-        """With the tokenizer in a checkpoint folder, or of a hub name, `org/model`, whose small files are
-        downloaded. Raises `NotFound`, `Corrupted`, and as `checkpoint_folder` does."""
+        """Use the tokenizer of a checkpoint folder, or of a hub name, `org/model`, whose small files are
+        downloaded. Raises `NotFound`, `Corrupted`, and what `checkpoint_folder` raises."""
         path = checkpoint_folder(folder) / "tokenizer.json"
         if not path.is_file():
             raise NotFound(
@@ -119,46 +121,43 @@ class Chunker:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
-            # The library raises plain `Exception` for whatever it cannot parse.
-            raise Corrupted(f"{path} is no tokenizer ({error}); download it again") from error
+            # The library raises plain `Exception` for everything that it cannot parse.
+            raise Corrupted(f"{path} is not a tokenizer ({error}); download it again") from error
         return Chunker(tokenizer, config)
 
     def token_ids(self, text: str) -> tuple[int, ...]:
-        """A segment's ids, by itself: what a request holds for it, without special tokens around it."""
+        """Tokenise a segment alone, without special tokens: the ids that a request contains for it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def token_chars_max(self) -> int:
-        """Characters of the longest token. None stands for more of a text, unless the tokenizer drops some or
-        does not know them. vLLM bounds a prompt's text by it, too."""
+        """Number of characters of the longest token. No token covers more text, except for characters that
+        the tokenizer drops or does not know. vLLM uses the same bound on a prompt's text."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """What the ids decode to. Tokenised again it need not give the same ids, with every tokenizer."""
+        """Decode the ids. Tokenising the text again need not give the same ids."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
     def chunks(self, text: str, markdown: bool = False) -> Iterator[Chunk]:
-        """The document's chunks in order; none for one without text. Lazy, a section at a time.
+        """Yield the document's chunks in order, one section at a time; none for an empty text.
 
-        Cost: about 2 µs a character, most of it counting tokens of candidate pieces.
+        Cost: about 2 µs per character, mostly for counting the tokens of candidate chunks.
         """
         splitter = self._markdown if markdown else self._text
         index = 0
         for begin, end in _sections(text):
             for start, piece in splitter.chunk_indices(text[begin:end]):
-                yield from self._chunk(index, begin + start, piece)
+                ids = self.token_ids(piece)
+                # The splitter counts with its own build of the tokenizer; a difference would break the bound.
+                assert len(ids) <= self.config.tokens_max or len(piece) == 1, (len(ids), piece[:80])
+                yield Chunk(index, begin + start, piece, ids)
                 index += 1
-
-    def _chunk(self, index: int, start: int, piece: str) -> Iterator[Chunk]:
-        ids = self.token_ids(piece)
-        # The splitter counts with its own build of the tokenizer; a difference would break the bound.
-        assert len(ids) <= self.config.tokens_max or len(piece) == 1, (len(ids), piece[:80])
-        yield Chunk(index, start, piece, ids)
 
 
 def _sections(text: str) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `SECTION_CHARS` that cover the text, each up to the best boundary in reach."""
+    """Yield ranges of at most `SECTION_CHARS` that cover the text, each up to the best boundary in reach."""
     begin = 0
     while len(text) - begin > SECTION_CHARS:
         limit, half = begin + SECTION_CHARS, begin + SECTION_CHARS // 2

@@ -1,4 +1,4 @@
-"""One SQLite file behind a lock, whose errors are ours: what the ledger and the journal lie in."""
+"""A SQLite file behind a lock that raises our errors. The ledger and the journal are stored in such files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Database:
     """Thread-safe; one connection. Several processes may hold the file; writers take turns."""
 
     def __init__(self, path: Path, schema: str, version: int) -> None:
-        """Opens or makes the file. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
+        """Open or create the file. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
         self.path = path
         self._lock = threading.RLock()
-        with self._translate_database_errors("opened"):
+        with self._translate_errors("opened"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -37,57 +37,59 @@ class Database:
             self._file = (found.st_dev, found.st_ino)
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Raises `Unavailable` and `Corrupted`."""
-        with self._lock, self._translate_database_errors("read"):
+    def open_read(self) -> Iterator[sqlite3.Connection]:
+        """Lock the connection for reading. Raises `Unavailable` and `Corrupted`."""
+        with self._lock, self._translate_errors("read"):
             yield self._db
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of the body or nothing. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
-        with self._lock, self._translate_database_errors("written"):
-            self._check_there()
+        """Commit the whole body or nothing. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
+        with self._lock, self._translate_errors("written"):
+            self._check_file()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # a full disk has rolled it back already
+                if self._db.in_transaction:  # SQLite rolls back by itself when the disk is full
                     self._db.execute("ROLLBACK")
                 raise
 
-    def _check_there(self) -> None:
-        """SQLite would go on writing into a file that was deleted, and nobody would ever read it."""
+    def _check_file(self) -> None:
+        """Raise `Unavailable` if the file was deleted: SQLite would go on writing to it unseen."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
             found = None
         if found is None or (found.st_dev, found.st_ino) != self._file:
             raise Unavailable(
-                f"{self.path} is gone; run the job again: it is written anew from the source, and the "
-                "chunks in the store stay"
+                f"{self.path} is gone; run the job again: it is rebuilt from the source, and the chunks in "
+                "the store stay"
             )
 
     @contextmanager
-    def _translate_database_errors(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except sqlite3.ProgrammingError:
-            raise  # a mistake of ours, such as asking what is closed
+            raise  # a bug of ours, such as using a closed connection
         except sqlite3.DatabaseError as error:
-            raise self._ours(error, what) from error
+            raise self._to_kintsugi_error(error, what) from error
         except OSError as error:
             raise Unavailable(
-                f"{self.path.parent} cannot be {what} ({error.strerror}); name another --state"
+                f"{self.path.parent} cannot be {what} ({error.strerror}); choose another --state"
             ) from error
 
-    def _ours(self, error: sqlite3.DatabaseError, what: str) -> KintsugiError:
+    def _to_kintsugi_error(self, error: sqlite3.DatabaseError, what: str) -> KintsugiError:
         if "disk is full" in str(error):
-            return ResourceExhausted(f"the disk of {self.path} is full; make room, then run the job again")
+            return ResourceExhausted(
+                f"the disk of {self.path} is full; free some space, then run the job again"
+            )
         if not isinstance(error, sqlite3.OperationalError):
-            return Corrupted(f"{self.path} cannot be {what} ({error}); name another --state")
+            return Corrupted(f"{self.path} cannot be {what} ({error}); choose another --state")
         return Unavailable(
-            f"{self.path} cannot be {what} ({error}); look at its folder, or name another --state"
+            f"{self.path} cannot be {what} ({error}); check its folder, or choose another --state"
         )
 
     def close(self) -> None:
@@ -98,12 +100,13 @@ class Database:
 
 @contextmanager
 def lock_state(path: Path, taken: str) -> Iterator[None]:
-    """No other process is in here. Ends with the process. Raises `Unavailable` with `taken` where one is."""
+    """Hold a lock file that only one process can hold; it ends with the process. Raises `Unavailable` with
+    the message `taken` if another process holds it."""
     try:
         file = path.open("w")
     except OSError as error:
         raise Unavailable(
-            f"{path.parent} cannot be written ({error.strerror}); name another --state"
+            f"{path.parent} cannot be written ({error.strerror}); choose another --state"
         ) from error
     with file:
         try:

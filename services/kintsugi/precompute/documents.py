@@ -1,7 +1,7 @@
-"""Chunks by document: what (document id, version, index) stands for in a prompt.
+"""Finds chunks by document: maps (document id, version, index) to token ids.
 
-Retrieval knows documents; the cache knows token ids. A `DocumentIndex` is what lies between: precompute's
-ledger is one, and a gateway asks it for segments that name a document.
+Retrieval knows documents; the cache knows token ids. A `DocumentIndex` connects them: precompute's ledger is
+one, and a gateway asks it for segments that name a document.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DOCUMENT_ID_BYTES_MAX = 1024
 
 @dataclass(frozen=True)
 class DocumentRef:
-    """One chunk of one document."""
+    """A reference to one chunk of one document."""
 
     document_id: str
     index: int
     version: str | None = None
-    """None: the one that is current. Any other than the current one is not found."""
+    """None means the current version. Versions other than the current one are not found."""
 
     def __post_init__(self) -> None:
         check_document_id(self.document_id)
@@ -33,11 +33,11 @@ class DocumentRef:
 
 @dataclass(frozen=True)
 class KnownChunk:
-    """What a reference stands for."""
+    """The chunk that a reference stands for."""
 
     ref: DocumentRef
     version: str
-    """The current one."""
+    """The document's current version."""
     key: ChunkKey
     token_ids: tuple[int, ...]
 
@@ -47,22 +47,24 @@ class IndexedChunk:
     """A chunk of any corpus."""
 
     number: int
-    """Grows with every chunk that is added."""
+    """Increases with every chunk that is added."""
     namespace: str
     key: ChunkKey
     token_ids: tuple[int, ...]
 
 
 class DocumentIndex(ABC):
-    """Knows which chunks documents have. Thread-safe."""
+    """Knows which chunks each document has. Thread-safe."""
 
     @abstractmethod
     def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
-        """Within one corpus, in the order asked; None for a document, version or index that is not there."""
+        """Resolve references within one corpus, in order; None for a document, version or index that does not
+        exist."""
 
     @abstractmethod
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
-        """Chunks that were made for a model, hexadecimal, with numbers above `after`, in order."""
+        """Up to `limit` chunks made for a model (its fingerprint in hexadecimal) with numbers above `after`,
+        in order."""
 
     @abstractmethod
     def close(self) -> None:
@@ -70,7 +72,7 @@ class DocumentIndex(ABC):
 
 
 def check_document_id(document_id: str) -> str:
-    """The id itself, or `InvalidField`."""
+    """Return the id. Raises `InvalidField` if it is empty or too long."""
     if not document_id or len(document_id.encode(errors="replace")) > DOCUMENT_ID_BYTES_MAX:
         raise InvalidField("document_id", f"must have between 1 and {DOCUMENT_ID_BYTES_MAX} bytes")
     return document_id

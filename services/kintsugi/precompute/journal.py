@@ -1,4 +1,4 @@
-"""Submitted jobs on disk, beside the ledger, so that a server that restarts goes on with them."""
+"""Keeps submitted jobs on disk beside the ledger, so that a restarted server continues them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CREATE TABLE IF NOT EXISTS job (
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class JournalRecord:
-    """One job as it was last written down."""
+    """What the journal keeps of a job."""
 
     job_id: str
     spec: JobSpec
@@ -39,18 +39,19 @@ class JournalRecord:
 
 
 class Journal:
-    """Thread-safe. One process holds a folder's journal: two would run its jobs twice."""
+    """The journal of a state folder. Thread-safe. Only one process may open it: two would run its jobs
+    twice."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens or makes `folder`/jobs.sqlite. Raises what `Database` raises, and `Unavailable` where another
-        process holds it."""
+        """Open or create `folder`/jobs.sqlite. Raises what `Database` raises, and `Unavailable` if another
+        process has opened it."""
         self._database = Database(folder / "jobs.sqlite", _SCHEMA, SCHEMA_VERSION)
         self._held = ExitStack()
         try:
             self._held.enter_context(
                 lock_state(
                     folder / "jobs.lock",
-                    f"another server has the jobs of {folder}; stop it, or name another --state",
+                    f"another server runs the jobs of {folder}; stop it, or choose another --state",
                 )
             )
         except BaseException:
@@ -62,16 +63,16 @@ class Journal:
         self._database.close()
         self._held.close()
 
-    def write(self, line: JournalRecord) -> None:
-        """Add a job, or replace what was written of it."""
+    def write(self, record: JournalRecord) -> None:
+        """Add a job, or update its flags and progress."""
         with self._database.transaction() as db:
             db.execute(
                 "INSERT INTO job (job_id, spec, dry, paused, cancelled, progress) VALUES (?,?,?,?,?,?)"
                 " ON CONFLICT (job_id) DO UPDATE SET paused=excluded.paused, cancelled=excluded.cancelled,"
                 " progress=excluded.progress",
                 (
-                    *(line.job_id, line.spec.to_json(), line.dry, line.paused, line.cancelled),
-                    json.dumps(asdict(line.progress)),
+                    *(record.job_id, record.spec.to_json(), record.dry, record.paused, record.cancelled),
+                    json.dumps(asdict(record.progress)),
                 ),
             )
 
@@ -79,19 +80,19 @@ class Journal:
         with self._database.transaction() as db:
             db.executemany("DELETE FROM job WHERE job_id=?", [(job_id,) for job_id in job_ids])
 
-    def lines(self) -> list[JournalRecord]:
-        """The oldest first. What another version wrote and this one cannot read is logged and stays."""
-        with self._database.reading() as db:
+    def read(self) -> list[JournalRecord]:
+        """All jobs, oldest first. A job of another version that cannot be read is logged and kept."""
+        with self._database.open_read() as db:
             rows = db.execute(
                 "SELECT job_id, spec, progress, dry, paused, cancelled FROM job ORDER BY number"
             ).fetchall()
-        lines = []
+        records = []
         for job_id, spec_json, progress_json, dry, paused, cancelled in rows:
             try:
                 spec = load(JobSpec, json.loads(spec_json), "spec")
                 progress = load(Progress, json.loads(progress_json), "progress")
             except KintsugiError as error:
-                log.error("job %s is left alone, it was written by another version: %s", job_id, error)
+                log.error("job %s was written by another version and is not run: %s", job_id, error)
                 continue
-            lines.append(JournalRecord(job_id, spec, bool(dry), bool(paused), bool(cancelled), progress))
-        return lines
+            records.append(JournalRecord(job_id, spec, bool(dry), bool(paused), bool(cancelled), progress))
+        return records

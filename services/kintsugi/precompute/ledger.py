@@ -1,14 +1,14 @@
-"""What a corpus is made of: documents, their chunks, the chunks' tokens, and which files were read.
+"""Records what a corpus consists of: documents, their chunks, the chunks' tokens, and the files read.
 
-One SQLite file for all corpora of a state folder, so that a chunk that two of them share is known to be
-shared. It never says what is prefilled: the store does. A crash at any point leaves the last transaction; a
-job that runs again finds the same keys, for they are digests.
+All corpora of a state folder share one SQLite file, so that a chunk of several corpora is known to be shared.
+The ledger never knows what is prefilled; the store does. A crash leaves the state of the last transaction,
+and a job that runs again computes the same keys, because they are digests.
 
-Memory is bounded by SQLite's cache; on disk a chunk of 512 tokens takes about 1 KiB (its token ids, which a
-request that names a document needs, compressed), a ten-thousandth of its KV.
+SQLite's cache bounds the memory. On disk, a chunk of 512 tokens takes about 1 KiB, a ten-thousandth of its
+KV: its compressed token ids, which requests that name a document need.
 
 Terms: an *edition* is a corpus as chunked for one chunk space. A new model makes a new edition; the old one
-stays until it is retired. A chunk is *checked* in a run once the store was asked for it.
+stays until it is retired. A chunk is *checked* in a run once it was looked up in the store.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kintsugi.precompute.sources.readers import Failure
 
 SCHEMA_VERSION = 1
 PAGE = 512
-"""Chunks per page: what is looked up, deleted or pinned in one call."""
+"""Chunks per page: the number looked up, deleted or pinned in one call."""
 REASONS_MAX = 1_000
-"""Failures of a run kept in words; the others are counted."""
+"""Maximum number of a run's failures that are stored with their reasons; the rest are only counted."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS edition (
@@ -66,14 +66,14 @@ CREATE TABLE IF NOT EXISTS failure (
 
 
 def pack_tokens(tokens: bytes) -> bytes:
-    """Little-endian u32 as the ledger keeps them. Readers pack, workers unpack: the driver, of which there is
-    one, only hands on."""
+    """Compress little-endian u32 tokens as the ledger stores them. Readers pack and workers unpack, so that
+    the driver, of which there is only one, just passes them on."""
     return zlib.compress(tokens, 1)
 
 
 @dataclass(frozen=True)
 class ScannedChunk:
-    """One chunk of a document as the scan found it."""
+    """One chunk of a document, from the scan."""
 
     key: bytes
     tokens: bytes
@@ -98,7 +98,7 @@ class ScannedDocument:
 
 @dataclass(frozen=True)
 class PendingChunk:
-    """A chunk that has to be looked up, and prefilled if the store lacks it."""
+    """A chunk to look up, and to prefill if the store lacks it."""
 
     key: ChunkKey
     tokens: bytes
@@ -117,10 +117,10 @@ def _unpack_tokens(tokens: bytes) -> list[int]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What became of a batch of documents."""
+    """The result of recording a batch of documents."""
 
     fresh: list[PendingChunk]
-    """Chunks not yet checked in this run, each once."""
+    """Distinct chunks that were not yet checked in this run."""
     duplicates: list[Failure]
     unchanged: int
     chunks: int
@@ -142,10 +142,10 @@ class Edition:
 
 
 class Ledger(DocumentIndex):
-    """Thread-safe. Several processes may hold it; writers take turns."""
+    """The ledger of a state folder. Thread-safe. Several processes may open it; writers take turns."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens or makes `folder`/ledger.sqlite. Everything raises what `Database` raises."""
+        """Open or create `folder`/ledger.sqlite. Every method raises what `Database` raises."""
         self.folder = folder
         self._database = Database(folder / "ledger.sqlite", _SCHEMA, SCHEMA_VERSION)
 
@@ -154,13 +154,14 @@ class Ledger(DocumentIndex):
 
     @contextmanager
     def exclusive(self, corpus: str) -> Iterator[None]:
-        """No other process runs a job on this corpus. Ends with the process. Raises `Unavailable`."""
+        """Lock the corpus against jobs in other processes; the lock ends with the process. Raises
+        `Unavailable` if another process holds it."""
         path = self.folder / f"{blake3.blake3(corpus.encode()).hexdigest()[:16]}.lock"
         with lock_state(path, f"another job is running on corpus {corpus!r}; wait for it"):
             yield
 
     def open_edition(self, corpus: str, space: ChunkSpace, source: str, model: str, chunking: str) -> int:
-        """The edition's number, made on first use."""
+        """Return the edition's number, creating the edition on first use."""
         with self._database.transaction() as db:
             db.execute(
                 "INSERT INTO edition (corpus, space, namespace, fingerprint, source, model, chunking)"
@@ -173,7 +174,7 @@ class Ledger(DocumentIndex):
                 "SELECT id, chunking FROM edition WHERE corpus=? AND space=?", key
             ).fetchone()
             if before != chunking:
-                # Cut otherwise, every document has other chunks: read all of them again.
+                # Cut differently, every document has other chunks: read all files again.
                 db.execute("UPDATE edition SET chunking=?, completed_s=NULL WHERE id=?", (chunking, number))
                 db.execute("DELETE FROM file WHERE edition=?", (number,))
         return int(number)
@@ -198,8 +199,8 @@ class Ledger(DocumentIndex):
                 )
 
     def tokens_per_s(self, fingerprint: str) -> float | None:
-        """Of one worker, from the newest run with this model that prefilled for a second or more."""
-        with self._database.reading() as db:
+        """Speed of one worker in the newest run with this model that prefilled for a second or more."""
+        with self._database.open_read() as db:
             row = db.execute(
                 "SELECT run.tokens_filled / run.fill_s / run.workers FROM run"
                 " JOIN edition ON edition.id=run.edition"
@@ -209,12 +210,12 @@ class Ledger(DocumentIndex):
         return None if row is None else float(row[0])
 
     def stamps(self, edition: int) -> dict[str, str]:
-        """Files that were read without a failure, with their stamps then."""
-        with self._database.reading() as db:
+        """Stamps of the files that were read without a failure, by URL."""
+        with self._database.open_read() as db:
             return dict(db.execute("SELECT url, stamp FROM file WHERE edition=?", (edition,)).fetchall())
 
     def keep_files(self, edition: int, run: int, urls: Sequence[str]) -> int:
-        """Documents of files that have not changed are seen in this run; their number."""
+        """Mark the documents of unchanged files as seen in this run. Returns their number."""
         kept = 0
         with self._database.transaction() as db:
             for url in urls:
@@ -226,7 +227,7 @@ class Ledger(DocumentIndex):
     def record(
         self, edition: int, run: int, namespace: str, documents: Sequence[ScannedDocument]
     ) -> Recorded:
-        """Take documents in. Of two with the same id the one that comes first in the source stays."""
+        """Record documents. Of two with the same id, the one that comes first in the source stays."""
         fresh: list[PendingChunk] = []
         duplicates: list[Failure] = []
         unchanged = chunks = 0
@@ -237,7 +238,7 @@ class Ledger(DocumentIndex):
                 unchanged += same
                 if failure is None or failure.url != document.url or failure.place != document.place:
                     chunks += len(document.chunks)
-                    fresh += _claim_unchecked(db, run, namespace, document)
+                    fresh += _claim_document_chunks(db, run, namespace, document)
         return Recorded(fresh, duplicates, unchanged, chunks)
 
     def _record_one(
@@ -253,7 +254,7 @@ class Ledger(DocumentIndex):
             if here == there:
                 return None, True
             later = max(here, there)
-            failure = Failure(*later, "its id is another document's, too", document.document_id)
+            failure = Failure(*later, "another document has the same id", document.document_id)
             if later == here:
                 return failure, False
         if row is not None and (row[1], row[2]) == (document.digest, document.version):
@@ -284,16 +285,15 @@ class Ledger(DocumentIndex):
             db.executemany("INSERT INTO failure VALUES (?,?,?,?,?)", rows[: max(0, REASONS_MAX - kept)])
 
     def failures(self, run: int) -> list[Failure]:
-        with self._database.reading() as db:
+        with self._database.open_read() as db:
             rows = db.execute("SELECT url, place, reason, document_id FROM failure WHERE run=?", (run,))
             return [Failure(*row) for row in rows.fetchall()]
 
     def end_scan(self, edition: int, run: int, clean: dict[str, str], failed_urls: Sequence[str]) -> int:
-        """Forget documents that the source has no more; their number.
+        """Delete documents that the source no longer has. Returns their number.
 
-        ``clean``: stamps of files that were read without failure. Documents of a file that could not be read
-        whole stay, and so do those below such a folder, whose URL ends with a slash: not being readable is
-        not being gone.
+        ``clean``: stamps of the files that were read without a failure. Documents of files and folders in
+        ``failed_urls`` (a folder's URL ends with a slash) stay: an unreadable file is not a deleted one.
         """
         with self._database.transaction() as db:
             db.execute("CREATE TEMP TABLE IF NOT EXISTS spared (url TEXT PRIMARY KEY)")
@@ -314,8 +314,8 @@ class Ledger(DocumentIndex):
             db.executemany("INSERT OR REPLACE INTO file VALUES (?,?,?)", rows)
         return int(vanished)
 
-    def unchecked(self, edition: int, run: int) -> Iterator[list[PendingChunk]]:
-        """Pages of the edition's chunks that the run has not asked the store for; they count as asked."""
+    def claim_unchecked(self, edition: int, run: int) -> Iterator[list[PendingChunk]]:
+        """Yield pages of the edition's chunks that the run has not checked yet, and mark them as checked."""
         last = 0
         while True:
             with self._database.transaction() as db:
@@ -331,10 +331,10 @@ class Ledger(DocumentIndex):
             yield [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
 
     def keys(self, edition: int) -> Iterator[list[ChunkKey]]:
-        """Pages of the edition's distinct chunk keys."""
+        """Yield pages of the edition's distinct chunk keys."""
         last = b""
         while True:
-            with self._database.reading() as db:
+            with self._database.open_read() as db:
                 rows = db.execute(
                     "SELECT DISTINCT key FROM span WHERE key>? AND edition=? ORDER BY key LIMIT ?",
                     (last, edition, PAGE),
@@ -346,10 +346,10 @@ class Ledger(DocumentIndex):
 
     @contextmanager
     def orphans(self, namespace: str) -> Iterator[list[ChunkKey]]:
-        """A page of chunks that no document of any corpus has, forgotten when the body ends well.
+        """A page of chunks that no document of any corpus has, deleted when the body ends without an error.
 
-        Nobody else writes meanwhile: a document that comes to have one of them is recorded once the store has
-        lost it, and so finds it missing.
+        The transaction blocks other writers: a document that gets one of these chunks is recorded after the
+        store has deleted the chunk, and so finds it missing.
         """
         with self._database.transaction() as db:
             rows = db.execute(
@@ -361,20 +361,21 @@ class Ledger(DocumentIndex):
             db.executemany("DELETE FROM chunk WHERE key=?", rows)
 
     def empty(self, edition: int) -> None:
-        """Forget an edition's documents; its chunks become orphans where no other one has them."""
+        """Delete an edition's documents. Chunks that no other edition has become orphans."""
         with self._database.transaction() as db:
             for table in ("span", "document", "file", "run"):
                 db.execute(f"DELETE FROM {table} WHERE edition=?", (edition,))
             db.execute("UPDATE edition SET completed_s=NULL WHERE id=?", (edition,))
 
     def retire(self, edition: int) -> None:
-        """Forget an edition, which is `empty`."""
+        """Delete an edition after `empty`."""
         with self._database.transaction() as db:
             db.execute("DELETE FROM edition WHERE id=?", (edition,))
 
-    def replaced(self, corpus: str, edition: int) -> list[Edition]:
-        """Editions beside this one and the one that was complete last; none while none is complete."""
-        with self._database.reading() as db:
+    def find_replaced_editions(self, corpus: str, edition: int) -> list[Edition]:
+        """Find all editions except this one and the one that was complete last; none while none is
+        complete."""
+        with self._database.open_read() as db:
             row = db.execute(
                 "SELECT id FROM edition WHERE corpus=? AND completed_s IS NOT NULL"
                 " ORDER BY completed_s DESC LIMIT 1",
@@ -385,8 +386,8 @@ class Ledger(DocumentIndex):
         return [one for one in self.editions(corpus) if one.id not in (edition, row[0])]
 
     def editions(self, corpus: str | None = None) -> list[Edition]:
-        """The newest last."""
-        with self._database.reading() as db:
+        """All editions, newest last."""
+        with self._database.open_read() as db:
             rows = db.execute(
                 "SELECT id, corpus, namespace, fingerprint, source, model,"
                 " (SELECT count(*) FROM document WHERE edition=edition.id),"
@@ -397,25 +398,25 @@ class Ledger(DocumentIndex):
         return [Edition(*(*row[:8], bool(row[8]))) for row in rows]
 
     def fingerprints(self, corpus: str) -> set[str]:
-        """Of the models that the corpus has editions for."""
-        with self._database.reading() as db:
+        """Fingerprints of the models for which the corpus has editions."""
+        with self._database.open_read() as db:
             rows = db.execute("SELECT DISTINCT fingerprint FROM edition WHERE corpus=?", (corpus,))
             return {fingerprint for (fingerprint,) in rows.fetchall()}
 
     def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
-        """Within the edition that serves: the newest that is complete. Raises `NotFound` for a corpus that
-        has none."""
-        with self._database.reading() as db:
+        """Resolve references within the serving edition, the newest complete one. Raises `NotFound` for a
+        corpus without one."""
+        with self._database.open_read() as db:
             row = db.execute(
                 "SELECT id FROM edition WHERE corpus=? AND completed_s IS NOT NULL ORDER BY id DESC LIMIT 1",
                 (corpus,),
             ).fetchone()
             if row is None:
                 raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
-            return [_resolved(db, row[0], ref) for ref in refs]
+            return [_resolve_document(db, row[0], ref) for ref in refs]
 
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
-        with self._database.reading() as db:
+        with self._database.open_read() as db:
             rows = db.execute(
                 "SELECT id, namespace, key, tokens FROM chunk WHERE id>? AND EXISTS"
                 " (SELECT 1 FROM span JOIN edition ON edition.id=span.edition"
@@ -428,7 +429,7 @@ class Ledger(DocumentIndex):
         ]
 
 
-def _resolved(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownChunk | None:
+def _resolve_document(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownChunk | None:
     row = db.execute(
         "SELECT document.version, chunk.key, chunk.tokens FROM document"
         " JOIN span ON span.document=document.id AND span.number=? JOIN chunk ON chunk.key=span.key"
@@ -440,10 +441,10 @@ def _resolved(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownCh
     return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(_unpack_tokens(row[2])))
 
 
-def _claim_unchecked(
+def _claim_document_chunks(
     db: sqlite3.Connection, run: int, namespace: str, document: ScannedDocument
 ) -> list[PendingChunk]:
-    """The document's chunks that were not checked in this run; they count as checked from here on."""
+    """The document's chunks that were not checked in this run; marks them as checked."""
     fresh = []
     for chunk in document.chunks:
         changed = db.execute(

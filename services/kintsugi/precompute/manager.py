@@ -1,4 +1,5 @@
-"""Jobs of one server: a bounded queue, one that runs, and those that ended lately; kept across restarts."""
+"""Manages the jobs of a server: a bounded queue, one running job, and recently ended ones; survives
+restarts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,39 +28,34 @@ log = logging.getLogger(__name__)
 
 QUEUED_MAX = 64
 KEPT_MAX = 256
-"""Ended jobs that are still told about."""
+"""Number of ended jobs that are still listed."""
 
 
 @dataclass
-class JobEntry:
+class JobEntry(JournalRecord):
     """One submitted job."""
 
-    job_id: str
-    spec: JobSpec
-    dry: bool
-    progress: Progress
     job: Job | None = None
     started: bool = False
-    cancelled: bool = False
-    paused: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     version: int = 0
-    """Grows with every change."""
+    """Increases with every change."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         return not self.started and not self.progress.state.is_final
 
 
 class JobManager:
-    """Thread-safe. Jobs run one after another: workers are what a cluster has few of, not jobs.
+    """Queues and runs jobs. Thread-safe. Jobs run one after another, because one job uses all workers.
 
-    Every job is written down before it is answered for. A manager that opens the folder again, after `close`
-    or a crash, lists what ended and goes on with the rest, in their order; what was paused stays so.
+    Every job is written to the journal before its submission is answered. A manager that opens the folder
+    again, after `close` or a crash, lists the ended jobs and continues the others in their order; paused jobs
+    stay paused.
     """
 
     def __init__(self, state: Path, factory: PrefillerFactory = EnginePrefiller) -> None:
-        """``state``: the folder of the ledger. Raises what `Ledger` and `Journal` raise."""
+        """``state``: the folder of ledger and journal. Raises what `Ledger` and `Journal` raise."""
         self._journal = Journal(state)
         try:
             self.ledger = Ledger(state)
@@ -69,28 +67,29 @@ class JobManager:
         self._entries: OrderedDict[str, JobEntry] = OrderedDict()
         self._queue: queue.SimpleQueue[JobEntry | None] = queue.SimpleQueue()
         self._closing = False
-        for line in self._journal.lines():
-            self._take_up(line)
+        for record in self._journal.read():
+            self._restore(record)
         self._thread = threading.Thread(target=self._run, name="kintsugi-precompute", daemon=True)
         self._thread.start()
 
-    def _take_up(self, line: JournalRecord) -> None:
-        entry = JobEntry(line.job_id, line.spec, line.dry, line.progress)
-        entry.cancelled, entry.paused = line.cancelled, line.paused
-        self._entries[line.job_id] = entry
-        if line.cancelled and not line.progress.state.is_final:
+    def _restore(self, record: JournalRecord) -> None:
+        """List a job of the journal, and queue it unless it has ended."""
+        entry = JobEntry(**vars(record))
+        self._entries[entry.job_id] = entry
+        if entry.cancelled and not entry.progress.state.is_final:
             entry.progress.state = State.CANCELLED
-        if entry.waits:
-            entry.progress = Progress(corpus=line.spec.corpus_name, dry=line.dry)
+        if entry.is_waiting:
+            entry.progress = Progress(corpus=entry.spec.corpus_name, dry=entry.dry)
             self._queue.put(entry)
 
     def submit(self, spec: JobSpec, dry: bool = False) -> JobEntry:
-        """Raises `ResourceExhausted` where too many wait."""
-        entry = JobEntry(uuid.uuid4().hex, spec, dry, Progress(corpus=spec.corpus_name, dry=dry))
+        """Queue a job. Raises `ResourceExhausted` if too many are waiting."""
+        progress = Progress(corpus=spec.corpus_name, dry=dry)
+        entry = JobEntry(uuid.uuid4().hex, spec, dry, progress=progress)
         with self._lock:
-            if sum(other.waits for other in self._entries.values()) >= QUEUED_MAX:
-                raise ResourceExhausted(f"{QUEUED_MAX} jobs wait already; submit later, or cancel some")
-            self._write(entry)
+            if sum(other.is_waiting for other in self._entries.values()) >= QUEUED_MAX:
+                raise ResourceExhausted(f"{QUEUED_MAX} jobs are waiting; submit later, or cancel some")
+            self._journal.write(entry)
             self._entries[entry.job_id] = entry
             ended = [e.job_id for e in self._entries.values() if e.progress.state.is_final]
             forgotten = ended[: max(0, len(ended) - KEPT_MAX)]
@@ -103,24 +102,24 @@ class JobManager:
     def get(self, job_id: str) -> JobEntry:
         with self._lock:
             if job_id not in self._entries:
-                raise NotFound(f"job {job_id!r} is not known here; List says which are")
+                raise NotFound(f"job {job_id!r} is not known; List returns the jobs that are")
             return self._entries[job_id]
 
     def list(self) -> list[JobEntry]:
-        """The newest first."""
+        """All jobs, newest first."""
         with self._lock:
             return list(reversed(self._entries.values()))
 
     def cancel(self, job_id: str) -> JobEntry:
-        """At once for one that waits; of one that runs, once its batches are done."""
+        """Cancel a job: a waiting one immediately, a running one once its running batches are done."""
         with self._lock:
             entry = self.get(job_id)
             if entry.progress.state.is_final:
                 return entry
             entry.cancelled = True
-            if entry.waits:
-                _tell(entry, replace(entry.progress, state=State.CANCELLED))
-            self._write(entry)
+            if entry.is_waiting:
+                _set_progress(entry, replace(entry.progress, state=State.CANCELLED))
+            self._journal.write(entry)
         if entry.job is not None:
             entry.job.cancel()
         return entry
@@ -129,13 +128,13 @@ class JobManager:
         with self._lock:
             entry = self.get(job_id)
             entry.paused = paused
-            self._write(entry)
+            self._journal.write(entry)
         if entry.job is not None:
             (entry.job.pause if paused else entry.job.resume)()
         return entry
 
     def wait(self, entry: JobEntry, version: int, timeout_s: float) -> int:
-        """The entry's version once it is another than `version`, or after the timeout."""
+        """Wait until the entry's version differs from `version`, or for the timeout. Returns the version."""
         with entry.changed:
             entry.changed.wait_for(lambda: entry.version != version, timeout_s)
             return entry.version
@@ -143,7 +142,7 @@ class JobManager:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             with self._lock:
-                if not entry.waits or self._closing:
+                if not entry.is_waiting or self._closing:
                     continue
                 entry.started = True
             try:
@@ -151,39 +150,30 @@ class JobManager:
             except KintsugiError as error:
                 self._mark_failed(entry, f"{type(error).__name__}: {error}")
             except Exception as defect:
-                log.exception("job %s broke", entry.job_id)
+                log.exception("job %s failed unexpectedly", entry.job_id)
                 self._mark_failed(entry, f"defect: {type(defect).__name__}: {defect}")
             self._write_end(entry)
 
     def _mark_failed(self, entry: JobEntry, error: str) -> None:
-        _tell(entry, replace(entry.progress, state=State.FAILED, error=error))
-
-    def _write(self, entry: JobEntry) -> None:
-        flags = (entry.dry, entry.paused, entry.cancelled)
-        self._journal.write(JournalRecord(entry.job_id, entry.spec, *flags, progress=entry.progress))
+        _set_progress(entry, replace(entry.progress, state=State.FAILED, error=error))
 
     def _write_end(self, entry: JobEntry) -> None:
-        """Not of a job that only stopped because we do: it goes on when we are back."""
+        """Write the final state, except of a job that only stopped because the manager closes: the next
+        manager continues it."""
         if entry.progress.state is State.CANCELLED and not entry.cancelled:
             return
         try:
-            self._write(entry)
+            self._journal.write(entry)
         except KintsugiError:
-            # The job ran, and is told about; after a restart it would run again and find everything done.
-            log.exception("the end of job %s could not be written down", entry.job_id)
+            # Clients still see the result; after a restart the job would run again and find everything done.
+            log.exception("the end of job %s could not be written to the journal", entry.job_id)
 
     def _run_one(self, entry: JobEntry) -> None:
+        on_progress = partial(_set_progress, entry)
         if entry.dry:
-            survey(
-                entry.spec, lambda progress: _tell(entry, progress), lambda job: self._attach_job(entry, job)
-            )
+            survey(entry.spec, on_progress, partial(self._attach_job, entry))
             return
-        job = Job(
-            entry.spec,
-            self.ledger,
-            factory=self._factory,
-            on_progress=lambda progress: _tell(entry, progress),
-        )
+        job = Job(entry.spec, self.ledger, factory=self._factory, on_progress=on_progress)
         self._attach_job(entry, job)
         job.run()
 
@@ -196,8 +186,8 @@ class JobManager:
                 job.cancel()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Stop the job that runs, wait for its batches, and keep the rest for the next manager. Raises
-        `Unavailable` where it does not end. Idempotent."""
+        """Stop the running job, wait for its batches, and leave the rest to the next manager. Raises
+        `Unavailable` if the job does not end in time. Idempotent."""
         with self._lock:
             self._closing = True
             running = [entry.job for entry in self._entries.values() if entry.job is not None]
@@ -206,12 +196,12 @@ class JobManager:
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise Unavailable("the job that runs does not end; its workers finish a batch first")
+            raise Unavailable("the running job has not ended: its workers finish a batch first; close again")
         self.ledger.close()
         self._journal.close()
 
 
-def _tell(entry: JobEntry, progress: Progress) -> None:
+def _set_progress(entry: JobEntry, progress: Progress) -> None:
     with entry.changed:
         entry.progress = progress
         entry.version += 1
@@ -224,12 +214,12 @@ def survey(
     on_start: Callable[[Job], None] = lambda job: None,
     dataset: Any = None,
 ) -> Progress:
-    """What a job would find: chunks, bytes, what is resident and where. Nothing is kept, no engine starts."""
-    with tempfile.TemporaryDirectory(prefix="kintsugi-survey-") as folder:
-        ledger = Ledger(Path(folder))
-        try:
-            job = Job(spec, ledger, dataset=dataset, dry=True, on_progress=on_progress)
-            on_start(job)
-            return job.run()
-        finally:
-            ledger.close()
+    """Find out what a job would do: chunks, bytes, and what is resident in which tier. Keeps nothing and
+    starts no engine."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kintsugi-survey-") as folder,
+        closing(Ledger(Path(folder))) as ledger,
+    ):
+        job = Job(spec, ledger, dataset=dataset, dry=True, on_progress=on_progress)
+        on_start(job)
+        return job.run()

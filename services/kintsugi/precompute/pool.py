@@ -1,4 +1,5 @@
-"""The actor pool: batches out, outcomes back, dead workers replaced. A thin shell around Ray."""
+"""The pool of worker actors: sends batches, returns outcomes, replaces dead workers. A thin layer over
+Ray."""
 
 from __future__ import annotations
 
@@ -12,19 +13,21 @@ from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import PrefillerFactory, Worker, WorkerSpec
 
 BATCHES_PER_WORKER = 2
-"""One runs, one waits beside it, so that no worker idles for a round trip."""
+"""One runs and one waits, so that no worker idles for a round trip."""
 OBJECT_STORE_BYTES = 256 << 20
-"""Of a Ray that is started here: some blocks of token ids. It counts as the driver's memory once touched."""
+"""Object store of a Ray instance started here: room for some blocks of token ids. Touched pages count as the
+driver's memory."""
 
 Outcome = list[str] | KintsugiError | None
-"""What became of each chunk; the error that the whole batch met; or None where the worker died."""
+"""The outcome of each chunk, the error that failed the whole batch, or None if the worker died."""
 
 
 def ensure_ray(workers: int, cpus_per_worker: float) -> None:
-    """Join the Ray that runs, or the one at `$RAY_ADDRESS`, or start one here, on loopback alone.
+    """Use the running Ray, or join the one at `$RAY_ADDRESS`, or start one here that listens on loopback
+    only.
 
-    One that is started here has more CPUs than the machine: the workers' hold theirs for good, and reading
-    needs some beside them. Raises `Unavailable` where none is reached, or starts.
+    A Ray started here is told that it has more CPUs than the machine, because workers reserve theirs
+    permanently and reading needs some as well. Raises `Unavailable` if Ray cannot be joined or started.
     """
     import ray
 
@@ -44,23 +47,22 @@ def ensure_ray(workers: int, cpus_per_worker: float) -> None:
         what = (
             f"no Ray answers at RAY_ADDRESS={address}; check that it runs, or unset it to start one here"
             if address
-            else "Ray does not start here; make room for it, or join one that runs: set RAY_ADDRESS"
+            else "Ray does not start here; free some memory, or set RAY_ADDRESS to join a running one"
         )
         raise Unavailable(f"{what} ({error})") from error
 
 
 class Pool:
-    """Engine workers. One thread at a time."""
+    """Engine workers, started on demand. Not thread-safe."""
 
     def __init__(self, job: JobSpec, spec: WorkerSpec, factory: PrefillerFactory) -> None:
-        """Starts no worker yet."""
         self._job = job
         self._spec = spec
         self._factory = factory
         self._workers: list[Any] = []
         self._running: dict[Any, tuple[Any, ChunkBatch]] = {}
         self.engine_start_s = 0.0
-        """Of the slowest worker that has answered."""
+        """Longest engine start among the workers that have answered."""
 
     @property
     def in_flight(self) -> int:
@@ -71,20 +73,20 @@ class Pool:
         return self.in_flight < self._job.workers * BATCHES_PER_WORKER
 
     def submit(self, batch: ChunkBatch) -> None:
-        """To the worker with the least to do; started here where there are fewer than asked for."""
+        """Send a batch to the worker with the fewest batches; start another worker if all are busy."""
         load = dict.fromkeys(self._workers, 0)
         for worker, _ in self._running.values():
             load[worker] = load.get(worker, 0) + 1
         idle = [worker for worker, count in load.items() if count == 0]
         if not idle and len(self._workers) < self._job.workers:
-            self._workers.append(self._start())
+            self._workers.append(self._start_worker())
             idle = self._workers[-1:]
         worker = idle[0] if idle else min(self._workers, key=load.__getitem__)
         chunks = [(chunk.key.digest, chunk.tokens, chunk.num_tokens) for chunk in batch.chunks]
         reference = worker.fill.remote(chunks)
         self._running[reference] = (worker, batch)
 
-    def _start(self) -> Any:
+    def _start_worker(self) -> Any:
         import ray
 
         job = self._job
@@ -94,7 +96,8 @@ class Pool:
         return actor.remote(self._spec, self._factory)
 
     def wait(self, timeout_s: float) -> list[tuple[ChunkBatch, Outcome]]:
-        """What finished, waiting at most so long for the first. A dead worker takes its batches along."""
+        """Return finished batches, waiting up to `timeout_s` for the first one. The outcome of a dead
+        worker's batches is None."""
         import ray
 
         if not self._running:
@@ -125,14 +128,14 @@ class Pool:
             return batch, Unavailable(f"a worker's answer was lost: {error}")
 
     def process_ids(self) -> list[int]:
-        """Of the workers that run."""
+        """Process ids of the running workers."""
         import ray
 
         ids: list[int] = ray.get([worker.process_id.remote() for worker in self._workers])
         return ids
 
     def close(self) -> None:
-        """End the workers; what they were at is lost. Idempotent."""
+        """Kill the workers; their running batches are lost. Idempotent."""
         import ray
 
         for worker in self._workers:

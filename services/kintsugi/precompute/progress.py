@@ -1,4 +1,4 @@
-"""What a job has done so far."""
+"""The state and counts of a job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kintsugi.precompute.sources.readers import Failure
 
 
 class State(StrEnum):
-    """Of a job."""
+    """The state of a job."""
 
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
     DONE = "done"
     CANCELLED = "cancelled"
-    """Stopped on request; the same job again goes on."""
+    """Stopped on request; running the same job again continues it."""
     FAILED = "failed"
 
     @property
@@ -28,7 +28,8 @@ class State(StrEnum):
 
 @dataclass
 class Progress:
-    """Counts of one run. `chunks` are distinct; a document's own are `chunks_listed`."""
+    """Counts of one run. `chunks` counts distinct chunks, `chunks_listed` all chunks of the documents
+    read."""
 
     __pydantic_config__ = STRICT
 
@@ -41,37 +42,38 @@ class Progress:
     documents_failed: int = 0
     documents_vanished: int = 0
     chunks_listed: int = 0
-    """With duplicates, of documents that were read in this run."""
+    """Chunks of the documents that this run read, including duplicates."""
     chunks: int = 0
-    """Distinct ones asked of the store."""
+    """Distinct chunks that were looked up in the store."""
     chunks_resident: int = 0
-    """Found there, and so skipped."""
+    """Chunks that the store has, so they are skipped."""
     chunks_missing: int = 0
     chunks_filled: int = 0
     chunks_failed: int = 0
     chunks_evicted: int = 0
-    """Of those resident or filled, gone at the end: the store, or the namespace's quota, is too small."""
+    """Resident or filled chunks that were gone at the end: the store or the namespace's quota is too
+    small."""
     chunks_invalidated: int = 0
     tokens: int = 0
     tokens_missing: int = 0
     tokens_filled: int = 0
     bytes_total: int = 0
-    """KV of the distinct chunks."""
+    """KV bytes of the distinct chunks."""
     bytes_missing: int = 0
     bytes_filled: int = 0
     bytes_free: int = 0
-    """What the store says it has left, at the start."""
+    """Free bytes of the store at the start."""
     tiers: dict[str, int] = field(default_factory=dict)
     """Resident chunks by the fastest tier that holds them."""
     worker_deaths: int = 0
     share_read: float = 0.0
-    """Of the source, estimated from bytes of text; 1 once everything was read."""
+    """Share of the source that was read, estimated from bytes of text; 1 once everything was read."""
     elapsed_s: float = 0.0
     engine_start_s: float = 0.0
     fill_s: float = 0.0
-    """Since the first batch was sent, without the engines' start."""
+    """Time since the first batch was sent, without the engines' start."""
     failures: list[Failure] = field(default_factory=list)
-    """The first ones; `documents_failed` counts all."""
+    """The first failures; `documents_failed` counts all."""
     error: str = ""
 
     @property
@@ -80,7 +82,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """None as long as nothing says how long it takes."""
+        """Estimated time left; None while there is nothing to estimate it from."""
         waiting = self.tokens_missing - self.tokens_filled
         if self.state.is_final or self.tokens_per_s <= 0 or self.share_read <= 0:
             return None

@@ -1,9 +1,8 @@
-"""The gRPC face of precompute: service `Precompute`, mountable on any `grpc.aio` server.
+"""The gRPC service `Precompute`, which can be mounted on any `grpc.aio` server.
 
     add_PrecomputeServicer_to_server(PrecomputeServicer(JobManager(state)), server)
 
-The gateway mounts it on its port, behind its own authentication; `serve` serves it alone, on
-loopback.
+The gateway mounts it on its port behind its authentication; `serve` serves it alone, on loopback.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.schema import load
 from kintsugi.precompute.manager import JobEntry, JobManager
-from kintsugi.precompute.progress import State
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
@@ -34,18 +32,10 @@ from kintsugi.store.protocol.tls import check_listen
 SERVICE = "kintsugi.rpc.v1.Precompute"
 SPEC_BYTES_MAX = 1 << 20
 WATCH_PERIOD_S = 0.5
-"""Between two messages of `Watch`, at least; changes meanwhile are sent as one."""
+"""Minimum time between two messages of `Watch`; changes in between are sent as one."""
 
 Answer = TypeVar("Answer")
 
-_STATES = {
-    State.QUEUED: pb.JOB_STATE_QUEUED,
-    State.RUNNING: pb.JOB_STATE_RUNNING,
-    State.PAUSED: pb.JOB_STATE_PAUSED,
-    State.DONE: pb.JOB_STATE_DONE,
-    State.CANCELLED: pb.JOB_STATE_CANCELLED,
-    State.FAILED: pb.JOB_STATE_FAILED,
-}
 _COPIED = (
     *("corpus", "error", "documents", "documents_unchanged", "documents_failed", "documents_vanished"),
     *("chunks", "chunks_resident", "chunks_missing", "chunks_filled", "chunks_failed", "chunks_invalidated"),
@@ -54,14 +44,14 @@ _COPIED = (
 )
 
 
-def spec_of(text: str) -> JobSpec:
-    """Raises `InvalidField` and `UnknownField`."""
+def parse_spec(text: str) -> JobSpec:
+    """Parse a spec from JSON. Raises `InvalidField` and `UnknownField`."""
     if len(text) > SPEC_BYTES_MAX:
         raise InvalidField("spec_json", f"has {len(text)} bytes; at most {SPEC_BYTES_MAX} are read")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidField("spec_json", f"is no JSON ({error})") from None
+        raise InvalidField("spec_json", f"is not JSON ({error})") from None
     return load(JobSpec, values, "spec")
 
 
@@ -71,7 +61,7 @@ def job_to_wire(entry: JobEntry) -> pb.Job:
         job_id=entry.job_id,
         spec_json=entry.spec.to_json(),
         dry_run=entry.dry,
-        state=_STATES[progress.state],
+        state=pb.JobState.Value(f"JOB_STATE_{progress.state.name}"),
         failures=[
             pb.DocumentFailure(url=f.url, place=f.place, document_id=f.document_id, reason=f.reason)
             for f in progress.failures
@@ -91,7 +81,7 @@ class PrecomputeServicer(precompute_pb2_grpc.PrecomputeServicer):
 
     async def Submit(self, request: pb.SubmitJobRequest, context: Any) -> pb.Job:  # noqa: N802
         return await self._answer_with_job(
-            context, lambda: self._manager.submit(spec_of(request.spec_json), request.dry_run)
+            context, lambda: self._manager.submit(parse_spec(request.spec_json), request.dry_run)
         )
 
     async def Get(self, request: pb.GetJobRequest, context: Any) -> pb.Job:  # noqa: N802
@@ -139,10 +129,10 @@ async def serve(
     on_ready: Callable[[str], None],
     until: Callable[[], Awaitable[Any]],
 ) -> None:
-    """Serve on `listen`, tell the address, and stop when `until` returns. Loopback only: who may submit a
-    job may read any file that the server may.
+    """Serve on `listen`, call `on_ready` with the address, and stop when `until` returns. Loopback only,
+    because a client that submits jobs can read every file that the server can read.
 
-    Raises `Unavailable` where the address cannot be had, `InvalidField` for one beyond loopback.
+    Raises `Unavailable` if the address cannot be bound, `InvalidField` if it is not on loopback.
     """
     try:
         check_listen(listen, None, False)

@@ -1,4 +1,4 @@
-"""What a job is asked to do, and what its model is."""
+"""The specification of a job, and the facts about its model."""
 
 from __future__ import annotations
 
@@ -22,56 +22,57 @@ from kintsugi.precompute.sources.readers import Columns
 from kintsugi.store.client.registry import is_process_local
 
 POSITIONS_UNKNOWN = 1 << 20
-"""Where neither the engine nor the checkpoint bounds a prompt."""
+"""Context length to assume if neither the engine's arguments nor the checkpoint state one."""
 _CORPUS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One job. The same spec given again goes on where the last one stopped."""
+    """One job. Running the same spec again continues where the last run stopped."""
 
     __pydantic_config__ = STRICT
 
     source: str
-    """Path or URL of a file or folder; its name where a Ray dataset is given beside the spec."""
+    """Path or URL of a file or folder; a name if a Ray dataset is given beside the spec."""
     model: str
-    """Checkpoint folder, on every machine with a worker; or a hub name, `org/model`, downloaded by each."""
+    """Checkpoint folder, present on every machine with a worker; or a hub name, `org/model`, which each
+    machine downloads."""
     store: str
-    """URL that every worker reaches: grpc://, shards:// or shardfile://."""
+    """URL that every worker can reach: grpc://, shards:// or shardfile://."""
     namespace: str
     corpus: str = ""
-    """What the documents are filed under. Empty: made from the source's last part."""
+    """Name of the corpus. Empty: derived from the last part of the source."""
     format: Format | None = None
-    """None: by each file's suffix."""
+    """Format of all files; None means by each file's suffix."""
     columns: Columns = field(default_factory=Columns)
     chunking: ChunkingConfig = field(default_factory=ChunkingConfig)
     dtype: str = ""
-    """Of the model's KV: bfloat16, float16 or float32, as the serving engines run it. Empty: the
-    checkpoint's, with float32 run as bfloat16, which is what vLLM does."""
+    """The model's dtype, as in the serving engines: bfloat16, float16 or float32. Empty: the checkpoint's,
+    with float32 run as bfloat16 like vLLM does."""
     prefix_token_ids: list[int] | None = None
-    """As in the engine's configuration: None is the model's BOS."""
+    """As in the engine's configuration; None means the model's BOS."""
     portable: bool = True
     codec: str = "raw"
-    """How chunks are stored, by its name: as the serving engines are configured."""
+    """Name of the codec, as configured for the serving engines."""
     workers: int = 1
     gpus_per_worker: float = 0.0
-    """Ray's accounting; below 1 several share a GPU. 0: vLLM on the CPU."""
+    """As Ray counts GPUs: below 1, several workers share one. 0 runs vLLM on the CPU."""
     cpus_per_worker: float = 1.0
     batch_tokens: int = 16_384
-    """Tokens per batch: what a worker that dies loses."""
+    """Tokens per batch, which is also what a dying worker loses."""
     tokens_per_s_max: float = 0.0
-    """Over all workers; 0: as fast as they can."""
+    """Rate limit over all workers; 0 means none."""
     bytes_max: int = 0
-    """KV of the corpus that may lie in the store; 0: what the store holds in all."""
+    """Maximum KV bytes of the corpus in the store; 0 means the store's capacity."""
     errors_share_max: float = 0.05
-    """Documents that may fail before the job does."""
+    """Share of documents that may fail before the job fails."""
     replace_model: bool = False
-    """Fill a second model's chunks for a corpus that has those of another; retire that one afterwards."""
+    """Allow chunks for a second model beside those of another one, which can be retired afterwards."""
     retire: bool = False
-    """Forget, once this is complete, editions that another one had replaced before the job began. The one
-    that was complete last stays: engines may still serve it."""
+    """When the job is complete, delete editions that were already replaced before it began. The edition that
+    was complete last stays, because engines may still serve it."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization."""
+    """Additional arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
@@ -79,23 +80,24 @@ class JobSpec:
         if is_process_local(self.store):
             raise InvalidField(
                 "store",
-                f"{self.store!r} lives in one process; run a shard: kintsugi store serve, grpc://host:port",
+                f"{self.store!r} exists in one process only; run a shard (kintsugi store serve) and use "
+                "grpc://host:port",
             )
         if self.corpus and not _CORPUS.fullmatch(self.corpus):
             raise InvalidField(
-                "corpus", f"{self.corpus!r} must hold letters, digits and . _ - only, at most 100"
+                "corpus",
+                f"{self.corpus!r} must have at most 100 letters, digits, dots, dashes and underscores",
             )
         for name, least in (
             ("workers", 1),
             ("batch_tokens", 1),
             ("cpus_per_worker", 0),
             ("gpus_per_worker", 0),
+            ("tokens_per_s_max", 0),
+            ("bytes_max", 0),
         ):
             if getattr(self, name) < least:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least {least}")
-        for name in ("tokens_per_s_max", "bytes_max"):
-            if getattr(self, name) < 0:
-                raise InvalidField(name, f"{getattr(self, name)} is negative; 0 means no limit")
         if not 0 <= self.errors_share_max <= 1:
             raise InvalidField("errors_share_max", f"{self.errors_share_max} is outside [0, 1]")
 
@@ -108,7 +110,8 @@ class JobSpec:
 
     @property
     def model_folder(self) -> str:
-        """For processes with another working folder, or on another machine."""
+        """The model for processes with another working folder or on another machine: an absolute path or a
+        hub name."""
         folder = Path(self.model)
         is_elsewhere = not folder.is_dir() and is_hub_name(folder)
         return self.model if is_elsewhere else str(folder.resolve())
@@ -119,7 +122,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a job has to know of a checkpoint without loading it."""
+    """What a job needs to know about a checkpoint, without loading its weights."""
 
     dtype: str
     space: ChunkSpace
@@ -128,12 +131,12 @@ class ModelFacts:
 
     @staticmethod
     def of(spec: JobSpec) -> ModelFacts:
-        """Cost of the first call: every weight file is read once (see `models.checkpoint`), unless the model
-        has a hub's name: then its small files are downloaded.
+        """Collect the facts. Cost of the first call: every weight file is read once (see
+        `models.checkpoint`); for a hub name, the model's small files are downloaded instead.
 
-        Raises `NotFound`, `Corrupted` and `InvalidField` where the folder is no checkpoint, or chunks
-        would be longer than the model's context; `NotBlendable` for a model whose chunks nobody could use;
-        `Unavailable` where the hub does not answer.
+        Raises `NotFound`, `Corrupted` and `InvalidField` if the folder is not a checkpoint or chunks would
+        exceed the model's context; `NotBlendable` for a model that cannot be blended; `Unavailable` if the
+        hub does not answer.
         """
         folder = checkpoint_folder(spec.model, spec.engine.get("revision"))
         config = read_config(folder)
@@ -148,20 +151,16 @@ class ModelFacts:
             kv_dtype_of(dtype, cache_dtype, spec.engine.get("quantization") or quantization),
             overrides if isinstance(overrides, dict) else None,
         )
-        bos = text.get("bos_token_id")
-        prefix = (
-            spec.prefix_token_ids
-            if spec.prefix_token_ids is not None
-            else [bos]
-            if isinstance(bos, int)
-            else []
-        )
+        prefix = spec.prefix_token_ids
+        if prefix is None:
+            bos = text.get("bos_token_id")
+            prefix = [bos] if isinstance(bos, int) else []
         # One token follows the chunk, and one is generated.
-        longest = _positions_of(spec, text) - len(prefix) - 2
+        longest = _context_length(spec, text) - len(prefix) - 2
         if spec.chunking.tokens_max > longest:
             raise InvalidField(
                 "chunking.tokens_max",
-                f"{spec.chunking.tokens_max} exceeds the {longest} that the model reads",
+                f"{spec.chunking.tokens_max} exceeds {longest}, the longest chunk that the model can read",
             )
         space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable)
         return ModelFacts(dtype, space, layout, codec_named(spec.codec))
@@ -170,8 +169,8 @@ class ModelFacts:
         return self.layout.chunk_bytes(self.codec, num_tokens)
 
 
-def _positions_of(spec: JobSpec, text: Mapping[str, Any]) -> int:
-    """Tokens that the engine reads: as it is told, else as the checkpoint says."""
+def _context_length(spec: JobSpec, text: Mapping[str, Any]) -> int:
+    """The engine's context length in tokens: `max_model_len` if given, else the checkpoint's."""
     given = spec.engine.get("max_model_len")
     positions = given or text.get("max_position_embeddings") or POSITIONS_UNKNOWN
     if not isinstance(positions, int):

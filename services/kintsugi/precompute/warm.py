@@ -1,28 +1,28 @@
-"""Keeping a corpus warm: leases on its chunks, retiring what a newer model has replaced, and forgetting."""
+"""Pins a corpus's chunks, retires editions that a newer model has replaced, and deletes unused chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
-from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.errors import NotFound
 from kintsugi.precompute.ledger import Edition, Ledger
-from kintsugi.store.client.blocking import BlockingStore
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
 
 
 @dataclass(frozen=True)
 class PinCounts:
-    """What `pin` held."""
+    """The result of `pin`."""
 
     chunks: int
     pinned: int
-    """Fewer than `chunks` where some are not in the store: precompute first."""
+    """Fewer than `chunks` if some are not in the store; precompute those first."""
 
 
 def newest_complete_edition(ledger: Ledger, corpus: str) -> Edition:
-    """The newest edition that is complete. Raises `NotFound`."""
+    """Find the newest complete edition. Raises `NotFound`."""
     complete = [edition for edition in ledger.editions(corpus) if edition.completed]
     if not complete:
         raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
@@ -30,44 +30,36 @@ def newest_complete_edition(ledger: Ledger, corpus: str) -> Edition:
 
 
 def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> PinCounts:
-    """Keep the corpus's chunks from being evicted for `lease_s`; do it again before they end.
+    """Protect the corpus's chunks from eviction for `lease_s` seconds; pin again before the leases end.
 
-    Raises `NotFound`, and `InvalidField` for a store that has no pins.
+    Raises `NotFound`, and `InvalidField` for a store without pins.
     """
     edition = newest_complete_edition(ledger, corpus)
-    store = open_store(store_url)
-    try:
-        if not isinstance(store, BlockingStore):
-            raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
+    with closing(open_store(store_url)) as store:
         chunks = pinned = 0
         for page in ledger.keys(edition.id):
             chunks += len(page)
             pinned += store.pin(edition.namespace, page, lease_s).chunks
         return PinCounts(chunks, pinned)
-    finally:
-        store.close()
 
 
 def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
-    """Forget the corpus's editions before the one that serves, and delete chunks that nobody else has.
+    """Delete the corpus's editions older than the serving one, and the chunks that only they have.
 
-    The number deleted. Raises `NotFound` where no edition is complete: nothing is retired before its
-    successor serves. Raises `Unavailable` where a shard does not answer: the same again goes on.
+    Returns the number of chunks deleted. Raises `NotFound` if no edition is complete: nothing is retired
+    before its successor serves. Raises `Unavailable` if a shard does not answer; a second call continues.
     """
     keep = newest_complete_edition(ledger, corpus)
     old = [edition for edition in ledger.editions(corpus) if edition.id < keep.id]
-    store = open_store(store_url)
-    try:
-        with ledger.exclusive(corpus):
-            return forget(ledger, store, old) + delete_orphans(ledger, store, keep.namespace)
-    finally:
-        store.close()
+    with closing(open_store(store_url)) as store, ledger.exclusive(corpus):
+        return forget(ledger, store, old) + delete_orphans(ledger, store, keep.namespace)
 
 
 def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> int:
-    """Editions, and chunks that nobody else has; the number deleted.
+    """Delete editions and the chunks that only they have. Returns the number of chunks deleted.
 
-    Editions are there until the store has lost their chunks. Raises `Unavailable` where it could not.
+    An edition stays in the ledger until the store has deleted its chunks. Raises `Unavailable` if the store
+    does not answer.
     """
     for edition in editions:
         ledger.empty(edition.id)
@@ -79,13 +71,13 @@ def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> in
 
 
 def delete_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
-    """Delete chunks that no document of any corpus has; their number. Raises `Unavailable`; those that the
-    store may still hold stay in the ledger."""
+    """Delete chunks that no document of any corpus has. Returns their number. Raises `Unavailable`; chunks
+    that the store may still hold stay in the ledger."""
     return sum(iter(lambda: delete_some_orphans(ledger, store, namespace), 0))
 
 
 def delete_some_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
-    """As `delete_orphans`, a page at most: 0 where there are none any more."""
+    """Like `delete_orphans`, but at most one page. Returns 0 once there are none left."""
     with ledger.orphans(namespace) as keys:
         if keys:
             store.delete(namespace, keys)

@@ -1,4 +1,4 @@
-"""Who prefills: the interface, vLLM behind it, and a stand-in for what is measured without a model."""
+"""Prefillers: the interface, the implementation on vLLM, and a stub for measurements without a model."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 
 class NotStarted(Unavailable):
-    """The engine did not start: so it will most likely be the next time."""
+    """The engine did not start, and most likely will not start the next time."""
 
 
 FILLED, PRESENT = "filled", "present"
-"""What became of a chunk. Anything else is the reason why it is not in the store."""
+"""Outcomes of a chunk. Any other outcome is the reason why the chunk is not in the store."""
 
 PRIORITY = 1_000
-"""Of save requests: vLLM serves lower numbers first, and requests of people have 0."""
+"""Priority of save requests: vLLM serves lower numbers first, and users' requests have 0."""
 
 _PROBES = ("The tide comes in.", "  two  spaces\n\nand lines\t", "naïve 漢字 🎉", "x" * 40)
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker needs. Travels to it as Ray sends arguments."""
+    """What a worker needs. Ray pickles it."""
 
     model: str
     store: str
@@ -51,22 +51,22 @@ class Prefiller(ABC):
 
     @abstractmethod
     def fill(self, chunks: Sequence[PendingChunk]) -> list[str]:
-        """`FILLED` for each, or the reason why it is not in the store."""
+        """Return `FILLED` for each chunk, or the reason why it is not in the store."""
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent."""
+        """Release the engine and the store. Idempotent."""
 
 
 PrefillerFactory = Callable[[WorkerSpec], Prefiller]
 
 
 class EnginePrefiller(Prefiller):
-    """vLLM with the connector, in this process: its batched save pass is the only source of chunk KV."""
+    """vLLM with our connector in this process. Its batched save pass is the only source of chunk KV."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Starts the engine, 10-30 s. Raises `Unavailable`; `InvalidField` where its tokenizer cuts text
-        into other tokens than the chunks have."""
+        """Start the engine, which takes 10-30 s. Raises `Unavailable`, and `InvalidField` if its tokenizer
+        and the one that made the chunks disagree."""
         from kintsugi.engine.local import LocalEngine
 
         self._spec = spec
@@ -93,8 +93,8 @@ class EnginePrefiller(Prefiller):
                 self.close()
                 raise InvalidField(
                     "model",
-                    f"vLLM's tokenizer and tokenizer.json disagree on {text!r}: no request would find these "
-                    "chunks; save the tokenizer again with transformers",
+                    f"vLLM's tokenizer and tokenizer.json disagree on {text!r}, so no request would find "
+                    "these chunks; save the tokenizer again with transformers",
                 )
 
     def fill(self, chunks: Sequence[PendingChunk]) -> list[str]:
@@ -109,7 +109,7 @@ class EnginePrefiller(Prefiller):
         return [
             FILLED
             if answer.get("outcome") == "saved"
-            else str(answer.get("reason") or "the connector is not there")
+            else str(answer.get("reason") or "the engine runs without our connector")
             for answer in answers
         ]
 
@@ -118,10 +118,10 @@ class EnginePrefiller(Prefiller):
 
 
 class StubPrefiller(Prefiller):
-    """No model: made-up KV of the right shape, put as an engine would, or nothing at all.
+    """A stub without a model: puts random KV of the right shape, or (``put`` false) nothing at all.
 
-    For what is measured or simulated around the prefill; says so in its name. With ``log`` it appends the
-    key of every chunk that it prefills to that file, before it is put.
+    For measurements and simulations of everything around the prefill. It appends the key of every chunk to
+    the file ``log``, if given, before the chunk is put.
     """
 
     def __init__(self, spec: WorkerSpec, log: str = "", put: bool = True) -> None:
@@ -160,7 +160,7 @@ class StubPrefiller(Prefiller):
 
 
 class Worker:
-    """One actor. The engine starts with the first chunk that the store really lacks."""
+    """One worker actor. It starts its engine at the first chunk that the store lacks."""
 
     def __init__(self, spec: WorkerSpec, factory: PrefillerFactory) -> None:
         self._spec = spec
@@ -170,9 +170,11 @@ class Worker:
         self._store = open_store(spec.store)
 
     def fill(self, batch: Sequence[tuple[bytes, bytes, int]]) -> tuple[list[str], float]:
-        """What became of each (key, packed tokens, their number), and how long the engine took to start.
+        """Prefill (key, packed tokens, number of tokens) chunks. Returns each chunk's outcome and the seconds
+        that the engine took to start.
 
-        Another job, or a worker that was thought dead, may have stored some meanwhile: one lookup a batch.
+        Looks the batch up first: another job, or a worker believed dead, may have stored some chunks
+        meanwhile.
         """
         chunks = [PendingChunk(ChunkKey(key), tokens, size) for key, tokens, size in batch]
         tiers = self._store.tiers(self._spec.space.namespace, [chunk.key for chunk in chunks])
@@ -194,9 +196,9 @@ class Worker:
         return os.getpid()
 
 
-def durable(store_url: str, outlives: bool) -> str:
-    """The URL with which puts are on disk when they return, where the store has one: what was counted as
-    prefilled then outlives a shard that is killed."""
-    if not outlives or "ack=" in urlsplit(store_url).query:
+def durable_url(store_url: str, is_durable: bool) -> str:
+    """The URL with durable acknowledgement if the store is durable: puts are then on disk when they return,
+    so chunks counted as prefilled survive a killed shard."""
+    if not is_durable or "ack=" in urlsplit(store_url).query:
         return store_url
     return f"{store_url}{'&' if urlsplit(store_url).query else '?'}ack=durable"

@@ -1,11 +1,11 @@
-"""Calibration: which configurations of this model may be trusted, found on a fixed budget of prompts.
+"""Calibration: finds configurations of a model that can be trusted, with a fixed budget of prompts.
 
-1. The noise floor: full prefill against itself.
-2. Screening: every affordable configuration on a few prompts.
-3. Confirmation: those that look right, cheapest first, on all prompts, until one passes overall and each
-   selector has had its chance. Only confirmed entries can open the gate (`core.report.choose`).
+1. The noise floor: compare full prefill with itself.
+2. Screening: measure every affordable configuration on a few prompts.
+3. Confirmation: measure the promising ones on all prompts, cheapest first, until one of each selector passes.
+   Only confirmed entries can open the gate (`core.report.choose`).
 
-Deterministic in seed, model and questions: nothing depends on how long anything took.
+The result depends only on seed, model and questions, never on timing.
 """
 
 from __future__ import annotations
@@ -30,21 +30,29 @@ from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 from kintsugi.quality import grid
-from kintsugi.quality.measure import Bench, Scores, answer_tokens, measure_selection, tokenize_questions
+from kintsugi.quality.measure import (
+    Bench,
+    Notify,
+    Scores,
+    answer_tokens,
+    measure_selection,
+    tokenize_questions,
+)
 from kintsugi.quality.questions import Question, format_question
 
 CONFIRMATIONS_PER_SELECTOR_MAX = 8
-"""Two ratios that only seemed right, at every check layer, leave the next ratio its chance."""
+"""Enough to reject two ratios at every check layer and still try a third."""
 ACCURACY_LOW = 0.5
+"""Full prefill's accuracy below this causes a warning."""
 PASSAGE_CHUNKS = 4
 PASSAGE_TOKENS = 192
-"""Of each bundled passage in a prompt: enough to attend across, little enough to measure often."""
-Tell = Callable[[str], None]
+"""Tokens of each bundled passage in a prompt: enough for attention across chunks, few enough to measure
+often."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is measured. More prompts find smaller losses, and take longer."""
+    """How much to measure. More prompts detect smaller losses and take longer."""
 
     prompts: int = 96
     screened: int = 24
@@ -56,18 +64,19 @@ class Budget:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A report, and what its reader should know."""
+    """A report, and warnings for its reader."""
 
     report: CalibrationReport
     warnings: list[str]
 
 
 def check_budget(budget: Budget, thresholds: Thresholds) -> None:
-    """Before an engine is started: raises `InvalidField` where nothing could be confirmed."""
+    """Raise `InvalidField` if the budget is too small to confirm anything. Call it before starting an
+    engine."""
     if budget.prompts < thresholds.prompts_min:
         raise InvalidField(
             "prompts",
-            f"{budget.prompts} are too few to trust a blend by; allow at least {thresholds.prompts_min}",
+            f"{budget.prompts} prompts are too few; allow at least {thresholds.prompts_min}",
         )
 
 
@@ -75,12 +84,12 @@ def prepare_bench(
     engine: LocalEngine,
     given: Sequence[Question] | None,
     budget: Budget,
-    tell: Tell = lambda text: None,
+    notify: Notify = lambda text: None,
 ) -> tuple[Bench, list[str]]:
-    """What `calibrate` measures on, its chunks stored, and warnings: the given questions, or prompts of the
-    bundled passages. Raises `InvalidField` for questions that the engine cannot be asked."""
+    """Tokenise the given questions (or prompts of the bundled passages) and store their chunks. Returns the
+    bench for `calibrate`, and warnings. Raises `InvalidField` if no question fits the model."""
     tokenizer = engine.tokenizer
-    questions = given or passage_questions(
+    questions = given or make_passage_questions(
         lambda text: len(tokenizer(text, add_special_tokens=False).input_ids),
         min(PASSAGE_TOKENS, engine.max_model_len // 6),
         budget.prompts,
@@ -91,7 +100,7 @@ def prepare_bench(
         questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
     )
     bench = Bench(engine, cases, max_tokens)
-    bench.store_chunks(lambda done, total: tell(f"storing chunks, {done} of {total}"))
+    bench.store_chunks(lambda done, total: notify(f"storing chunks, {done} of {total}"))
     return bench, warnings
 
 
@@ -103,19 +112,19 @@ def calibrate(
     thresholds: Thresholds,
     source: str,
     created: str,
-    tell: Tell = lambda text: None,
+    notify: Notify = lambda text: None,
 ) -> Calibration:
-    """Measure and decide. `bench` has its chunks stored.
+    """Measure configurations and write a report. The chunks of `bench` must be stored (`prepare_bench`).
 
-    Raises `InvalidField` for too few questions or prompts, and for a model whose full prefill answers none
-    of them.
+    Raises `InvalidField` for too few questions or prompts, and if full prefill answers none of them
+    correctly.
     """
     chosen = _sample_cases(len(bench.cases), budget, thresholds)
     screening, rest = chosen[: budget.screened], chosen[budget.screened :]
-    tell("full prefill")
+    notify("full prefill")
     bench.full(chosen)
-    warnings = _full_prefill_is_right(bench, chosen)
-    tell("noise floor")
+    warnings = _check_full_prefill(bench, chosen)
+    notify("noise floor")
     noise = bench.noise(screening)
     cases = [bench.cases[index] for index in chosen]
     candidates = grid.affordable(
@@ -125,11 +134,11 @@ def calibrate(
     )
     screened: dict[Selection, Scores] = {}
     for number, selection in enumerate(candidates, 1):
-        tell(f"screening {number} of {len(candidates)}, {describe_selection(selection)}")
+        notify(f"screening {number} of {len(candidates)}, {describe_selection(selection)}")
         screened[selection] = measure_selection(bench, selection, screening)
     entries = {selection: scores.entry for selection, scores in screened.items()}
     promising = _filter_promising(entries, noise, thresholds)
-    entries |= _confirm_selections(bench, promising, screened, rest, noise, thresholds, tell)
+    entries |= _confirm_selections(bench, promising, screened, rest, noise, thresholds, notify)
     report = CalibrationReport.of(
         binding, created, source, budget.seed, noise, thresholds, list(entries.values())
     )
@@ -139,7 +148,7 @@ def calibrate(
 def _filter_promising(
     entries: dict[Selection, ReportEntry], noise: Noise, thresholds: Thresholds
 ) -> list[Selection]:
-    """What passed on the few screening prompts, cheapest first."""
+    """Keep what passed on the screening prompts, cheapest first."""
     lenient = replace(thresholds, prompts_min=1)
     passed = [entry for entry in entries.values() if not shortfalls(entry, noise, lenient)]
     passed.sort(key=lambda entry: (entry.cost, describe_selection(entry.selection)))
@@ -153,9 +162,9 @@ def _confirm_selections(
     rest: Sequence[int],
     noise: Noise,
     thresholds: Thresholds,
-    tell: Tell,
+    notify: Notify,
 ) -> dict[Selection, ReportEntry]:
-    """Entries on all prompts: of each selector cheapest first, until one passes."""
+    """Measure each selector's configurations on all prompts, cheapest first, until one passes."""
     confirmed: dict[Selection, ReportEntry] = {}
     passed: set[SelectorName] = set()
     tried: Counter[SelectorName] = Counter()
@@ -163,9 +172,11 @@ def _confirm_selections(
         name = selection.selector
         if name in passed or tried[name] == CONFIRMATIONS_PER_SELECTOR_MAX:
             continue
-        tell(f"confirming {describe_selection(selection)}")
+        notify(f"confirming {describe_selection(selection)}")
         tried[name] += 1
-        entry = screened[selection].joined(measure_selection(bench, selection, rest)).entry if rest else None
+        entry = (
+            screened[selection].join_scores(measure_selection(bench, selection, rest)).entry if rest else None
+        )
         confirmed[selection] = entry or screened[selection].entry
         if not shortfalls(confirmed[selection], noise, thresholds):
             passed.add(name)
@@ -173,48 +184,50 @@ def _confirm_selections(
 
 
 def _sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
-    """Indices of the cases to use, shuffled by the seed."""
+    """Choose the indices of the cases to use, shuffled by the seed."""
     check_budget(budget, thresholds)
     if count < thresholds.prompts_min:
         raise InvalidField(
             "questions",
-            f"{count} can be asked, but a calibration needs {thresholds.prompts_min}; give more of them",
+            f"{count} fit the model, but a calibration needs {thresholds.prompts_min}; provide more",
         )
     order = list(range(count))
     random.Random(budget.seed).shuffle(order)
     return order[: budget.prompts]
 
 
-def _full_prefill_is_right(bench: Bench, indices: Sequence[int]) -> list[str]:
-    """Warnings about accuracy. Raises `InvalidField` where full prefill is never right."""
+def _check_full_prefill(bench: Bench, indices: Sequence[int]) -> list[str]:
+    """Return warnings about full prefill's accuracy. Raises `InvalidField` if it is never right."""
     full = bench.full(indices)
     itself = Scores(Selection(1.0), [bench.cases[index] for index in indices], full, full).entry
     if itself.accuracy_full is None:
-        return ["no question has an answer: only agreement with full prefill is measured, not accuracy"]
+        return ["no question has an answer, so only agreement with full prefill is measured, not accuracy"]
     if itself.accuracy_full == 0:
         raise InvalidField(
             "questions",
-            f"full prefill answers none of {len(indices)} right, so no loss could be seen; check that the "
-            "answers belong to the questions and the form fits the model, or leave the answers out",
+            f"full prefill answers none of {len(indices)} correctly, so no loss can be detected; check that "
+            "the answers belong to the questions and the format suits the model, or leave the answers out",
         )
     unanswered = sum(not bench.cases[index].question.answers for index in indices)
     warnings = []
     if unanswered:
-        warnings.append(f"{unanswered} of {len(indices)} questions have no answer: accuracy is of the others")
+        warnings.append(
+            f"{unanswered} of {len(indices)} questions have no answer; accuracy covers only the others"
+        )
     if itself.accuracy_full < ACCURACY_LOW:
         warnings.append(
-            f"full prefill's own accuracy is {itself.accuracy_full:.2f}: losses hide where it is wrong; "
-            "easier questions would show them"
+            f"full prefill's own accuracy is {itself.accuracy_full:.2f}: where it is wrong, losses stay "
+            "hidden; use easier questions"
         )
     return warnings
 
 
-def passage_questions(
+def make_passage_questions(
     count_tokens: Callable[[str], int], chunk_tokens: int, count: int, seed: int
 ) -> list[Question]:
-    """Prompts of the bundled passages, for whoever has no questions: nobody knows their answers.
+    """Make questions about the bundled passages, for users without questions. Their answers are not known.
 
-    Each is `PASSAGE_CHUNKS` passages in an order of its own, each cut to about `chunk_tokens`.
+    Each has `PASSAGE_CHUNKS` passages in random order, each cut to about `chunk_tokens`.
     """
     texts = [passage.text for passage in read_bundled_passages()]
     words_max = max(8, chunk_tokens * len(texts[0].split()) // max(1, count_tokens(texts[0])))

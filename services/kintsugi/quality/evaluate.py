@@ -1,15 +1,15 @@
-"""Evaluation: quality, cost and time of every configuration on every shape of prompt that was asked for.
+"""Evaluation: measures quality, cost and time of configurations over several shapes of prompts.
 
 Axes: selector, ratio and check layer; codec; tokens per chunk; number of chunks; prompts per batch; speed of
-the tier. Each codec and tier speed takes an engine of its own, one after the other. A row holds one
-configuration; two baselines, full prefill and full KV reuse, stand beside every group.
+the tier. Each combination of codec and tier speed runs in an engine of its own, one after the other. A row
+holds one configuration in one setting; each setting also has rows for full prefill and full KV reuse.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.report import describe_selection
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import metrics
-from kintsugi.quality.measure import Bench, Case, Scores, measure_selection
+from kintsugi.quality.measure import Bench, Case, Notify, Scores, measure_selection
 from kintsugi.quality.metrics import Interval
 
 FULL = "full prefill"
@@ -28,25 +28,24 @@ REUSE = "full KV reuse"
 REUSE_SELECTION = Selection(0.0)
 RATE_PROMPTS_MAX = 64
 RATE_COST_MAX = 0.5
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Axes:
-    """What is varied. One value each, unless more are asked for."""
+    """The values to vary: one per axis by default."""
 
     selections: Sequence[Selection]
     codecs: Sequence[str] = ("raw",)
     chunk_tokens: Sequence[int | None] = (None,)
-    """None: the chunks as they come."""
+    """None keeps the chunks' own lengths."""
     chunk_counts: Sequence[int | None] = (None,)
-    """None: all of them. A number keeps the first so many."""
+    """How many of the first chunks to keep; None keeps all."""
     batches: Sequence[int] = (32,)
-    """Prompts submitted together: TTFT includes waiting for the others."""
+    """Prompts submitted together; TTFT includes waiting for the others."""
     tier_bytes_per_s: Sequence[float | None] = (None,)
-    """None: as fast as memory."""
+    """None means as fast as memory."""
     rates_per_s: Sequence[float] = ()
-    """Poisson arrivals, for TTFT against request rate."""
+    """Rates of Poisson arrivals, for TTFT against request rate."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "chunk_counts", "batches"):
@@ -61,7 +60,7 @@ class Axes:
             raise InvalidField("selectors", "no configuration to measure; name a selector and a ratio")
 
     def engines(self) -> Iterator[tuple[str, float | None]]:
-        """(codec, tier speed) of each engine to start."""
+        """Yield the codec and tier speed of each engine to start."""
         for codec in self.codecs:
             for speed in self.tier_bytes_per_s:
                 yield codec, speed
@@ -69,7 +68,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Setting:
-    """A point on all axes but the configuration."""
+    """A point on all axes except the configuration."""
 
     codec: str
     tier_bytes_per_s: float | None
@@ -80,7 +79,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """One configuration in one setting. Intervals are 95 %, prompts resampled; losses are paired."""
+    """One configuration in one setting. Intervals are 95 % bootstrap intervals over prompts; losses are
+    paired."""
 
     setting: Setting
     method: str
@@ -96,7 +96,7 @@ class EvaluationRow:
     f1: Interval | None = None
     rouge_l: Interval | None = None
     em_loss: Interval | None = None
-    """Full prefill's exact match less this one's, of the same prompts."""
+    """Full prefill's exact match minus this one's, on the same prompts."""
     by_task: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class RateRow:
-    """TTFT of one method at one request rate."""
+    """The TTFT of one method at one request rate."""
 
     method: str
     rate_per_s: float
@@ -115,7 +115,8 @@ class RateRow:
 
 
 def reshape_cases(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int | None) -> list[Case]:
-    """The same text in chunks of `chunk_tokens` (the last shorter), of which the first `chunk_count` stay."""
+    """Cut the same text into chunks of `chunk_tokens` (the last may be shorter) and keep the first
+    `chunk_count`."""
     changed = []
     for case in cases:
         prompt = case.prompt
@@ -137,34 +138,34 @@ def evaluate(
     codec: str,
     speed: float | None,
     max_tokens: int,
-    tell: Tell = lambda text: None,
+    notify: Notify = lambda text: None,
 ) -> list[EvaluationRow]:
-    """Every row that this engine can give."""
+    """Measure every setting and configuration that this engine can run."""
     rows: list[EvaluationRow] = []
     for chunk_tokens in axes.chunk_tokens:
         for chunk_count in axes.chunk_counts:
             shaped = reshape_cases(cases, chunk_tokens, chunk_count)
             Bench(engine, shaped, max_tokens).store_chunks(
-                lambda done, total: tell(f"storing chunks, {done} of {total}")
+                lambda done, total: notify(f"storing chunks, {done} of {total}")
             )
             for batch in axes.batches:
                 setting = Setting(codec, speed, chunk_tokens, chunk_count, batch)
-                rows += _setting_rows(Bench(engine, shaped, max_tokens, batch), setting, axes, tell)
+                rows += _measure_setting(Bench(engine, shaped, max_tokens, batch), setting, axes, notify)
     return rows
 
 
-def _setting_rows(bench: Bench, setting: Setting, axes: Axes, tell: Tell) -> list[EvaluationRow]:
+def _measure_setting(bench: Bench, setting: Setting, axes: Axes, notify: Notify) -> list[EvaluationRow]:
     everything = range(len(bench.cases))
-    # The first prompts of an engine pay for kernels that are compiled on first use.
+    # Warm up: an engine's first prompts pay for kernels that are compiled on first use.
     Bench(bench.engine, bench.cases[:2], bench.max_tokens, bench.batch).full(range(min(2, len(everything))))
-    tell(FULL)
+    notify(FULL)
     full = bench.full(everything)
     rows = [row_of(FULL, None, setting, Scores(Selection(1.0), bench.cases, full, full))]
     for method, selection in [
         (REUSE, REUSE_SELECTION),
         *((describe_selection(s), s) for s in axes.selections),
     ]:
-        tell(method)
+        notify(method)
         rows.append(row_of(method, selection, setting, measure_selection(bench, selection, everything)))
     return rows
 
@@ -206,7 +207,8 @@ def _task_row(scores: Scores) -> dict[str, float]:
 
 
 def best_by_selector(rows: Sequence[EvaluationRow]) -> list[Selection]:
-    """Of each selector in the first setting, the closest to full prefill among those of half its cost."""
+    """The best selection of each selector in the first setting: the closest to full prefill among those that
+    cost at most `RATE_COST_MAX`."""
     best: dict[str, EvaluationRow] = {}
     for row in rows:
         if row.selection is None or row.method == REUSE or row.setting != rows[0].setting:
@@ -221,14 +223,14 @@ def _preference(row: EvaluationRow) -> tuple[float, float]:
     return max(0.0, row.cost - RATE_COST_MAX), row.kl_mean
 
 
-def rate_rows(
+def measure_rates(
     engine: LocalEngine,
     bench: Bench,
     selections: Sequence[Selection],
     rates_per_s: Sequence[float],
-    tell: Tell,
+    notify: Notify,
 ) -> list[RateRow]:
-    """TTFT under Poisson arrivals, the same for every method. The bench's chunks are stored."""
+    """Measure TTFT under Poisson arrivals, the same for every method. The bench's chunks must be stored."""
     rows = []
     count = min(RATE_PROMPTS_MAX, len(bench.cases))
     methods: list[tuple[str, Selection | None]] = [(FULL, None), (REUSE, REUSE_SELECTION)]
@@ -240,7 +242,7 @@ def rate_rows(
             now_s += picks.expovariate(rate)
             arrivals_s.append(now_s)
         for method, selection in methods:
-            tell(f"{method} at {rate:g} requests per second")
+            notify(f"{method} at {rate:g} requests per second")
             if selection is not None:
                 engine.plan_with(selection)
             engine.reset_prefix_cache()

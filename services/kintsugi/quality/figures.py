@@ -1,4 +1,4 @@
-"""How pictures look and where they are kept, whatever they show. Matplotlib is imported when one is drawn."""
+"""Matplotlib helpers: create a figure with our look, and save it. Matplotlib is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ FORMATS = ("svg", "png")
 SIZE_INCHES = (7.0, 4.4)
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder. Whoever measures for long asks before: raises `Unavailable` where plots cannot be
-    drawn here, `InvalidField` where the folder cannot be made."""
+def prepare_folder(folder: Path) -> None:
+    """Create the folder for plots; call it before a long measurement. Raises `Unavailable` if matplotlib is
+    not installed, `InvalidField` if the folder cannot be created."""
     if find_spec("matplotlib") is None:
-        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or ask for none")
+        raise Unavailable("plots need matplotlib; install kintsugi-kv[plots], or run without plots")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidField("plots", f"{folder} cannot be made ({error.strerror}); name a folder") from error
+        raise InvalidField(
+            "plots", f"{folder} cannot be created ({error.strerror}); name another folder"
+        ) from error
 
 
-def figure_and_axes() -> tuple[Any, Any]:
-    """A figure that needs no display."""
+def create_figure() -> tuple[Any, Any]:
+    """Create a figure and its axes; they need no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -36,9 +38,9 @@ def figure_and_axes() -> tuple[Any, Any]:
     return figure, axes
 
 
-def save(path: Path, figure: Any) -> list[Path]:
-    """Write it in each of `FORMATS`, the path's suffix replaced; where."""
+def save_figure(path: Path, figure: Any) -> list[Path]:
+    """Write the figure in each of `FORMATS`, replacing the path's suffix. Returns the paths."""
     paths = [path.with_suffix(f".{suffix}") for suffix in FORMATS]
-    for one in paths:
-        figure.savefig(one, dpi=150)
+    for target in paths:
+        figure.savefig(target, dpi=150)
     return paths

@@ -1,4 +1,4 @@
-"""Which configurations to measure: every selector that exists, at ratios and check layers worth trying."""
+"""Lists the configurations to measure: every selector at the ratios and check layers worth trying."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ CANDIDATES = tuple(
     for name in SelectorName
     if name not in (SelectorName.RANDOM, SelectorName.HKVD_K, SelectorName.HKVD_V)
 )
-"""Not the control, and not the two halves of `hkvd`, which select alike."""
+"""All selectors except the control and the two halves of `hkvd`, which select almost the same tokens."""
 
 DEPTHS = (0.0, 0.125, 0.25, 0.375)
 """Check layers worth trying, as shares of the model's depth. Deeper ones cost too much."""
 COST_MAX = 0.6
-"""A configuration beyond it is not worth its loss."""
+"""Configurations that cost more than this share of a full prefill are not worth their loss in quality."""
 
 
 def check_layers(num_layers: int) -> list[int]:
-    """At least 1: layer 0 sees no context, nothing deviates there."""
+    """Check layers for a model of this depth, each at least 1: layer 0 sees no context, so nothing
+    deviates."""
     return sorted({max(1, min(round(depth * num_layers), num_layers - 1)) for depth in DEPTHS})
 
 
 def uses_check_layer(name: SelectorName, num_layers: int) -> bool:
-    """Whether another check layer makes it another selector."""
+    """Whether the selector's choice depends on its check layer."""
     selector = make_selector(Selection(0.15, name), num_layers)
     return any(selector.signal_at(layer) for layer in range(num_layers))
 
@@ -41,7 +42,7 @@ def selections(
     num_layers: int,
     layers: Sequence[int] | None = None,
 ) -> list[Selection]:
-    """Each selector at each ratio, and at each check layer where it has one."""
+    """Every selector at every ratio, and at every check layer if it uses one."""
     deep = check_layers(num_layers) if layers is None else list(layers)
     return [
         Selection(ratio, name, layer)
@@ -52,7 +53,8 @@ def selections(
 
 
 def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
-    """The mean prompt. A projection's share of a layer is taken as 0.05: this only ranks candidates."""
+    """The workload of the mean prompt. A projection is assumed to cost 0.05 of a layer, which is good enough
+    to rank candidates."""
     hit = sum(len(chunk.token_ids) for case in cases for chunk in case.prompt.chunks)
     other = sum(len(case.prompt.token_ids) for case in cases) - hit
     exact = sum(len(case.prompt.chunks[0].token_ids) for case in cases)
@@ -63,6 +65,6 @@ def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
 def affordable(
     candidates: Sequence[Selection], work: PassWorkload, cost_max: float = COST_MAX
 ) -> list[Selection]:
-    """Those predicted to cost at most `cost_max`, cheapest first."""
+    """The candidates predicted to cost at most `cost_max`, cheapest first."""
     priced = [(configuration_cost(one, work), index) for index, one in enumerate(candidates)]
     return [candidates[index] for cost, index in sorted(priced) if cost <= cost_max]

@@ -1,4 +1,4 @@
-"""Measures of an answer and of a distribution, and what a sample of them is worth. Pure."""
+"""Metrics of answers and of token distributions, and bootstrap intervals of their means. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import random
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+Sampled = TypeVar("Sampled")
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and articles: as SQuAD and LongBench compare answers."""
+    """Lower-case the text and drop punctuation and articles, as SQuAD and LongBench compare answers."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -27,46 +29,44 @@ def exact_match(text: str, answers: Sequence[str]) -> float:
 
 def f1(text: str, answers: Sequence[str]) -> float:
     """Best token F1 over the answers."""
-    return max(
-        (_f1(normalize_answer(text).split(), normalize_answer(a).split()) for a in answers), default=0.0
-    )
-
-
-def _f1(mine: list[str], theirs: list[str]) -> float:
-    common = sum((Counter(mine) & Counter(theirs)).values())
-    return 2 * common / (len(mine) + len(theirs)) if common else float(mine == theirs)
+    return _best_f(text, answers, lambda mine, theirs: (Counter(mine) & Counter(theirs)).total())
 
 
 def rouge_l(text: str, answers: Sequence[str]) -> float:
-    """Best F-measure of the longest common subsequence of words. Cost: words x words of each answer."""
-    return max(
-        (_rouge_l(normalize_answer(text).split(), normalize_answer(a).split()) for a in answers), default=0.0
-    )
+    """Best F-measure of the longest common subsequence of words. Cost: words × words of each answer."""
+    return _best_f(text, answers, _longest_common_subsequence)
 
 
-def _rouge_l(mine: list[str], theirs: list[str]) -> float:
-    if not mine or not theirs:
-        return float(mine == theirs)
+def _best_f(text: str, answers: Sequence[str], count_common: Callable[[list[str], list[str]], int]) -> float:
+    """Best F-measure over the answers, given how to count the words that two texts have in common."""
+    mine, best = normalize_answer(text).split(), 0.0
+    for answer in answers:
+        theirs = normalize_answer(answer).split()
+        length = len(mine) + len(theirs)
+        best = max(best, 2 * count_common(mine, theirs) / length if length else 1.0)
+    return best
+
+
+def _longest_common_subsequence(mine: list[str], theirs: list[str]) -> int:
     row = [0] * (len(theirs) + 1)
     for word in mine:
         diagonal = 0
         for index, other in enumerate(theirs, 1):
-            diagonal, row[index] = (
-                row[index],
-                diagonal + 1 if word == other else max(row[index], row[index - 1]),
-            )
-    return 2 * row[-1] / (len(mine) + len(theirs))
+            longer = diagonal + 1 if word == other else max(row[index], row[index - 1])
+            diagonal, row[index] = row[index], longer
+    return row[-1]
 
 
 Distribution = Mapping[int, float]
-"""Token id to logprob, of the most likely tokens only."""
+"""Logprobs by token id, of the most likely tokens only."""
 
 
 def kl_divergence(full: Distribution, blend: Distribution) -> float:
     """KL(full ‖ blend) in nats, over the tokens that `full` reports and one bucket for all others.
 
-    A lower bound on the true one, and equal where both report the whole vocabulary: merging tokens only
-    lowers it, and a token that `blend` leaves out is taken to be as likely as the least it reports.
+    It is a lower bound of the true KL, and equal to it if both report the whole vocabulary: merging tokens
+    only lowers it, and a token that `blend` does not report counts as likely as the least likely one it
+    reports.
     """
     unreported = min(blend.values())
     total, rest_full, rest_blend = 0.0, 1.0, 1.0
@@ -82,11 +82,11 @@ def kl_divergence(full: Distribution, blend: Distribution) -> float:
 
 
 _REST_MIN = 1e-6
-"""Below it a rest is rounding of the sum: logprobs come as float32."""
+"""A smaller rest is a rounding error of the sum, because logprobs are float32."""
 
 
 def same_top(full: Distribution, blend: Distribution) -> bool:
-    """Whether both prefer the same token."""
+    """Whether both have the same most likely token."""
     return top_token(full) == top_token(blend)
 
 
@@ -96,7 +96,7 @@ def top_token(distribution: Distribution) -> int:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile: a value that was measured."""
+    """The nearest-rank percentile, which is always a measured value."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -118,22 +118,26 @@ class Interval:
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """95 % interval of a mean. For a paired difference, give the differences: prompts are resampled."""
-    picks = random.Random(seed)
-    means = sorted(mean(picks.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    tail = (1 - CONFIDENCE) / 2
-    return Interval(mean(values), means[int(tail * RESAMPLES)], means[int((1 - tail) * RESAMPLES) - 1])
+    """95 % interval of a mean. For a paired difference, pass the differences."""
+    return _resample(values, mean, seed)
 
 
 def ratio_bootstrap(tops: Sequence[float], bottoms: Sequence[float], seed: int = 0) -> Interval:
-    """95 % interval of mean(tops) ÷ mean(bottoms), pairs resampled together; NaN where the bottom is 0."""
-    picks = random.Random(seed)
-    pairs = list(zip(tops, bottoms, strict=True))
+    """95 % interval of mean(tops) ÷ mean(bottoms), with pairs resampled together; NaN if the bottom is 0."""
 
     def share(sample: Sequence[tuple[float, float]]) -> float:
         below = sum(bottom for _, bottom in sample)
         return sum(top for top, _ in sample) / below if below else float("nan")
 
-    shares = sorted(share(picks.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    return _resample(list(zip(tops, bottoms, strict=True)), share, seed)
+
+
+def _resample(
+    sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]], float], seed: int
+) -> Interval:
+    """The bootstrap interval of a statistic."""
+    picks = random.Random(seed)
+    found = sorted(statistic(picks.choices(sample, k=len(sample))) for _ in range(RESAMPLES))
     tail = (1 - CONFIDENCE) / 2
-    return Interval(share(pairs), shares[int(tail * RESAMPLES)], shares[int((1 - tail) * RESAMPLES) - 1])
+    low, high = found[int(tail * RESAMPLES)], found[int((1 - tail) * RESAMPLES) - 1]
+    return Interval(statistic(sample), low, high)

@@ -1,4 +1,4 @@
-"""The three pictures of an evaluation: quality against cost, quality against TTFT, TTFT against rate."""
+"""The three plots of an evaluation: quality against cost, quality against TTFT, TTFT against rate."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.quality.evaluate import FULL, REUSE, EvaluationRow, RateRow
-from kintsugi.quality.figures import figure_and_axes, prepare, save
+from kintsugi.quality.figures import create_figure, prepare_folder, save_figure
 from kintsugi.quality.metrics import Interval
 
 COLOURS = ("#b8860b", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b", "#6b6b6b", "#4b4bb3", "#a0a020")
 MARKERS = "osD^vPXh"
 STYLES = ("-", "--", ":", "-.")
+BASELINE_STYLES = {
+    FULL: {"color": "#222222", "linestyle": "--", "marker": "."},
+    REUSE: {"color": "#aa0000", "linestyle": "--", "marker": "*"},
+}
 SPAN_MIN = 0.1
-"""Of the quality axis: a smaller one would make noise look like a difference."""
+"""Smallest range of the quality axis: on a smaller one, noise would look like a difference."""
 
 
 def draw(folder: Path, rows: Sequence[EvaluationRow], rates: Sequence[RateRow]) -> list[Path]:
-    """Write every picture that the rows allow; their paths."""
-    prepare(folder)
+    """Write every plot that the rows have data for. Returns the paths."""
+    prepare_folder(folder)
     paths = []
     if any(row.selection is not None for row in rows):
-        paths += save(folder / "quality-cost", _quality(rows, against_cost=True))
-        paths += save(folder / "quality-ttft", _quality(rows, against_cost=False))
+        paths += save_figure(folder / "quality-cost", _plot_quality(rows, against_cost=True))
+        paths += save_figure(folder / "quality-ttft", _plot_quality(rows, against_cost=False))
     if rates:
-        paths += save(folder / "ttft-rate", _rates(rates))
+        paths += save_figure(folder / "ttft-rate", _plot_rates(rates))
     return paths
 
 
 def quality_of(row: EvaluationRow) -> tuple[Interval, str]:
-    """What is drawn upwards: F1 or exact match where answers are known, else agreement."""
+    """The value on the quality axis and its label: F1 or exact match if answers are known, else agreement."""
     if row.f1 is None or row.exact_match is None:
         return Interval(row.top1_agreement, row.top1_agreement, row.top1_agreement), "top-1 agreement"
     if row.exact_match.mean == row.f1.mean:
@@ -38,13 +42,14 @@ def quality_of(row: EvaluationRow) -> tuple[Interval, str]:
     return row.f1, "F1"
 
 
-def _quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
-    """One line per family of configurations, in the first setting; baselines as dashed lines and a star."""
-    figure, axes = figure_and_axes()
+def _plot_quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
+    """Draw one line per family of configurations in the first setting; baselines are dashed lines and a
+    star."""
+    figure, axes = create_figure()
     first = rows[0].setting
     here = [row for row in rows if row.setting == first]
-    looks = _Looks()
-    for name, family in _families(here).items():
+    styles = _Styles()
+    for name, family in _group_by_family(here).items():
         points = sorted(family, key=lambda row: row.cost if against_cost else row.ttft.mean)
         across = [row.cost if against_cost else row.ttft.mean * 1e3 for row in points]
         up = [quality_of(row)[0] for row in points]
@@ -53,7 +58,7 @@ def _quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
             [one.mean for one in up],
             yerr=[[one.mean - one.low for one in up], [one.high - one.mean for one in up]],
             label=name,
-            **looks.of(name),
+            **styles.style_of(name),
             markersize=4.5,
             linewidth=1.3,
             capsize=2,
@@ -80,13 +85,16 @@ def _quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     return figure
 
 
-class _Looks:
-    """A colour and a marker per selector, a line style per check layer of it."""
+class _Styles:
+    """One colour and marker per selector, one line style per check layer of a selector."""
 
     def __init__(self) -> None:
         self._families: dict[str, list[str]] = {}
 
-    def of(self, name: str) -> dict[str, str]:
+    def style_of(self, name: str) -> dict[str, str]:
+        """Matplotlib's arguments for a baseline or a family, `selector @check_layer`."""
+        if name in BASELINE_STYLES:
+            return BASELINE_STYLES[name]
         selector = name.split(" ", 1)[0]
         families = self._families.setdefault(selector, [])
         if name not in families:
@@ -99,8 +107,8 @@ class _Looks:
         }
 
 
-def _families(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
-    """Rows of selectors by what they share but the ratio, in order of appearance."""
+def _group_by_family(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
+    """Group the rows of selectors that differ only in their ratio, in order of appearance."""
     families: dict[str, list[EvaluationRow]] = {}
     for row in rows:
         if row.selection is not None and row.method != REUSE:
@@ -109,17 +117,9 @@ def _families(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
     return families
 
 
-def _look_of(method: str, looks: _Looks) -> dict[str, str]:
-    baselines = {
-        FULL: {"color": "#222222", "linestyle": "--", "marker": "."},
-        REUSE: {"color": "#aa0000", "linestyle": "--", "marker": "*"},
-    }
-    return baselines.get(method) or looks.of(method)
-
-
-def _rates(rates: Sequence[RateRow]) -> Any:
-    figure, axes = figure_and_axes()
-    looks = _Looks()
+def _plot_rates(rates: Sequence[RateRow]) -> Any:
+    figure, axes = create_figure()
+    styles = _Styles()
     for method in dict.fromkeys(row.method for row in rates):
         points = sorted((row for row in rates if row.method == method), key=lambda row: row.rate_per_s)
         axes.errorbar(
@@ -130,7 +130,7 @@ def _rates(rates: Sequence[RateRow]) -> Any:
                 [(row.ttft.high - row.ttft.mean) * 1e3 for row in points],
             ],
             label=method,
-            **_look_of(method, looks),
+            **styles.style_of(method),
             markersize=4.5,
             capsize=2,
         )

@@ -1,13 +1,13 @@
-"""Questions over chunks, from the files that people have: every form becomes a `Question`.
+"""Reads questions over chunks from files of several formats; every record becomes a `Question`.
 
-Read, one record a line (JSONL) or as one JSON list:
+A file holds one JSON record per line (JSONL) or one JSON list. Formats of a record:
 
-- `{"chunks": […], "question": "…", "answers": […]}`, the form to write one's own in; `answers` may be left
-  out, and then nothing but agreement with full prefill is measured.
-- the testbed's, with `task`, `seed` and one `answer`: chunks and question are concatenated as they are;
-- `{"ctxs": [{"title", "text"}], "question", "answers"}`, as the CacheBlend authors evaluate;
-- LongBench's, `{"input", "context", "answers", "dataset", …}`: the context is cut at its own passages where
-  it has some, else at paragraphs (see `CHUNK_WORDS`).
+- ours, `{"chunks": […], "question": "…", "answers": […]}`; without `answers`, only agreement with full
+  prefill is measured;
+- the testbed's, with `task`, `seed` and one `answer`: chunks and question are concatenated unchanged;
+- the CacheBlend authors', `{"ctxs": [{"title", "text"}], "question", "answers"}`;
+- LongBench's, `{"input", "context", "answers", "dataset", …}`: the context is cut at its "Passage N:" marks,
+  or at paragraphs if it has none (see `CHUNK_WORDS`).
 """
 
 from __future__ import annotations
@@ -27,103 +27,101 @@ CHUNK_WORDS = 350
 """About 512 tokens of English, the paper's chunk."""
 
 ROUGE_DATASETS = frozenset({"gov_report", "qmsum", "multi_news", "vcsum", "samsum"})
-"""Of LongBench: summaries, scored by Rouge-L. The others that are in English are scored by F1."""
+"""LongBench data sets whose answers are summaries, scored by Rouge-L. The other English ones are scored by
+F1."""
 
 _PASSAGE = re.compile(r"^(?=Passage \d+:)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Question:
-    """Chunks in prompt order, and what is asked about them."""
+    """Chunks in prompt order, and a question about them."""
 
     chunks: tuple[str, ...]
     tail: str
-    """What follows the chunks, as it is tokenised: the question with everything around it."""
+    """The text after the chunks: the question with everything around it. It is tokenised on its own."""
     answers: tuple[str, ...] = ()
-    """Any of them is right; empty where nobody knows."""
+    """Any of them counts as right; empty if the answer is not known."""
     task: str = "questions"
-    """Results are also given by task."""
+    """Results are also reported per task."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.chunks) <= CHUNKS_MAX:
             raise InvalidField("chunks", f"{len(self.chunks)} chunks; a question needs 1 to {CHUNKS_MAX}")
         if any(not chunk for chunk in self.chunks):
-            raise InvalidField("chunks", "an empty chunk; leave it out")
+            raise InvalidField("chunks", "contains an empty chunk; leave it out")
         if not self.tail.strip():
             raise InvalidField("question", "is empty; ask something about the chunks")
 
 
 def format_question(question: str) -> str:
-    """The tail for a bare question."""
+    """Format a bare question as a tail. Raises `InvalidField` for an empty one."""
     if not question.strip():
         raise InvalidField("question", "is empty; ask something about the chunks")
     return f"\nQuestion: {question.strip()}\nAnswer:"
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Every question of a file, or the first `limit`.
+    """Read every question of a file, or the first `limit`.
 
-    Raises `NotFound`, and `InvalidField` that names the line for a record of no known form, for a file
-    without any, and for one that is too large.
+    Raises `NotFound`; `InvalidField` for a file that is too large or holds no question, and, naming the line,
+    for a record of an unknown format.
     """
     if not path.is_file():
-        raise NotFound(f"{path} is not a file; name one with questions (JSON lines)")
+        raise NotFound(f"{path} is not a file; name a file of questions (JSON lines)")
     if path.stat().st_size > FILE_BYTES_MAX:
         raise InvalidField("questions", f"{path} exceeds {FILE_BYTES_MAX >> 30} GiB; split it")
     questions: list[Question] = []
-    for where, record in _records(path):
+    for where, record in _read_records(path):
         if limit is not None and len(questions) >= limit:
             break
         try:
-            questions.append(question_of(record))
+            questions.append(parse_question(record))
         except InvalidField as error:
             raise InvalidField("questions", f"{where}: {error}") from None
     if not questions:
-        raise InvalidField("questions", f"{path} holds no question; write one JSON object per line")
+        raise InvalidField("questions", f"{path} holds no questions; write one JSON object per line")
     return questions
 
 
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, record) pairs. A file that starts with a bracket is one list."""
+def _read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (location, record) pairs. A file that starts with a bracket is one list."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InvalidField("questions", f"{path} is not UTF-8 text") from None
     if text.lstrip().startswith("["):
-        for index, record in enumerate(_parsed(text, str(path))):
+        for index, record in enumerate(_parse_json(text, str(path))):
             yield f"{path}[{index}]", record
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
+            yield f"{path}:{number}", _parse_json(line, f"{path}:{number}")
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidField("questions", f"{where} is not JSON ({error})") from None
 
 
-def question_of(record: Any) -> Question:
-    """One record of any known form. Raises `InvalidField`."""
+def parse_question(record: Any) -> Question:
+    """Parse a record of any known format. Raises `InvalidField`."""
     if not isinstance(record, dict):
         raise InvalidField("record", f"is {type(record).__name__}, not an object")
+    task = str(record.get("task") or "questions")
     if "ctxs" in record:
-        return _of_contexts(record)
+        chunks, tail = _context_texts(record["ctxs"]), format_question(_text(record, "question"))
+        return Question(chunks, tail, _answers(record), task)
     if "context" in record and "input" in record:
-        return _of_longbench(record)
+        return _parse_longbench(record)
     if "chunks" in record and "seed" in record and "answer" in record:
-        return Question(
-            _texts(record, "chunks"), _text(record, "question"), (_text(record, "answer"),), _task(record)
-        )
+        answers = (_text(record, "answer"),)
+        return Question(_texts(record, "chunks"), _text(record, "question"), answers, task)
     if "chunks" in record:
-        return Question(
-            _texts(record, "chunks"),
-            format_question(_text(record, "question")),
-            _answers(record),
-            _task(record),
-        )
+        tail = format_question(_text(record, "question"))
+        return Question(_texts(record, "chunks"), tail, _answers(record), task)
     raise InvalidField(
         "record",
         f"has {', '.join(sorted(map(str, record))[:8]) or 'no fields'}; expected chunks and question, ctxs "
@@ -131,20 +129,19 @@ def question_of(record: Any) -> Question:
     )
 
 
-def _of_contexts(record: dict[str, Any]) -> Question:
-    contexts = record["ctxs"]
+def _context_texts(contexts: Any) -> tuple[str, ...]:
+    """The texts of `ctxs`, each behind its title if it has one."""
     if not isinstance(contexts, list) or not all(
         isinstance(context, dict) and isinstance(context.get("text"), str) for context in contexts
     ):
         raise InvalidField("ctxs", "must be a list of {title, text}")
-    chunks = tuple(
+    return tuple(
         f"{context['title']}\n{context['text']}\n" if context.get("title") else f"{context['text']}\n"
         for context in contexts
     )
-    return Question(chunks, format_question(_text(record, "question")), _answers(record), _task(record))
 
 
-def _of_longbench(record: dict[str, Any]) -> Question:
+def _parse_longbench(record: dict[str, Any]) -> Question:
     task = str(record.get("dataset") or "longbench")
     context, question = _text(record, "context"), record["input"]
     if not isinstance(question, str):
@@ -154,7 +151,8 @@ def _of_longbench(record: dict[str, Any]) -> Question:
 
 
 def cut_context(context: str) -> list[str]:
-    """A long context as chunks that concatenate to it: its passages, or paragraphs of `CHUNK_WORDS`."""
+    """Cut a long context into chunks that concatenate to it: its passages, or groups of paragraphs of up to
+    `CHUNK_WORDS`."""
     passages = [part for part in _PASSAGE.split(context) if part.strip()]
     if len(passages) > 1:
         return passages
@@ -185,7 +183,3 @@ def _texts(record: dict[str, Any], name: str) -> tuple[str, ...]:
 
 def _answers(record: dict[str, Any]) -> tuple[str, ...]:
     return _texts(record, "answers") if record.get("answers") is not None else ()
-
-
-def _task(record: dict[str, Any]) -> str:
-    return str(record.get("task") or "questions")

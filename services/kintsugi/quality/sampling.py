@@ -1,4 +1,4 @@
-"""Which requests are looked at where many tenants send some: a share of all, of each tenant alike. Pure."""
+"""Chooses which requests to shadow: the same share of every tenant's requests. Pure."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Iterable
 import blake3
 
 WINDOW = 1024
-"""Requests over which tenants are counted."""
+"""Number of recent requests over which tenants are counted."""
 
 
-def is_sampled(request_id: str, chance: float) -> bool:
-    """A hash of its id decides: every run agrees."""
+def is_sampled(request_id: str, probability: float) -> bool:
+    """Whether to shadow the request. A hash of its id decides, so every run decides alike."""
     digest = blake3.blake3(b"kintsugi-shadow\0" + request_id.encode()).digest()[:8]
-    return int.from_bytes(digest, "little") < chance * (1 << 64)
+    return int.from_bytes(digest, "little") < probability * (1 << 64)
 
 
-def even_level(wanted: Iterable[int], room: float) -> float:
-    """The most that each may have so that all together have `room` at most: what the small ones leave is the
-    others'. Infinite where there is room for all."""
+def fair_share(wanted: Iterable[int], room: float) -> float:
+    """The max-min fair share: the largest amount that each may take so that all together take at most `room`.
+    Those that want less leave the rest to the others. Infinite if there is room for everything."""
     ordered = sorted(wanted)
     for index, one in enumerate(ordered):
-        even = room / (len(ordered) - index)
-        if one >= even:
-            return even
+        share = room / (len(ordered) - index)
+        if one >= share:
+            return share
         room -= one
     return math.inf
 
 
-class EvenDraw:
-    """Draws a share of all requests. A tenant who sends most of them is not most of those drawn: it gets as
-    many as every other that sends enough."""
+class FairSampler:
+    """Samples a share of all requests, divided evenly among tenants: a tenant that sends most of the requests
+    gets no more samples than any other tenant that sends enough."""
 
     def __init__(self, share: float, window: int = WINDOW) -> None:
         self._share = share
@@ -40,8 +40,8 @@ class EvenDraw:
         self._recent: deque[str] = deque()
         self._counts: Counter[str] = Counter()
 
-    def chance(self, tenant: str) -> float:
-        """A request of the tenant has come: the probability with which it is to be drawn."""
+    def count_request(self, tenant: str) -> float:
+        """Count a request of the tenant. Returns the probability with which to sample it."""
         self._recent.append(tenant)
         self._counts[tenant] += 1
         if len(self._recent) > self._window:
@@ -49,5 +49,5 @@ class EvenDraw:
             self._counts[oldest] -= 1
             if not self._counts[oldest]:
                 del self._counts[oldest]
-        level = even_level(self._counts.values(), self._share * len(self._recent))
-        return min(1.0, level / self._counts[tenant])
+        samples = fair_share(self._counts.values(), self._share * len(self._recent))
+        return min(1.0, samples / self._counts[tenant])

@@ -1,4 +1,4 @@
-"""From a model to a running engine that is measured."""
+"""Starts an engine for measurements."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kintsugi.core.layout import codec_named
 from kintsugi.engine.local import FORCING, LocalEngine
 
 PATIENCE_MS = 120_000
-"""A busy machine must not turn into declined blends."""
+"""Deadline for lookups and layers: long, so that a busy machine does not cause declined blends."""
 
 
 @dataclass(frozen=True)
 class MeasuringEngineSpec:
-    """What to measure. It has to be started as it will serve: dtype, KV dtype and prefix are bound."""
+    """The engine to measure. Start it as it will serve: a report is bound to dtype, KV dtype and prefix."""
 
     model: str
     codec: str = "raw"
     store: str | None = None
-    """URL of the chunk store. None: memory of this process, gone with the engine."""
+    """URL of the chunk store. None: in this process's memory, for the lifetime of the engine."""
     prefix_token_ids: tuple[int, ...] | None = None
     extra_config: Mapping[str, object] = field(default_factory=dict)
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
@@ -33,8 +33,8 @@ class MeasuringEngineSpec:
         codec_named(self.codec)
 
 
-def tokenizer_of(model: str) -> tuple[Any, int]:
-    """The tokenizer, and how many tokens the model reads. Raises `NotFound`."""
+def load_tokenizer(model: str) -> tuple[Any, int]:
+    """Load the tokenizer. Returns it and the model's context length in tokens. Raises `NotFound`."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -48,25 +48,25 @@ def tokenizer_of(model: str) -> tuple[Any, int]:
     return tokenizer, int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
 
-def prefix_of_file(model: str, path: Path) -> tuple[int, ...]:
-    """Token ids of a system prompt in a file, as they begin a real prompt.
+def tokenize_prefix(model: str, path: Path) -> tuple[int, ...]:
+    """Tokenise the system prompt in a file as it begins a real prompt, special tokens included.
 
-    Raises `NotFound` for a file or model that is not there, `InvalidField` for what is no text.
+    Raises `NotFound` for a missing file or model, `InvalidField` for a file that is not text.
     """
     if not path.is_file():
         raise NotFound(f"{path} is not a file; name a text file with the system prompt")
     try:
-        text = path.read_bytes().decode()  # reading as text would change the ends of lines
+        text = path.read_bytes().decode()  # reading as text would translate line endings
     except UnicodeDecodeError:
         raise InvalidField("system", f"{path} is not UTF-8 text; convert it first") from None
-    tokenizer, _ = tokenizer_of(model)
+    tokenizer, _ = load_tokenizer(model)
     return tuple(tokenizer(text).input_ids)
 
 
 @contextmanager
 def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
-    """Start and close. Nothing is gated or refused for its speed here, and no prefix is cached: a method
-    answers from the start."""
+    """Run an engine within the context. No gate and no loading controller refuse a blend, and prefix caching
+    is off, so every method starts from the first token."""
     extra: dict[str, object] = {
         "store": spec.store or f"ram://quality-{uuid.uuid4().hex[:8]}",
         "allow_uncalibrated": True,

@@ -1,9 +1,10 @@
-"""Shadowing: a share of the blended requests is answered once more by full prefill, off the critical path.
+"""Shadowing: answers a share of the blended requests again by full prefill, off the critical path.
 
-A connector cannot add requests, so whoever submits them does: `Shadow.marked` before a request (it then asks
-for logprobs), `Shadow.take` with its answer, `Shadow.run_pending` whenever there is time. The answer has long
-been given by then; nothing of it changes. What differs feeds a `DriftDetector`; when that rings, the report
-in the store is tripped, and every engine that reads it stops blending.
+A connector cannot add requests, so the code that submits requests calls `Shadow.prepare_prompt` before each
+request (a sampled one then asks for logprobs), `Shadow.take` with its answer, and `Shadow.run_pending`
+whenever there is time. By then the client has its answer, which never changes. The comparison feeds a
+`DriftDetector`; when it detects drift, the report in the store is tripped and every engine that reads it
+stops blending.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import metrics
 from kintsugi.quality.drift import DriftDetector, Observation
 from kintsugi.quality.measure import TOP_LOGPROBS
-from kintsugi.quality.reports import published, trip
-from kintsugi.quality.sampling import EvenDraw, is_sampled
+from kintsugi.quality.reports import fetch_report, trip
+from kintsugi.quality.sampling import FairSampler, is_sampled
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShadowConfig:
-    """How much is shadowed."""
+    """How many requests are shadowed, and how."""
 
     share: float = 0.005
-    """Of the requests that may blend, over all namespaces; of each as many, where it sends enough."""
+    """Share of all requests that may blend, divided evenly among the namespaces that send enough."""
     positions: int = 1
-    """Leading answer tokens that are compared. More than 1 needs an engine started with `local.FORCING`."""
+    """Number of leading answer tokens to compare. More than 1 needs an engine started with
+    `local.FORCING`."""
     pending_max: int = 64
-    """Answers that may wait for their shadow; the oldest is dropped and counted."""
+    """Maximum number of answers that wait for their shadow; beyond it the oldest is dropped and counted."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0:
@@ -56,14 +58,15 @@ class ShadowConfig:
 
 @dataclass(eq=False)  # registries keep collectors by identity
 class ShadowCounts(Collector):
-    """What was seen so far. In a `CollectorRegistry`: counters `kintsugi_shadow_NAME_total`."""
+    """Counts so far. Registered in a `CollectorRegistry`, they are the counters
+    `kintsugi_shadow_NAME_total`."""
 
     compared: int = 0
     dropped: int = 0
     disagreed: int = 0
     trips: int = 0
     kl_sum: float = 0.0
-    """Nats, over the compared."""
+    """Sum over the compared requests, in nats."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         for name, value in dataclasses.asdict(self).items():
@@ -73,13 +76,13 @@ class ShadowCounts(Collector):
 
 
 class Answers(Protocol):
-    """What is needed of `engine.local.LocalEngine`."""
+    """The part of `engine.local.LocalEngine` that shadowing needs."""
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
 
 
-def compared(full: Generation, blend: Generation) -> Observation:
-    """Over the positions that both have; `full` was forced along `blend`'s tokens."""
+def compare_generations(full: Generation, blend: Generation) -> Observation:
+    """Compare the positions that both have; `full` was forced along `blend`'s tokens."""
     pairs = list(zip(full.top_logprobs, blend.top_logprobs, strict=False))
     assert pairs, "an answer has a first token"
     return Observation(
@@ -93,7 +96,8 @@ def utc_now() -> str:
 
 
 class Shadow:
-    """Shadows the requests of one engine. One thread may mark and take, and one may run what is pending."""
+    """Shadows the requests of one engine. One thread may call `prepare_prompt` and `take`, another
+    `run_pending`."""
 
     def __init__(
         self,
@@ -104,7 +108,7 @@ class Shadow:
         now: Callable[[], str] = utc_now,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """`registry` exports the counts; None keeps them here."""
+        """`registry` exports the counts; None does not export them."""
         self.counts = ShadowCounts()
         if registry is not None:
             registry.register(self.counts)
@@ -113,22 +117,22 @@ class Shadow:
         self._binding = binding
         self._config = config or ShadowConfig()
         self._now = now
-        self._draw = EvenDraw(self._config.share)
+        self._sampler = FairSampler(self._config.share)
         self._pending: deque[tuple[Prompt, Generation]] = deque()
         self._lock = threading.Lock()
         self._report: CalibrationReport | None = None
         self._detector: DriftDetector | None = None
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
-        """The request as it is to be submitted: a sampled one asks for logprobs."""
+        """Return the request to submit: a sampled one asks for logprobs."""
         if prompt.params is None:
             return prompt
-        if not is_sampled(request_id, self._draw.chance(prompt.params.namespace)):
+        if not is_sampled(request_id, self._sampler.count_request(prompt.params.namespace)):
             return prompt
         return dataclasses.replace(prompt, top_logprobs=max(prompt.top_logprobs, TOP_LOGPROBS))
 
     def take(self, prompt: Prompt, generation: Generation) -> bool:
-        """Hand in the answer to what `marked` gave; whether it will be shadowed."""
+        """Take the answer to a prompt from `prepare_prompt`. Returns whether it will be shadowed."""
         blended = (generation.accounting or {}).get("outcome") == Outcome.BLENDED.value
         if not blended or not generation.token_ids or prompt.top_logprobs < TOP_LOGPROBS:
             return False
@@ -141,28 +145,29 @@ class Shadow:
 
     @property
     def pending(self) -> int:
-        """Answers that wait for their shadow."""
+        """Number of answers that wait for their shadow."""
         return len(self._pending)
 
     def run_pending(self, limit: int = 1) -> int:
-        """Shadow up to `limit` waiting answers now; how many. Costs a full prefill each."""
+        """Shadow up to `limit` waiting answers now, at the cost of a full prefill each. Returns their
+        number."""
         with self._lock:
             some = [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
         if not some:
             return 0
-        fulls = self._engine.generate([self._in_full(*pair) for pair in some])
+        fulls = self._engine.generate([self._full_prefill_prompt(*pair) for pair in some])
         self._follow_report()
         for full, (_, blend) in zip(fulls, some, strict=True):
-            self._observe(compared(full, blend))
+            self._observe(compare_generations(full, blend))
         return len(some)
 
-    def _in_full(self, prompt: Prompt, generation: Generation) -> Prompt:
+    def _full_prefill_prompt(self, prompt: Prompt, generation: Generation) -> Prompt:
         assert prompt.params is not None
         forced = tuple(generation.token_ids[: self._config.positions])
         return Prompt(
             prompt.token_ids,
             None,
-            # What it leaves in the prefix cache is its tenant's alone.
+            # Only its own tenant may find what it leaves in the prefix cache.
             cache_salt=prompt.params.namespace,
             max_tokens=len(forced),
             top_logprobs=TOP_LOGPROBS,
@@ -171,8 +176,8 @@ class Shadow:
         )
 
     def _follow_report(self) -> None:
-        """A new calibration starts the watch anew. Without a report there is nothing to hold a blend to."""
-        current = published(self._store, self._binding)
+        """Start a new detector for a new calibration. Without a report there is nothing to compare with."""
+        current = fetch_report(self._store, self._binding)
         if current is None or current.tripped is not None:
             return
         if self._detector is None or current != self._report:
@@ -190,6 +195,6 @@ class Shadow:
         if reason is None:
             return
         if trip(self._store, self._report, reason, self._now()):
-            logger.error("BLENDING IS TRIPPED OFF for this model: %s; run kintsugi calibrate again", reason)
+            logger.error("BLENDING IS TURNED OFF for this model: %s; run kintsugi calibrate again", reason)
             self.counts.trips += 1
             self._detector = None

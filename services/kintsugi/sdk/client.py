@@ -6,24 +6,18 @@
     answer = client.generate(chunks, "\\nQuestion: what follows?\\nAnswer:", max_tokens=64)
     print(answer.text, answer.outcome)
 
-Both clients are one body of coroutines over a transport; the blocking one's calls are over before they
-return, so nothing ever suspends (see `store.client.calls`). Errors are those of `kintsugi.core.errors`. A
-call is sent again only where the gateway cannot be reached or says UNAVAILABLE, and where that cannot do
-anything twice: puts, deletes and reads are idempotent, an answer is asked for again only if nothing of it had
-arrived. No torch.
+Both clients are one body of coroutines over a transport (see `sdk.transport`). Errors are those of
+`kintsugi.core.errors`. A call is sent again only where the gateway cannot be reached or says UNAVAILABLE, and
+where nothing can happen twice: puts, deletes and reads are idempotent, and a question is sent again only if
+nothing of its answer has arrived. No torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
-import uuid
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -41,6 +35,14 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownFie
 from kintsugi.core.spaces import check_namespace
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk import messages
+from kintsugi.sdk.transport import (
+    BlockingTransport,
+    LoopTransport,
+    Transport,
+    iterate,
+    run_to_completion,
+)
+from kintsugi.sdk.transport import ClientOptions as ClientOptions
 from kintsugi.sdk.types import (
     Answer,
     Delta,
@@ -52,67 +54,14 @@ from kintsugi.sdk.types import (
     TokenizedText,
     Tokens,
 )
-from kintsugi.store.client.calls import iterate, run_to_completion
-from kintsugi.store.protocol.status import errors_of
-from kintsugi.store.protocol.tls import is_loopback, parse_address
 
-SERVICE = "kintsugi.rpc.v1.Kintsugi"
-MESSAGE_BYTES_MAX = 64 << 20
-"""Of what a gateway answers."""
 PAGE = 1000
 LAST_ATTEMPT_S = 0.001
-"""gRPC takes no deadline that is over already."""
+"""gRPC refuses a deadline that has passed."""
 RETRY_WAIT_S = 0.1
-"""Before the second attempt, doubled before each further one; up to so much more by chance."""
+"""Wait before the second attempt, doubled before each further one, plus up to as much at random."""
 
 Answered = TypeVar("Answered")
-
-
-@dataclass(frozen=True)
-class ClientOptions:
-    """How a client talks to a gateway."""
-
-    token: str | None = None
-    """Bearer token, made with `kintsugi token`."""
-    tls: bool = False
-    """Implied by `tls_ca` and `tls_cert`; alone it trusts the system's authorities."""
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    insecure: bool = False
-    """Send the token in the clear beyond loopback."""
-    timeout_s: float = 60.0
-    """For a whole call with all its attempts; `put_chunks` with `wait` computes meanwhile."""
-    attempts: int = 5
-    """Of a call that may be sent again, the first included: with the waits between them, 1.5 s and more."""
-    retry_wait_s_max: float = 2.0
-
-    @property
-    def encrypted(self) -> bool:
-        return self.tls or self.tls_ca is not None or self.tls_cert is not None
-
-    def checked(self, address: str) -> Self:
-        """The options themselves. Raises `InvalidField`."""
-        parse_address("address", address)
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise InvalidField("tls_cert", "and tls_key belong together")
-        if self.token and not (self.encrypted or self.insecure or is_loopback(address)):
-            raise InvalidField(
-                "token", f"would travel to {address} in the clear: give tls or tls_ca, or say insecure"
-            )
-        if not (self.timeout_s > 0 and self.attempts >= 1):
-            raise InvalidField("timeout_s", "must be above 0, and attempts at least 1")
-        return self
-
-    def credentials(self) -> Any:
-        """Raises `InvalidField` for a file that cannot be read."""
-        contents = []
-        for path in (self.tls_ca, self.tls_key, self.tls_cert):
-            try:
-                contents.append(None if path is None else path.read_bytes())
-            except OSError as error:
-                raise InvalidField("tls", f"{path} cannot be read ({error.strerror})") from error
-        return grpc.ssl_channel_credentials(*contents)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -133,115 +82,17 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float
 
 
-class _Transport(ABC):
-    """One gateway. Failures are raised as `store.protocol.status` reads them."""
-
-    def __init__(self, address: str, options: ClientOptions) -> None:
-        self.address = address
-        self.options = options.checked(address)
-        limits = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),)
-        if options.encrypted:
-            self._channel = self._grpc().secure_channel(address, options.credentials(), options=limits)
-        else:
-            self._channel = self._grpc().insecure_channel(address, options=limits)
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        token = self.options.token
-        bearer = (("authorization", f"Bearer {token}"),) if token else ()
-        return ("x-request-id", uuid.uuid4().hex), *bearer
-
-    def method(self, kind: str, name: str, request: Any, response: Any) -> Any:
-        make = getattr(self._channel, kind)
-        return make(f"/{SERVICE}/{name}", type(request).SerializeToString, response.FromString)
-
-    @abstractmethod
-    def _grpc(self) -> Any:
-        """`grpc` or `grpc.aio`."""
-
-    @abstractmethod
-    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        """One call's response."""
-
-    @abstractmethod
-    def stream(self, name: str, request: Any, response: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
-        """A call's messages; closing it cancels the call."""
-
-    @abstractmethod
-    async def pause(self, seconds: float) -> None:
-        """Wait."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Idempotent."""
-
-
-class _Loop(_Transport):
-    def _grpc(self) -> Any:
-        return grpc.aio
-
-    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        with errors_of(self.address):
-            call = self.method("unary_unary", name, request, response)
-            return await call(request, timeout=timeout_s, metadata=self.metadata())
-
-    async def stream(
-        self, name: str, request: Any, response: Any, timeout_s: float
-    ) -> AsyncGenerator[Any, None]:
-        method = self.method("unary_stream", name, request, response)
-        with errors_of(self.address):
-            call = method(request, timeout=timeout_s, metadata=self.metadata())
-            try:
-                async for message in call:
-                    yield message
-            finally:
-                call.cancel()
-
-    async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-
-class _Blocking(_Transport):
-    def _grpc(self) -> Any:
-        return grpc
-
-    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        with errors_of(self.address):
-            call = self.method("unary_unary", name, request, response)
-            return call(request, timeout=timeout_s, metadata=self.metadata())
-
-    async def stream(
-        self, name: str, request: Any, response: Any, timeout_s: float
-    ) -> AsyncGenerator[Any, None]:
-        method = self.method("unary_stream", name, request, response)
-        with errors_of(self.address):
-            call = method(request, timeout=timeout_s, metadata=self.metadata())
-            try:
-                for message in call:
-                    yield message
-            finally:
-                call.cancel()
-
-    async def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    async def close(self) -> None:
-        self._channel.close()
-
-
 class _Core:
-    """Every method once."""
+    """The body of both clients."""
 
-    def __init__(self, transport: _Transport, namespace: str) -> None:
+    def __init__(self, transport: Transport, namespace: str) -> None:
         self.transport = transport
         self.namespace = check_namespace(namespace)
 
-    async def _again(
+    async def _resend(
         self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
     ) -> Answered:
-        """The call's result, sent again while that is safe and time is left."""
+        """The call's result. The call is sent again while that is safe and time is left."""
         options = self.transport.options
         deadline_s = time.monotonic() + timeout_s
 
@@ -249,7 +100,7 @@ class _Core:
             return await call(*arguments, max(deadline_s - time.monotonic(), LAST_ATTEMPT_S))
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception(_is_safe_again),
+            retry=retry_if_exception(_is_safe_to_resend),
             stop=stop_after_attempt(options.attempts) | stop_before_delay(timeout_s),
             wait=wait_exponential(multiplier=RETRY_WAIT_S, max=options.retry_wait_s_max)
             + wait_random(0, RETRY_WAIT_S),
@@ -260,7 +111,7 @@ class _Core:
 
     async def _unary(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         wait_s = timeout_s or self.transport.options.timeout_s
-        return await self._again(self.transport.unary, name, request, response, timeout_s=wait_s)
+        return await self._resend(self.transport.unary, name, request, response, timeout_s=wait_s)
 
     async def put_chunks(
         self, chunks: Iterable[str | Tokens], tier: str, wait: bool, timeout_s: float | None
@@ -316,7 +167,7 @@ class _Core:
         request = self._request(segments, question, options)
         timeout_s = options.get("timeout_s") or self.transport.options.timeout_s
         answer = messages.Assembled()
-        first, rest = await self._again(self._begin_answer, request, timeout_s=timeout_s)
+        first, rest = await self._resend(self._begin_answer, request, timeout_s=timeout_s)
         async with aclosing(rest):
             answer.take(first)
             async for message in rest:
@@ -370,9 +221,8 @@ class AsyncClient:
     def __init__(
         self, address: str, namespace: str, *, token: str | None = None, options: ClientOptions | None = None
     ) -> None:
-        """``address`` is `host:port`; ``namespace`` the tenant whose chunks are meant. Raises
-        `InvalidField`."""
-        self._core = _Core(_Loop(address, _options(token, options)), namespace)
+        """``address`` is `host:port`, ``namespace`` the chunks' tenant. Raises `InvalidField`."""
+        self._core = _Core(LoopTransport(address, _options(token, options)), namespace)
 
     async def put_chunks(
         self,
@@ -382,7 +232,7 @@ class AsyncClient:
         wait: bool = True,
         timeout_s: float | None = None,
     ) -> list[PutChunk]:
-        """Have chunks prefilled and stored; with `wait` it returns once they are committed. One that fails
+        """Have chunks prefilled and stored; with `wait`, return once they are committed. A chunk that fails
         says so in its `state`."""
         return await self._core.put_chunks(chunks, tier, wait, timeout_s)
 
@@ -399,7 +249,7 @@ class AsyncClient:
     def stream(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Delta | Answer, None]:
-        """The answer as it comes, and last of all the whole of it. Closing the generator stops the engine."""
+        """The answer as it comes, and the whole answer last. Closing the generator stops the engine."""
         return self._core.stream(segments, question, options)
 
     async def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
@@ -411,12 +261,12 @@ class AsyncClient:
         return self._core.list_chunks()
 
     async def get_chunk(self, key: str) -> StoredChunk | None:
-        """What the store holds under a key; None for nothing."""
+        """The chunk that the store holds under a key, or None."""
         return await self._core.get_chunk(key)
 
     async def delete_chunk(self, key: str) -> bool:
-        """Forget a chunk; whether it was there. Raises `Unavailable` where a shard that may hold it does not
-        answer: again once it does."""
+        """Delete a chunk and return whether it was there. Raises `Unavailable` where a shard that may hold it
+        does not answer: try again once it does."""
         return await self._core.delete_chunk(key)
 
     async def close(self) -> None:
@@ -439,7 +289,7 @@ class Client:
         self, address: str, namespace: str, *, token: str | None = None, options: ClientOptions | None = None
     ) -> None:
         """As `AsyncClient`."""
-        self._core = _Core(_Blocking(address, _options(token, options)), namespace)
+        self._core = _Core(BlockingTransport(address, _options(token, options)), namespace)
 
     def put_chunks(
         self,
@@ -502,12 +352,12 @@ def _options(token: str | None, options: ClientOptions | None) -> ClientOptions:
     return chosen if token is None else dataclasses.replace(chosen, token=token)
 
 
-def _is_safe_again(error: BaseException) -> bool:
-    """Whether a call that failed so may be sent again.
+def _is_safe_to_resend(error: BaseException) -> bool:
+    """Whether a call that failed with `error` may be sent again.
 
-    `Unavailable` alone does not say: what fails inside a gateway (INTERNAL, UNKNOWN) or is cancelled there is
-    read as it, too, and may have been at work. RESOURCE_EXHAUSTED comes without a time to wait: more attempts
-    are more of what there is too much of.
+    `Unavailable` alone does not decide: failures inside a gateway (INTERNAL, UNKNOWN) and cancelled calls are
+    read as `Unavailable` too, and may have had an effect. RESOURCE_EXHAUSTED names no time to wait: further
+    attempts would only add to the load.
     """
     status = error.__cause__
     if not isinstance(error, Unavailable) or not isinstance(status, grpc.RpcError):

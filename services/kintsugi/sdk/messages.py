@@ -26,7 +26,7 @@ from kintsugi.sdk.types import (
 
 BATCH_CHUNKS = 128
 BATCH_BYTES = 2 << 20
-"""Of one call of `PutChunks`: what a gateway holds in memory at a time."""
+"""Maximum size of one `PutChunks` call, which a gateway holds in memory."""
 
 _STATES = {
     pb.PUT_STATE_PRESENT: "present",
@@ -107,7 +107,7 @@ def chunk_of_wire(chunk: pb.ChunkInfo) -> StoredChunk:
 
 
 class Assembled:
-    """An answer that is put together from its messages."""
+    """Assembles an answer from its messages."""
 
     def __init__(self) -> None:
         self._resolved = pb.Resolved()
@@ -116,7 +116,7 @@ class Assembled:
         self._finished: pb.Finished | None = None
 
     def take(self, message: pb.GenerateResponse) -> Delta | None:
-        """The message's part of the answer, if it has one."""
+        """Add a message. Returns its part of the answer, if it has one."""
         kind = message.WhichOneof("event")
         if kind == "resolved":
             self._resolved = message.resolved
@@ -148,7 +148,7 @@ class Assembled:
 
 
 def _value(value: Any) -> Any:
-    """A `google.protobuf.Value`, whose numbers are all floating, as JSON would have it."""
+    """A `google.protobuf.Value` as a JSON value. Its numbers are all floating; whole ones become integers."""
     kind = value.WhichOneof("kind")
     if kind == "struct_value":
         return {name: _value(inner) for name, inner in value.struct_value.fields.items()}

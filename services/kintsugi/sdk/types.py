@@ -1,4 +1,4 @@
-"""What the SDK takes and gives. Plain values; no torch, no stubs."""
+"""Arguments and results of the SDK: plain values, without torch or stubs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DocumentChunk:
 
 @dataclass(frozen=True)
 class PutChunk:
-    """What became of a chunk that was put. It may stand in a prompt itself."""
+    """The result of putting a chunk. It may stand in a prompt as a segment."""
 
     key: str
     """Hexadecimal."""
@@ -60,7 +60,7 @@ Segment = str | Plain | Tokens | Key | DocumentChunk | PutChunk
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """What the store holds under a key."""
+    """A chunk that the store holds."""
 
     key: str
     num_tokens: int
@@ -76,10 +76,10 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """What a prefetch has set off."""
+    """The result of a prefetch."""
 
     keys: tuple[str, ...]
-    """Of each segment; empty for a plain one."""
+    """One key per segment; empty for a plain one."""
     accepted: int
     """Chunks that are in RAM or on their way."""
 

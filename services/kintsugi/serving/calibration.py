@@ -134,7 +134,7 @@ def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str) -> A
     """Start the actor, which waits until the cluster has room for one more engine."""
     import ray
 
-    from kintsugi.core.deploy import changed
+    from kintsugi.core.settings import non_default_fields
 
     actor = ray.remote(Calibrator).options(
         num_cpus=engines.cpus,
@@ -143,4 +143,4 @@ def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str) -> A
         max_restarts=0,
         runtime_env={"env_vars": dict(engines.env)},
     )
-    return actor.remote(changed(model), changed(replace(engines, env={})), store_url)
+    return actor.remote(non_default_fields(model), non_default_fields(replace(engines, env={})), store_url)

@@ -20,7 +20,7 @@ from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway as Front
 from kintsugi.gateway.logs import write_json_lines
-from kintsugi.gateway.tracing import export_as_asked
+from kintsugi.gateway.tracing import start_export
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.ray_backend import RayBackend
 
@@ -40,7 +40,7 @@ class OpenGateway:
         """Raises `Unavailable` where a port cannot be bound, `InvalidField` for an invalid configuration."""
         front = await Front.open(spec, backend, store_url, model)
         grpc = GatewayServer(front, spec)
-        http = HttpServer(HttpFront.of(front).app, spec.host, spec.http_port, load_gateway_tls(spec))
+        http = HttpServer(HttpFront(front).app, spec.host, spec.http_port, load_gateway_tls(spec))
         opened = OpenGateway(front, grpc, http)
         try:
             await grpc.start()
@@ -61,7 +61,7 @@ class GatewayReplica:
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
         write_json_lines()
-        if export_as_asked():
+        if start_export():
             log.info("spans are exported as the environment says")
         self._backend = RayBackend(engines)
         self._model = load(ModelSpec, model, "model").path

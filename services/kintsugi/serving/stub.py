@@ -28,7 +28,7 @@ from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
-from kintsugi.store.protocol.interface import AsyncChunkStore
+from kintsugi.store.client.ram import RamStore
 
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
 """The layout of stored chunks: two bytes of zeros per token for each of K and V."""
@@ -73,7 +73,7 @@ class StubBackend(EngineBackend):
         self,
         delays: StubDelays | None = None,
         *,
-        store: AsyncChunkStore | None = None,
+        store: RamStore | None = None,
         fingerprint: ModelFingerprint | None = None,
         prefix_token_ids: Sequence[int] = (1,),
         max_model_len: int = 8192,
@@ -155,7 +155,7 @@ class StubBackend(EngineBackend):
         keys = [span.key or self._key(request, span) for span in spans]
         held: Sequence[ChunkManifest | None] = [None] * len(keys)
         if self._store is not None:
-            held = await self._store.lookup(request.params.namespace, keys)
+            held = self._store.lookup(request.params.namespace, keys)
         hit = [span for span, manifest in zip(spans, held, strict=True) if manifest is not None]
         missed = [span for span, manifest in zip(spans, held, strict=True) if manifest is None]
         return Accounting(
@@ -195,7 +195,7 @@ class StubBackend(EngineBackend):
         if self._store is not None:
             manifest, frames = _zeros(self.space(namespace), token_ids)
             try:
-                await self._store.put(manifest, frames, tier=tier)
+                self._store.put(manifest, frames, tier=tier)
             except InvalidField as error:
                 return SaveOutcome(SaveState.FAILED, str(error))
         return SaveOutcome(SaveState.SAVED)

@@ -30,7 +30,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_kube_config
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.cluster import (
+from kintsugi_operator.api.crd import crds
+from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
     CORPUS_PRECOMPUTE,
     RAY_JOB,
@@ -39,8 +40,7 @@ from kintsugi_operator.cluster import (
     Refused,
     Resource,
 )
-from kintsugi_operator.crd import crds
-from kintsugi_operator.pods import Manifest
+from kintsugi_operator.objects.pods import Manifest
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
@@ -112,7 +112,7 @@ class Kube:
         return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
     def _is_served(self, resource: Resource) -> bool:
-        return resource.plural in self._runner.run(self._server.served(resource.api_version))
+        return resource.plural in self._runner.run(self._server.list_served_kinds(resource.api_version))
 
     def service_addresses(self) -> int | None:
         """How many Services there may be; None where the API server does not say (before Kubernetes 1.33)."""

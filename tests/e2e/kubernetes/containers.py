@@ -22,9 +22,9 @@ from scripts.images import (
     Builder,
     ImagesError,
     build,
-    builder,
     exists,
     fill_context,
+    find_builder,
 )
 from scripts.images import make_base as made_base
 
@@ -42,7 +42,7 @@ Manifest = dict[str, Any]
 def image_builder() -> Builder:
     """What builds here, or a skip that says why nothing does."""
     try:
-        maker = builder()
+        maker = find_builder()
     except ImagesError as error:
         pytest.skip(str(error))
     if maker.name == "docker":

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
-from kintsugi_operator.pods import AGENT_PORT, DASHBOARD_PORT, GCS_PORT, METRICS_PORT, quantity
+from kintsugi_operator.objects.pods import AGENT_PORT, DASHBOARD_PORT, GCS_PORT, METRICS_PORT, quantity
 from tests.e2e.kubernetes.containers import Player
 from tests.e2e.kubernetes.rendering import NAMESPACE
 

@@ -13,14 +13,16 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes_schemas
-from scripts.chart_schema import HINT, generated
+from scripts.chart_schema import HINT, render_files
 
 from kintsugi.gateway.access import TokenFile
-from kintsugi_operator.api import BlendServiceSpec, CorpusPrecomputeSpec, from_manifest
-from kintsugi_operator.cluster import OWNED
-from kintsugi_operator.network import OPERATOR
-from kintsugi_operator.rbac import LEASE_RULES, RULES, expand_rules
-from kintsugi_operator.validation import check_corpus, check_service
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.controller.cluster import OWNED
+from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, expand_rules
+from kintsugi_operator.desired.validation import check_corpus, check_service
+from kintsugi_operator.objects.network import OPERATOR
 from tests.e2e.kubernetes.rendering import (
     CHART,
     HELMS,
@@ -79,7 +81,7 @@ def test_there_are_eight_value_sets() -> None:
 
 
 def test_values_and_their_schema_are_generated_from_their_types() -> None:
-    for path, text in generated().items():
+    for path, text in render_files().items():
         assert path.read_text() == text, f"run scripts/chart_schema.py: {path.name} is out of date"
 
 
@@ -125,7 +127,7 @@ def test_our_objects_pass_their_crds(value_set: str) -> None:
         schema["properties"]["metadata"] = {"type": "object"}
         jsonschema.Draft202012Validator(schema).validate(manifest)
         if manifest["kind"] == "BlendService":
-            check_service(from_manifest(BlendServiceSpec, manifest["spec"]), RELEASE, NAMESPACE)
+            check_service(from_manifest(BlendServiceSpec, manifest["spec"]))
         else:
             check_corpus(from_manifest(CorpusPrecomputeSpec, manifest["spec"]))
 

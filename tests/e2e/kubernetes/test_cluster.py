@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from kintsugi_operator.api import BlendServiceSpec, from_manifest
-from kintsugi_operator.cluster import (
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
     BUDGET,
     CLAIM,
@@ -30,11 +31,11 @@ from kintsugi_operator.cluster import (
     Refused,
     Resource,
 )
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.names import FINALIZER, LABEL_SERVICE
-from kintsugi_operator.observed import digest_of
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.rbac import LEASE_RULES, RULES, PolicyRule
+from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, PolicyRule
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.names import FINALIZER, LABEL_SERVICE
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import digest_of
 from tests.e2e.kubernetes.clusters import (
     SMALL,
     Kube,
@@ -55,7 +56,7 @@ RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
 
 def revision(**parts: Any) -> str:
     spec = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
-    return Revision.of(from_manifest(BlendServiceSpec, spec)).name
+    return EngineRevision.of(from_manifest(BlendServiceSpec, spec)).name
 
 
 @pytest.fixture(scope="module")

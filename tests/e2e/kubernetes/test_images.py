@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripts.images import IMAGES, Builder, contents, sbom
+from scripts.images import IMAGES, Builder, list_contents, make_sbom
 
 from tests.e2e.kubernetes.containers import (
     PODMAN_OPTIONS,
@@ -68,12 +68,12 @@ def test_it_is_not_root_and_its_health_check_is_in_it(operator: Built) -> None:
 
 
 def test_everything_in_it_is_listed_as_locked(operator: Built) -> None:
-    found = contents(operator.maker, operator.reference)
+    found = list_contents(operator.maker, operator.reference)
     python = {name.lower().replace("_", "-"): version for kind, name, version in found if kind == "pypi"}
     pins = [line for line in IMAGES["operator"].lock.read_text().splitlines() if line and line[0] != "#"]
     assert python.pop("kintsugi-kv")
     assert sorted(f"{name}=={version}" for name, version in python.items()) == sorted(pins)
-    document = json.loads(sbom(operator.reference, found))
+    document = json.loads(make_sbom(operator.reference, found))
     assert document["bomFormat"] == "CycloneDX"
     listed = {component["purl"] for component in document["components"]}
     assert len(listed) == len(found)

@@ -24,12 +24,13 @@ import pytest
 
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import Sampling
-from kintsugi_operator.api import BlendServiceSpec, from_manifest
-from kintsugi_operator.desired import desired
-from kintsugi_operator.objects import Owner
-from kintsugi_operator.observed import Observed, RayServiceView
-from kintsugi_operator.pods import USER_ID, quantity
-from kintsugi_operator.status import BlendServiceStatus
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.api.status import BlendServiceStatus
+from kintsugi_operator.desired.plan import plan_service
+from kintsugi_operator.objects.base import Owner
+from kintsugi_operator.objects.pods import USER_ID, quantity
+from kintsugi_operator.observed.views import Observed, RayServiceView
 from tests.e2e.kubernetes.containers import Player
 from tests.e2e.kubernetes.kuberay import Network, Node, PlayedService
 from tests.e2e.kubernetes.rendering import HELMS, NAMESPACE, RELEASE, REPOSITORY, helm_named, one
@@ -81,7 +82,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     spec = from_manifest(BlendServiceSpec, blend["spec"])
     owner = Owner("BlendService", RELEASE, NAMESPACE, "uid")
     seen = Observed(store=RayServiceView(is_ready=True))
-    objects = desired(spec, owner, BlendServiceStatus(), seen, datetime.now(UTC)).objects
+    objects = plan_service(spec, owner, BlendServiceStatus(), seen, datetime.now(UTC)).objects
     secrets = {each["metadata"]["name"]: each["stringData"] for each in manifests if each["kind"] == "Secret"}
     network = Network(player, f"kintsugi-{os.getpid()}")
     if problem := network.create():

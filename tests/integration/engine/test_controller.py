@@ -13,7 +13,7 @@ import pytest
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, LocalEngine
 from kintsugi.engine.scheduler.timing import REFUSALS_PER_PROBE, TRIAL_FIRST
-from kintsugi.store.client.throttled import ThrottledStore
+from kintsugi.store.client.ram import RamStore
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -58,7 +58,7 @@ CHUNKS = chunks_of(300, 200, 250, seed=7)
 
 def throttle(bytes_per_s: float) -> None:
     store = ram_store("controlled")
-    assert isinstance(store, ThrottledStore)
+    assert isinstance(store, RamStore)
     store.bytes_per_s = bytes_per_s
 
 

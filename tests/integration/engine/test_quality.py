@@ -15,7 +15,7 @@ from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate
-from kintsugi.quality.evaluate import Axes, evaluate, rate_rows
+from kintsugi.quality.evaluate import Axes, evaluate, measure_rates
 from kintsugi.quality.measure import NAMESPACE, Bench, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -89,7 +89,7 @@ def test_calibration_decides_alike_twice_and_the_gate_reads_it(engine: LocalEngi
     assert first.noise.kl_mean < 1e-4
     store = RamStore()
     reports.publish(store, first)
-    assert reports.published(store, engine.binding) == first
+    assert reports.fetch_report(store, engine.binding) == first
 
 
 def test_an_evaluation_has_baselines_and_times(engine: LocalEngine, bench: Bench) -> None:
@@ -98,7 +98,7 @@ def test_an_evaluation_has_baselines_and_times(engine: LocalEngine, bench: Bench
     assert full.cost == 1.0 > blend.cost > reuse.cost
     assert all(row.ttft.mean > 0 and row.num_prompts == 4 for row in (full, reuse, blend))
     small = Bench(engine, bench.cases[:4], 1)
-    rates = rate_rows(engine, small, [Selection(0.3)], [50.0], lambda text: None)
+    rates = measure_rates(engine, small, [Selection(0.3)], [50.0], lambda text: None)
     assert len(rates) == 3
     assert all(math.isfinite(row.ttft.mean) and row.ttft_p95_s > 0 for row in rates)
 
@@ -144,7 +144,7 @@ def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalE
         assert shadow.run_pending() == 1
     assert shadow.counts.compared == len(bench.cases)
     assert shadow.counts.trips == 1
-    tripped = reports.published(store, engine.binding)
+    tripped = reports.fetch_report(store, engine.binding)
     assert tripped is not None
     assert tripped.tripped is not None
 

@@ -28,7 +28,7 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 PASSAGE_CHARS_MIN = 200
-"""Of a paragraph; shorter ones are titles."""
+"""Minimum length of a paragraph; shorter ones are titles."""
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ class Bench:
         return self.log.read_text().split() if self.log.exists() else []
 
     def ledger_keys(self) -> list[ChunkKey]:
-        """Of all chunks of the corpus."""
+        """Keys of all chunks of the corpus."""
         (edition,) = self.ledger.editions("tea")
         return [key for page in self.ledger.keys(edition.id) for key in page]
 

@@ -12,7 +12,7 @@ from kintsugi.engine.local import LocalEngine, Prompt, save_prompt
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.progress import Progress
-from kintsugi.precompute.sources.files import listed
+from kintsugi.precompute.sources.files import list_source
 from kintsugi.precompute.sources.readers import Document, read
 from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.grpc_store import GrpcStore
@@ -39,7 +39,7 @@ def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
         "allow_uncalibrated": True,
     }
     with LocalEngine.start(spec.model, extra_config=config, dtype="bfloat16", **ENGINE) as engine:
-        for piece in listed(spec.source).pieces:
+        for piece in list_source(spec.source).pieces:
             for document in read(piece, spec.columns):
                 assert isinstance(document, Document)
                 prompt, spans = list(space.prefix_token_ids), []

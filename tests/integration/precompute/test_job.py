@@ -314,7 +314,7 @@ def test_a_corpus_on_a_web_server(bench: Bench) -> None:
 def test_an_engine_that_does_not_start_is_not_tried_for_ever(bench: Bench) -> None:
     write_corpus(bench.source, TEXTS)
     factory = partial(_unable_factory, str(bench.log))
-    with pytest.raises(Unavailable, match="no such argument; this was try 3"):
+    with pytest.raises(Unavailable, match="no such argument; this was attempt 3"):
         job_module.Job(bench.spec(), bench.ledger, factory=factory).run()
     # Batches in flight when the third one failed may have tried once more.
     assert 3 <= len(bench.prefilled) <= 3 + 2
@@ -342,7 +342,7 @@ def test_a_store_without_room_ends_the_job_and_keeps_what_it_has(bench: Bench) -
     write_corpus(bench.source, {"short": "Tea.", "long": "A long tale of tea. " * 60})
     with ShardServer(Shard(RamTier(256 << 10)), "127.0.0.1:0") as small:
         what = {"store": f"grpc://{small.address}", "bytes_max": 1 << 40, "chunking": ChunkingConfig(512)}
-        with pytest.raises(ResourceExhausted, match="the store takes no more"):
+        with pytest.raises(ResourceExhausted, match="the store is full"):
             bench.run(**what)
         store = GrpcStore(small.address)
         kept = [manifest.key for manifest in store.list("acme", 100)]

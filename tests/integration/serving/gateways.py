@@ -17,9 +17,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.serving.stub import StubBackend, StubDelays
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
-from kintsugi.store.protocol.interface import AsyncChunkStore
 
 Result = TypeVar("Result")
 
@@ -35,7 +33,6 @@ class Setup:
     """As if no engine answered yet."""
     gateway: dict[str, Any] = field(default_factory=dict)
     """More arguments of `Gateway`."""
-    precompute: Any = None
 
 
 @dataclass
@@ -46,7 +43,7 @@ class Running:
     server: GatewayServer
     gateway: Gateway
     backend: StubBackend
-    store: AsyncChunkStore
+    store: RamStore
 
     @property
     def address(self) -> str:
@@ -93,11 +90,11 @@ def running(setup: Setup | None = None) -> Iterator[Running]:
     thread.start()
 
     async def start() -> Running:
-        store = InProcessStore(RamStore())
+        store = RamStore()
         backend = StubBackend(setup.delays, store=store, max_model_len=setup.max_model_len)
         backend.down = setup.down
         gateway = Gateway(backend, store, bundled_tokenize(), **setup.gateway)
-        server = GatewayServer(gateway, setup.spec, setup.precompute)
+        server = GatewayServer(gateway, setup.spec)
         await server.start()
         return Running(loop, server, gateway, backend, store)
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -24,7 +23,7 @@ from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unav
 from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
 from kintsugi.core.tokens import TokenIds
-from kintsugi.gateway import gateway as gateway_module
+from kintsugi.gateway import recent_info
 from kintsugi.gateway.access import ANYONE, TokenFile
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import grpc_server
@@ -37,7 +36,6 @@ from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.rpc.v1 import precompute_pb2, precompute_pb2_grpc
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import DocumentChunk, Plain, Sampling
@@ -104,7 +102,7 @@ def test_no_room_for_a_fill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
 
-        async def silent(namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        def silent(namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
             raise Unavailable("a shard does not answer")
 
         monkeypatch.setattr(gateway.store, "tiers", silent)
@@ -119,7 +117,7 @@ def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytes
 def test_what_could_not_be_deleted_is_neither_found_nor_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
 
-        async def silent(namespace: str, keys: Sequence[ChunkKey]) -> int:
+        def silent(namespace: str, keys: Sequence[ChunkKey]) -> int:
             raise Unavailable("a shard does not answer")
 
         gateway.backend.delays = StubDelays(token_s=0.02)
@@ -262,7 +260,7 @@ def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
 
 def test_what_comes_with_a_request_reaches_the_engine() -> None:
     with (
-        running(Setup(gateway={"overtaking": True})) as gateway,
+        running(Setup(gateway={"allow_negative_priority": True})) as gateway,
         Client(gateway.address, NAMESPACE) as client,
     ):
         sampling = Sampling(4, temperature=0.0, stop=["x"], top_k=0, ignore_eos=False, extra={"n": 1})
@@ -432,40 +430,6 @@ def test_a_strangers_message_is_not_parsed(tmp_path: Path) -> None:
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-class OneJob(precompute_pb2_grpc.PrecomputeServicer):
-    """Knows one job."""
-
-    async def Get(self, request: precompute_pb2.GetJobRequest, context: Any) -> precompute_pb2.Job:  # noqa: N802
-        return precompute_pb2.Job(job_id=request.job_id)
-
-    async def Watch(self, request: precompute_pb2.WatchJobRequest, context: Any) -> Any:  # noqa: N802
-        yield precompute_pb2.Job(job_id=request.job_id)
-
-
-def test_precompute_needs_a_token_for_every_namespace(tmp_path: Path) -> None:
-    path, tokens = token_file(tmp_path, ("operator", ("*",)), ("tenant", ("tenant",)))
-    setup = Setup(gateway={"access": TokenFile(path)}, precompute=OneJob())
-    with running(setup) as gateway, grpc.insecure_channel(gateway.address) as channel:
-        stub = precompute_pb2_grpc.PrecomputeStub(channel)
-        bearer = {name: (("authorization", f"Bearer {token}"),) for name, token in tokens.items()}
-        request, watched = (
-            precompute_pb2.GetJobRequest(job_id="1"),
-            precompute_pb2.WatchJobRequest(job_id="1"),
-        )
-        assert stub.Get(request, metadata=bearer["operator"]).job_id == "1"
-        assert [job.job_id for job in stub.Watch(watched, metadata=bearer["operator"])] == ["1"]
-        for metadata, code in (
-            (bearer["tenant"], grpc.StatusCode.PERMISSION_DENIED),
-            ((), grpc.StatusCode.UNAUTHENTICATED),
-        ):
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.Get(request, metadata=metadata)
-            assert caught.value.code() is code
-            with pytest.raises(grpc.RpcError) as caught:
-                list(stub.Watch(watched, metadata=metadata))
-            assert caught.value.code() is code
-
-
 def authority_and_server(folder: Path) -> tuple[Path, Path, Path]:
     """PEM files: an authority, and a certificate for localhost with its key."""
     from cryptography import x509
@@ -552,7 +516,7 @@ def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its token ids mean something else to the engines of the model that is being replaced."""
-    monkeypatch.setattr(gateway_module, "INFO_TTL_S", 0.0)
+    monkeypatch.setattr(recent_info, "INFO_TTL_S", 0.0)
 
     async def replaced() -> None:
         backend = StubBackend()
@@ -564,10 +528,10 @@ def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
                 await gateway.tokenize(ANYONE, NAMESPACE, ["a"])
             backend._info = dataclasses.replace(alike, tokenizer=ours)
             await gateway.recent_info.get(0.0)
-            space = await gateway.space(NAMESPACE)
+            space = await gateway.spaces.find(NAMESPACE)
             backend._info = dataclasses.replace(alike, tokenizer="ab" * 32, fingerprint="cd" * 32)
             await gateway.recent_info.get(0.0)
-            assert await gateway.space(NAMESPACE) == space
+            assert await gateway.spaces.find(NAMESPACE) == space
         finally:
             await gateway.close()
 

@@ -94,7 +94,7 @@ async def answers(gateway: OpenGateway, question: str = "why?") -> list[asyncio.
             return str(answer.json()["choices"][0]["finish_reason"])
 
     tasks = [asyncio.create_task(asyncio.to_thread(over_grpc)), asyncio.create_task(over_http())]
-    while gateway.front._active < len(tasks) and not all(task.done() for task in tasks):
+    while gateway.front.answers.under_way < len(tasks) and not all(task.done() for task in tasks):
         await asyncio.sleep(0.005)
     return tasks
 

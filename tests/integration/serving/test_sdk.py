@@ -25,7 +25,8 @@ from kintsugi.core.errors import (
     UnknownField,
 )
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.sdk.client import SERVICE, AsyncClient, Client, ClientOptions
+from kintsugi.sdk.client import AsyncClient, Client, ClientOptions
+from kintsugi.sdk.transport import SERVICE
 from kintsugi.sdk.types import Answer, Delta, Key, Plain, Tokens
 from tests.integration.serving.gateways import Running, Setup, running
 

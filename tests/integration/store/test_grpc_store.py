@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
@@ -99,6 +99,30 @@ def test_a_shard_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
         store.stats()
     store.close()
+
+
+def test_a_closed_client_says_so(server: ShardServer) -> None:
+    store = GrpcStore(server.address)
+    store.close()
+    store.close()
+    with pytest.raises(Unavailable, match="closed"):
+        store.stats()
+
+
+def test_a_layer_that_does_not_come_is_a_deadline(server: ShardServer, store: ChunkStore) -> None:
+    manifest, frames = make_chunk(range(40))
+    residence = server.shard.begin_put(manifest)
+    assert residence is not None
+    for layer, frame in enumerate(frames):
+        residence.write(layer, memoryview(frame))
+    server.shard.commit(residence)
+    residence.residence.unloaded.add(1)
+    items = store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=0.3)
+    first = next(items)
+    assert isinstance(first, LayerFrame)
+    assert bytes(first.data) == frames[0]
+    with pytest.raises(DeadlineExceeded):
+        next(items)
 
 
 @pytest.mark.parametrize("url", ["grpc://localhost", "grpc://:7400", "grpc://host:port"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -337,8 +339,33 @@ def test_prefetch_and_pins_reach_the_shards_that_own_a_chunk(
         store.unpin("no such lease")
 
 
-def test_a_closed_client_says_so(servers: list[ShardServer]) -> None:
-    store = ShardedStore(FixedDirectory(shard_map(servers)))
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_closed_client_says_so(servers: list[ShardServer], shards: int) -> None:
+    store = ShardedStore(FixedDirectory(shard_map(servers[:shards])))
+    assert store.stats().chunks == 0
     store.close()
     with pytest.raises(Unavailable, match="closed"):
         store.stats()
+
+
+def test_closing_ends_calls_that_wait(servers: list[ShardServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, release = threading.Event(), threading.Event()
+
+    def dawdle(*_: object) -> None:
+        asked.set()
+        release.wait(60.0)
+
+    for server in servers:
+        monkeypatch.setattr(server.shard, "page", dawdle)
+    store = ShardedStore(FixedDirectory(shard_map(servers)))
+    with ThreadPoolExecutor(1) as pool:
+        listing = pool.submit(store.list, "acme")
+        try:
+            assert asked.wait(10.0)
+            began_s = time.monotonic()
+            store.close()
+            with pytest.raises(Unavailable):
+                listing.result(10.0)
+            assert time.monotonic() - began_s < 5.0, "a call's own deadline is 10 s"
+        finally:
+            release.set()

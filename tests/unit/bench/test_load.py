@@ -31,10 +31,9 @@ from kintsugi.cli.commands.bench import app
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import OpenAICall
-from kintsugi.gateway.access import OpenAccess
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
-from tests.fakes.openai_backend import STREAM, Item, ScriptedBackend
+from tests.fakes.openai_backend import STREAM, Item, ScriptedBackend, gateway_over
 
 SMALL = RagWorkload(documents=20, chunks=3, chunk_tokens=40, answer_tokens=2)
 
@@ -164,7 +163,7 @@ def _script(call: OpenAICall) -> Sequence[Item]:
 
 def test_a_load_against_a_server() -> None:
     async def measured() -> None:
-        server = HttpServer(HttpFront(ScriptedBackend(_script), OpenAccess()).app, "127.0.0.1", 0)
+        server = HttpServer(HttpFront(gateway_over(ScriptedBackend(_script))).app, "127.0.0.1", 0)
         await server.start()
         endpoint = Endpoint(f"http://{server.address}/v1", "scripted", namespace="acme")
         coming, texts = requests(SMALL, [0.0, 0.0, 0.05]), corpus(SMALL)
@@ -215,7 +214,7 @@ def _strange(call: OpenAICall) -> Sequence[Item]:
 
 def test_no_answer_of_an_endpoint_costs_the_others(tmp_path: Path) -> None:
     async def measured() -> list[Sample]:
-        server = HttpServer(HttpFront(ScriptedBackend(_strange), OpenAccess()).app, "127.0.0.1", 0)
+        server = HttpServer(HttpFront(gateway_over(ScriptedBackend(_strange))).app, "127.0.0.1", 0)
         await server.start()
         endpoint = Endpoint(f"http://{server.address}/v1", "scripted", namespace="acme")
         samples = await run(endpoint, requests(SMALL, [0.0] * 7), [str(n) for n in range(7)], 2)
@@ -264,7 +263,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_the_command_measures_and_says_where_nothing_answers(tmp_path: Path) -> None:
     loop = asyncio.new_event_loop()
-    server = HttpServer(HttpFront(ScriptedBackend(_script), OpenAccess()).app, "127.0.0.1", 0)
+    server = HttpServer(HttpFront(gateway_over(ScriptedBackend(_script))).app, "127.0.0.1", 0)
 
     async def measured() -> tuple[int, str]:
         await server.start()

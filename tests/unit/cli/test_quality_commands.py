@@ -20,7 +20,7 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import figures as drawing
 from kintsugi.quality import reports
-from kintsugi.quality.session import MeasuringEngineSpec, prefix_of_file
+from kintsugi.quality.session import MeasuringEngineSpec, tokenize_prefix
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
 
@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
         yield engine
 
     for module in (calibrate, evaluate):
-        monkeypatch.setattr(module, "measuring_engine", start_measuring_engine)
+        monkeypatch.setattr(module, "start_measuring_engine", start_measuring_engine)
     return engine
 
 
@@ -105,8 +105,8 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
 @pytest.mark.parametrize(
     ("of_questions", "more", "word"),
     [
-        ({"count": 5}, (), "5 can be asked"),
-        ({"answer": "never"}, (), "answers none of 40 right"),
+        ({"count": 5}, (), "5 fit the model"),
+        ({"answer": "never"}, (), "answers none of 40 correctly"),
         ({}, ("--store", "ram://here"), "ends with this process"),
         ({}, ("--engine", "{"), "engine: is no JSON"),
         ({}, ("--connector", "[]"), "connector: must be a JSON object"),
@@ -141,7 +141,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("what cannot end well is found before an engine is started")
 
     for module in (calibrate, evaluate):
-        monkeypatch.setattr(module, "measuring_engine", started)
+        monkeypatch.setattr(module, "start_measuring_engine", started)
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -157,7 +157,7 @@ def test_a_store_that_does_not_answer_is_found_before_minutes_are_spent(tmp_path
     [
         (("--codecs", "raw,int9"), "'int9' is not one of"),
         (("--batches", "0"), "at least 1"),
-        (("--plots", __file__), "cannot be made"),
+        (("--plots", __file__), "cannot be created"),
     ],
 )
 def test_an_evaluation_that_cannot_end_well_is_not_begun(
@@ -185,11 +185,11 @@ def test_a_system_prompt_that_is_no_text_or_of_no_model_is_explained(tmp_path: P
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "text").write_text("Be brief.")
     with pytest.raises(InvalidField, match="not UTF-8"):
-        prefix_of_file("m", tmp_path / "binary")
+        tokenize_prefix("m", tmp_path / "binary")
     with pytest.raises(NotFound, match="check the name"):
-        prefix_of_file(str(tmp_path / "no model"), tmp_path / "text")
+        tokenize_prefix(str(tmp_path / "no model"), tmp_path / "text")
     with pytest.raises(NotFound, match="is not a file"):
-        prefix_of_file("m", tmp_path)
+        tokenize_prefix("m", tmp_path)
 
 
 def test_calibrating_in_a_codec_that_is_none_is_refused() -> None:
@@ -235,7 +235,7 @@ def test_an_engine_that_fails_costs_only_its_own_rows(
             raise Unavailable("vLLM did not start")
         yield engine
 
-    monkeypatch.setattr(evaluate, "measuring_engine", one_that_starts)
+    monkeypatch.setattr(evaluate, "start_measuring_engine", one_that_starts)
     arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
     arguments += ["--ratios", "0.3", "--selectors", "hkvd", "--check-layers", "1", "--codecs", "raw,int8"]
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})

@@ -25,7 +25,7 @@ def test_a_token_is_shown_once_and_opens_what_it_is_bound_to(tmp_path: Path) -> 
     done = RUNNER.invoke(app, ["token", "other", "-n", "*", "--file", str(file), "--json"])
     document = json.loads(done.stdout)
     assert document["namespaces"] == ["*"]
-    assert TokenFile(file).caller(document["token"]).unrestricted
+    assert TokenFile(file).caller(document["token"]).is_unrestricted
     with pytest.raises(Unauthenticated):
         TokenFile(file).caller("kg_wrong")
 

@@ -26,7 +26,6 @@ from kintsugi.core.deploy import (
     ServiceSpec,
     StoreSpec,
     TierSpec,
-    changed,
     directory_url,
     serve_config,
     service_application,
@@ -35,6 +34,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.schema import load
+from kintsugi.core.settings import non_default_fields
 
 SMALL = ServiceSpec(ModelSpec("/models/llama"))
 
@@ -183,8 +183,8 @@ def test_replicas_may_use_all_of_their_drain_time() -> None:
 
 
 def test_only_what_differs_from_its_default_is_written() -> None:
-    assert changed(StoreSpec()) == {}
-    assert changed(StoreSpec(ram_gib=8, tiers=(TierSpec("/a", 1),), data_dir="/d"), "ram_gib") == {
+    assert non_default_fields(StoreSpec()) == {}
+    assert non_default_fields(StoreSpec(ram_gib=8, tiers=(TierSpec("/a", 1),), data_dir="/d"), "ram_gib") == {
         "tiers": [{"path": "/a", "gib": 1}],
         "data_dir": "/d",
     }
@@ -201,8 +201,8 @@ def test_a_configuration_file() -> None:
         ({}, "config.model"),
         ({"model": {"path": ""}}, "model.path"),
         ({"model": {"path": "m", "codec": "zip"}}, "codec"),
-        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 3, "max": 1}}}, "replicas"),
-        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 0, "max": 1}}}, "replicas"),
+        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 3, "max": 1}}}, "engines.replicas"),
+        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 0, "max": 1}}}, "engines.replicas.min"),
         ({"model": {"path": "m"}, "engines": {"cpus": -1}}, "engines.cpus"),
         ({"model": {"path": "m"}, "engines": {"gpus": float("nan")}}, "engines.gpus"),
         ({"model": {"path": "m"}, "engines": {"kv_cache_gib": 0}}, "engines.kv_cache_gib"),
@@ -213,8 +213,8 @@ def test_a_configuration_file() -> None:
         ({"model": {"path": "m"}, "store": {"shards": 2, "shards_max": 1}}, "store.shards_max"),
         ({"model": {"path": "m"}, "store": {"replication": 2}}, "store.replication"),
         ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 1}]}}, "store.data_dir"),
-        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "", "gib": 1}]}}, "store.tiers.path"),
-        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 0}]}}, "store.tiers.gib"),
+        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "", "gib": 1}]}}, "store.tiers.0.path"),
+        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 0}]}}, "store.tiers.0.gib"),
         ({"model": {"path": "m"}, "store": {"ram_gib": 0}}, "store.ram_gib"),
         ({"model": {"path": "m"}, "store": {"tls_ca": "/a"}}, "store.tls"),
         ({"model": {"path": "m"}, "store": {"port": 65_536}}, "store.port"),

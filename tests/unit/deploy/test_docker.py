@@ -10,7 +10,16 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from scripts.images import BY_DEFAULT, IMAGES, Image, ImagesError, builder, sbom, version, wheel_prefix
+from scripts.images import (
+    BY_DEFAULT,
+    IMAGES,
+    Image,
+    ImagesError,
+    find_builder,
+    make_sbom,
+    version,
+    wheel_prefix,
+)
 
 from kintsugi import __version__
 
@@ -68,7 +77,7 @@ def test_images_get_the_tag_that_the_chart_asks_for() -> None:
 
 
 def test_a_list_of_contents_names_each_package_once() -> None:
-    text = sbom("localhost/kintsugi/operator:1", [("pypi", "kopf", "1"), ("deb", "libc6", "2")])
+    text = make_sbom("localhost/kintsugi/operator:1", [("pypi", "kopf", "1"), ("deb", "libc6", "2")])
     assert '"pkg:pypi/kopf@1"' in text
     assert '"pkg:deb/debian/libc6@2"' in text
 
@@ -90,7 +99,7 @@ def test_a_pins_wheel_is_known_by_its_name(pin: str, wheel: str) -> None:
 def test_without_a_builder_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ImagesError, match="apt-get install buildah"):
-        builder()
+        find_builder()
 
 
 OPTIONAL = {"langchain_text_splitters", "langchain_core", "llama_index", "matplotlib", "fsspec"}

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.gpu import attend_scattered as benchmark
+from benchmarks.gpu import scattered_attention as benchmark
 from kintsugi.fusor.attention import attend_scattered
 
 

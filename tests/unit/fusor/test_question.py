@@ -98,7 +98,7 @@ def _longer(loaded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def expected_mass(scene: ToyPrompt, layers: tuple[int, ...]) -> Tensor:
-    """Of the hit tokens, from a dense run in which the tokens of hits keep their loaded KV."""
+    """Attention to the hit tokens, from a dense run in which they keep their loaded KV."""
     hits = [p for start, end in scene.spans for p in range(start, end)]
     must = [p for p in range(LENGTH + 1) if p not in hits]
     asking = [p for p in must if p > hits[-1]]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.fusor.attention import _check_device, attend_scattered
 from kintsugi.fusor.reference import reference_attention
-from tests.contracts.attend_scattered import PATTERNS, TOLERANCE, Case, problem_of
+from tests.contracts.scattered_attention import PATTERNS, TOLERANCE, Case, problem_of
 
 REPOSITORY = Path(__file__).parents[3]
 Verdict = Callable[[str, Case], float]

@@ -18,8 +18,8 @@ from kintsugi.fusor.selectors import (
     Candidates,
     Selector,
     Signal,
-    asks,
     count_covering,
+    depends_on_question,
     make_selector,
     quota,
     splitmix64,
@@ -311,7 +311,7 @@ def test_holding_is_the_smallest_such_set(mass: float, scores: list[float]) -> N
 
 
 def test_which_selectors_depend_on_the_question() -> None:
-    dependent = {name for name in SelectorName if asks(Selection(0.1, name))}
+    dependent = {name for name in SelectorName if depends_on_question(Selection(0.1, name))}
     assert dependent == {SelectorName.QUERY, SelectorName.HYBRID}
 
 

@@ -65,13 +65,13 @@ def test_patterns_bind_a_caller_to_namespaces(
 ) -> None:
     caller = Caller("someone", patterns)
     for namespace in allowed:
-        assert caller.checked(namespace) == namespace
+        assert caller.authorize(namespace) == namespace
     for namespace in refused:
         with pytest.raises(PermissionDenied, match=f"may not use namespace '{namespace}'"):
-            caller.checked(namespace)
+            caller.authorize(namespace)
     with pytest.raises(InvalidField, match="mandatory"):
-        caller.checked("")
-    assert caller.unrestricted == (patterns == ("*",))
+        caller.authorize("")
+    assert caller.is_unrestricted == (patterns == ("*",))
 
 
 def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_every_token_is_compared_in_constant_time(tmp_path: Path, monkeypatch: p
 def test_without_a_file_everyone_is_anyone() -> None:
     assert isinstance(open_access(""), OpenAccess)
     assert OpenAccess().caller(None) == ANYONE
-    assert ANYONE.checked("whatever") == "whatever"
+    assert ANYONE.authorize("whatever") == "whatever"
 
 
 def test_beyond_loopback_tokens_and_tls_are_needed() -> None:

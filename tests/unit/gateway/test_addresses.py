@@ -33,7 +33,7 @@ def test_a_taken_port_is_passed_over() -> None:
 
 
 def test_an_address_that_is_not_ours_is_not_called_taken() -> None:
-    reason = r"192\.0\.2\.1:7500 cannot be listened on \(Cannot assign requested address\)"
+    reason = r"192\.0\.2\.1:7500 cannot be bound \(Cannot assign requested address\)"
     with pytest.raises(Unavailable, match=reason):
         free_port("192.0.2.1", 7500, 16)
 
@@ -43,5 +43,5 @@ def test_a_port_that_needs_rights_is_not_called_taken(monkeypatch: pytest.Monkey
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "bind", refused)
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:80 cannot be listened on \(Permission denied\)"):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:80 cannot be bound \(Permission denied\)"):
         free_port("127.0.0.1", 80, 16)

@@ -19,23 +19,33 @@ def address(number: int, namespace: str = "tenant") -> Address:
 
 
 def queued(queue: FillQueue, number: int, namespace: str = "tenant", now_s: float = 0.0) -> MissDecision:
-    queue.missed(address(number, namespace), TokenIds(), now_s)
-    return queue.missed(address(number, namespace), TokenIds(), now_s)
+    queue.record_miss(address(number, namespace), TokenIds(), now_s)
+    return queue.record_miss(address(number, namespace), TokenIds(), now_s)
 
 
 def test_the_second_miss_is_worth_a_fill() -> None:
     queue = FillQueue()
-    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.COUNTED
-    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.QUEUED
-    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.COUNTED
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE
     assert queue.take() == [(address(1), TOKENS)]
-    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE, "it is being filled"
-    queue.done(address(1), saved=True)
-    assert queue.missed(address(1), TOKENS, 0.0) is MissDecision.COUNTED, "evicted since, it starts anew"
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE, "it is being filled"
+    queue.complete_chunk(address(1), saved=True)
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.COUNTED, "evicted since, it starts anew"
+
+
+def test_a_chunk_that_failed_counts_towards_the_bound_of_what_is_remembered() -> None:
+    queue = FillQueue(FillConfig(sights=1, sighted_max=2))
+    queue.record_miss(address(1), TokenIds(), 0.0)
+    ((taken, _),) = queue.take()
+    for number in (2, 3):
+        queue.record_miss(address(number), TokenIds(), 0.0)
+    queue.complete_chunk(taken, saved=False)
+    assert set(queue._sighted) == {address(3), address(1)}
 
 
 def test_the_first_is_where_that_is_wanted() -> None:
-    assert FillQueue(FillConfig(sights=1)).missed(address(1), TokenIds(), 0.0) is MissDecision.QUEUED
+    assert FillQueue(FillConfig(sights=1)).record_miss(address(1), TokenIds(), 0.0) is MissDecision.QUEUED
 
 
 def test_a_full_queue_drops_and_takes_up_again() -> None:
@@ -46,18 +56,18 @@ def test_a_full_queue_drops_and_takes_up_again() -> None:
         MissDecision.FULL,
     ]
     queue.take()
-    assert queue.missed(address(2), TokenIds(), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(2), TokenIds(), 0.0) is MissDecision.QUEUED
 
 
 def test_a_queue_is_full_by_tokens_too() -> None:
     queue = FillQueue(FillConfig(sights=1, queue_tokens_max=3))
-    assert queue.missed(address(1), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
-    assert queue.missed(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.FULL
-    assert queue.missed(address(3), TokenIds(bytes(4)), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(1), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.FULL
+    assert queue.record_miss(address(3), TokenIds(bytes(4)), 0.0) is MissDecision.QUEUED
     queue.forget(address(1))
-    assert queue.missed(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
     assert len(queue.take()) == 2
-    assert queue.missed(address(4), TokenIds(bytes(12)), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(4), TokenIds(bytes(12)), 0.0) is MissDecision.QUEUED
 
 
 def test_it_waits_for_an_idle_moment_but_not_for_ever() -> None:
@@ -84,7 +94,7 @@ def test_what_keeps_failing_is_given_up() -> None:
     queue = FillQueue(FillConfig(failures_max=2))
     for _ in range(2):
         assert queued(queue, 1) is MissDecision.QUEUED
-        queue.done(queue.take()[0][0], saved=False)
+        queue.complete_chunk(queue.take()[0][0], saved=False)
     assert queued(queue, 1) is MissDecision.GIVEN_UP
     queue.forget(address(1))
     assert queued(queue, 1) is MissDecision.QUEUED
@@ -95,24 +105,15 @@ def test_what_found_no_room_has_not_failed() -> None:
     for _ in range(3):
         queued(queue, 1)
         assert len(queue.take()) == 1
-        queue.dropped(address(1))
-    assert queue.missed(address(1), TokenIds(), 0.0) is MissDecision.QUEUED, "its next miss is enough"
+        queue.drop_chunk(address(1))
+    assert queue.record_miss(address(1), TokenIds(), 0.0) is MissDecision.QUEUED, "its next miss is enough"
 
 
 def test_the_oldest_counts_are_forgotten_first() -> None:
     queue = FillQueue(FillConfig(sighted_max=2))
     for number in range(3):
-        queue.missed(address(number), TokenIds(), 0.0)
-    assert queue.missed(address(0), TokenIds(), 0.0) is MissDecision.COUNTED
-
-
-def test_chunks_that_failed_are_forgotten_like_others() -> None:
-    queue = FillQueue(FillConfig(sights=1, sighted_max=2))
-    for number in range(3):
-        queue.missed(address(number), TokenIds(), 0.0)
-    for taken, _ in queue.take():
-        queue.done(taken, saved=False)
-    assert len(queue._sighted) == 2
+        queue.record_miss(address(number), TokenIds(), 0.0)
+    assert queue.record_miss(address(0), TokenIds(), 0.0) is MissDecision.COUNTED
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ class Filling(RuleBasedStateMachine):
     @rule(number=st.integers(0, 8))
     def miss(self, number: int) -> None:
         one = address(number, "ab"[number % 2])
-        verdict = self.queue.missed(one, TokenIds(), 0.0)
+        verdict = self.queue.record_miss(one, TokenIds(), 0.0)
         self.misses[one] = self.misses.get(one, 0) + 1
         if verdict is MissDecision.QUEUED:
             assert self.misses[one] >= 2
@@ -157,7 +158,7 @@ class Filling(RuleBasedStateMachine):
         if self.running:
             one = self.running.pop()
             self.misses[one] = 0
-            self.queue.done(one, saved)
+            self.queue.complete_chunk(one, saved)
 
     @rule(number=st.integers(0, 8))
     def forget(self, number: int) -> None:
@@ -166,7 +167,7 @@ class Filling(RuleBasedStateMachine):
     @invariant()
     def bounded(self) -> None:
         assert len(self.queue) <= 3
-        assert len(self.queue._sighted) <= 5 + len(self.running)
+        assert len(self.queue._sighted) <= 5
         assert (self.queue.due_in_s(True, 0.0) is None) == (len(self.queue) == 0)
 
 

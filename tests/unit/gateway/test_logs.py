@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import logging
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,12 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH
-from kintsugi.gateway.access import OpenAccess
+from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.http import HttpFront
-from kintsugi.gateway.logs import LEVEL_ENVIRONMENT, RequestLine, write_json_lines
-from tests.fakes.openai_backend import ScriptedBackend
+from kintsugi.gateway.logs import LEVEL_ENVIRONMENT, write_json_lines
+from kintsugi.gateway.metrics import GatewayMetrics
+from kintsugi.gateway.requests import ServedRequest
+from tests.fakes.openai_backend import ScriptedBackend, gateway_over
 from tests.integration.serving.gateways import own_logging
 
 
@@ -55,10 +56,10 @@ def test_a_record_is_one_line_and_comes_once(
 def test_a_requests_fields_stand_beside_the_lines(logger: logging.Logger) -> None:
     written = io.StringIO()
     write_json_lines(written)
-    refused = InvalidField("ratio", "x" * 10_000)
-    logger.info(
-        RequestLine.of("r1", "Generate", "n" * 10_000, "INVALID_ARGUMENT", time.perf_counter(), refused)
-    )
+    served = ServedRequest("Generate", {"x-request-id": "r1"}, GatewayMetrics().grpc, "OK")
+    served.namespace = "n" * 10_000
+    with pytest.raises(InvalidField), served.record(grpc_status_of):
+        raise InvalidField("ratio", "x" * 10_000)
     (line,) = lines(written)
     assert (line["request_id"], line["method"], line["status"]) == ("r1", "Generate", "INVALID_ARGUMENT")
     assert line["error"].startswith("InvalidField: ratio")
@@ -90,7 +91,7 @@ def test_http_requests_are_logged_without_what_they_say(logger: logging.Logger) 
     write_json_lines(written)
 
     async def ask() -> None:
-        app = HttpFront(ScriptedBackend(), OpenAccess()).app
+        app = HttpFront(gateway_over(ScriptedBackend())).app
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as caller:
             body = {"messages": [{"role": "user", "content": "a secret question"}]}
             headers = {

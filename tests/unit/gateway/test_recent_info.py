@@ -73,13 +73,13 @@ def test_what_was_said_once_is_known_while_engines_hang_or_fail(
         recent = RecentInfo(engine.info)
         engine.error = Unavailable("not yet")
         with pytest.raises(Unavailable, match="not yet"):
-            await recent.known(60.0)
+            await recent.get_stale(60.0)
         engine.error = None
-        assert await recent.known(60.0) is INFO, "the first is asked for until it is there"
+        assert await recent.get_stale(60.0) is INFO, "the first is asked for until it is there"
         monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
         engine.go.clear()
         for _ in range(3):
-            assert await recent.known(0.0) is INFO, "without waiting for the engine"
+            assert await recent.get_stale(0.0) is INFO, "without waiting for the engine"
             await asyncio.sleep(0)
         assert engine.asked == 3, "one at a time"
         engine.go.set()
@@ -87,7 +87,7 @@ def test_what_was_said_once_is_known_while_engines_hang_or_fail(
             engine.error = error
             async with asyncio.timeout(10):
                 while told not in caplog.text:
-                    assert await recent.known(0.0) is INFO
+                    assert await recent.get_stale(0.0) is INFO
                     await asyncio.sleep(0)
         with pytest.raises(KeyError):
             await recent.get()

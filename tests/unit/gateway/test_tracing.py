@@ -18,10 +18,10 @@ from kintsugi.core.exchange import EngineDelta, EngineRequest
 from kintsugi.gateway import tracing
 from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fronts.openai_answer import accounting_in, without_times_in
-from kintsugi.gateway.gateway import Finished, Gateway, GenerateCall
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.serving.stub import StubBackend
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 from tests.recorded_spans import recorded
 
@@ -69,9 +69,7 @@ class TimedBackend(StubBackend):
 
 async def _accountings(calls: int, explain: bool = False) -> list[Mapping[str, Any]]:
     """What callers with `PARENT`'s headers are told."""
-    gateway = Gateway(
-        TimedBackend(), InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text]
-    )
+    gateway = Gateway(TimedBackend(), RamStore(), lambda text: [ord(letter) for letter in text])
     told = []
     call = GenerateCall("tenant", (), Segment(text="why?"), trace=PARENT, explain=explain)
     for _ in range(calls):
@@ -85,7 +83,7 @@ async def _accountings(calls: int, explain: bool = False) -> list[Mapping[str, A
 async def _sent_to_the_engine() -> EngineRequest:
     """Of a call with `PARENT`'s headers."""
     backend = StubBackend()
-    gateway = Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text])
+    gateway = Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text])
     call = GenerateCall("tenant", (Segment(text="chunk"),), Segment(text="why?"), trace=PARENT)
     async for _ in gateway.generate(ANYONE, call):
         pass
@@ -121,7 +119,7 @@ def test_without_the_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tracing, "propagate", None)
     with tracing.span("gateway.generate", PARENT) as current:
         current.set("name", 1)
-        current.failed(ValueError())
+        current.record_error(ValueError())
         assert current.headers() == {}
         assert not current.is_recording
         tracing.add_layers(current, BLENDED)
@@ -180,12 +178,12 @@ def test_layers_are_recorded_again_later(exported: InMemorySpanExporter) -> None
     now_s = 0.0
     timelines = tracing.Timelines(per_s=2.0, clock=lambda: now_s)
     with tracing.span("gateway.engine") as engine:
-        assert [timelines.wanted(engine) for _ in range(4)] == [True, True, False, False]
+        assert [timelines.should_trace_layers(engine) for _ in range(4)] == [True, True, False, False]
         now_s = 0.5
-        assert [timelines.wanted(engine) for _ in range(2)] == [True, False]
+        assert [timelines.should_trace_layers(engine) for _ in range(2)] == [True, False]
         now_s = 100.0
-        assert [timelines.wanted(engine) for _ in range(3)] == [True, True, False]
-        assert not timelines.wanted(tracing.TraceSpan(None, None))
+        assert [timelines.should_trace_layers(engine) for _ in range(3)] == [True, True, False]
+        assert not timelines.should_trace_layers(tracing.TraceSpan(None, None))
 
 
 @pytest.mark.parametrize("begin", ["data: ", ""])
@@ -217,14 +215,14 @@ def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tracing.trace, "set_tracer_provider", set_up.append)
     for name in tracing.EXPORTED:
         monkeypatch.delenv(name, raising=False)
-    assert not tracing.export_as_asked()
+    assert not tracing.start_export()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
-    assert tracing.export_as_asked()
+    assert tracing.start_export()
     (provider,) = set_up
     assert provider.resource.attributes["service.name"] == "kintsugi-gateway"
     provider.shutdown()
     monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
-    assert tracing.export_as_asked()
+    assert tracing.start_export()
     assert set_up == [provider]
 
 
@@ -244,7 +242,7 @@ def test_the_environment_names_the_service(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    assert tracing.export_as_asked()
+    assert tracing.start_export()
     assert [provider.resource.attributes["service.name"] for provider in set_up] == [name]
     set_up[0].shutdown()
 
@@ -252,18 +250,18 @@ def test_the_environment_names_the_service(
 def test_the_environment_says_in_which_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in tracing.PROTOCOLS:
         monkeypatch.delenv(name, raising=False)
-    assert ".proto.grpc." in tracing.exporter_class_as_asked().__module__
+    assert ".proto.grpc." in tracing.load_exporter_class().__module__
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-    assert ".proto.http." in tracing.exporter_class_as_asked().__module__
+    assert ".proto.http." in tracing.load_exporter_class().__module__
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-    assert ".proto.grpc." in tracing.exporter_class_as_asked().__module__
+    assert ".proto.grpc." in tracing.load_exporter_class().__module__
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
     with pytest.raises(InvalidField, match="none of grpc, http/protobuf"):
-        tracing.exporter_class_as_asked()
+        tracing.load_exporter_class()
 
 
 def test_spans_that_cannot_be_exported_are_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(Unavailable, match="install opentelemetry-exporter-otlp"):
-        tracing.export_as_asked()
+        tracing.start_export()

@@ -7,9 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kintsugi_operator.api import BlendServiceSpec, from_manifest
-from kintsugi_operator.environment import FIELDS
-from kintsugi_operator.objects import Owner
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.environment import FIELDS
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.objects.base import Owner
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 OWNER = Owner("BlendService", "acme", "team", "uid-1")

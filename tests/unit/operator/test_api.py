@@ -15,18 +15,14 @@ import pytest
 from hypothesis import given, settings
 
 from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.rules import camel
 from kintsugi.core.spaces import check_namespace
-from kintsugi_operator.api import (
-    BlendServiceSpec,
-    CorpusPrecomputeSpec,
-    camel,
-    from_manifest,
-    snake,
-    to_manifest,
-)
-from kintsugi_operator.crd import crds
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.validation import check_corpus, check_service
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.crd import crds
+from kintsugi_operator.api.manifest import from_manifest, to_manifest
+from kintsugi_operator.desired.validation import check_corpus, check_service
+from kintsugi_operator.objects.deployed import EngineRevision
 from tests.unit.operator.specs import SMALL, manifests, spec_of, specs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +48,7 @@ def test_what_the_types_accept_the_crd_accepts(values: dict[str, Any]) -> None:
 
 
 def test_names_are_camel_in_yaml() -> None:
-    assert (camel("ram_gib"), camel("max"), snake("maxModelLen")) == ("ramGib", "max", "max_model_len")
+    assert (camel("ram_gib"), camel("max"), camel("max_model_len")) == ("ramGib", "max", "maxModelLen")
 
 
 @pytest.mark.parametrize(
@@ -76,25 +72,36 @@ def test_a_wrong_field_is_named_as_yaml_does(
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ({"gateway": {"tokensSecret": ""}}, "gateway.tokensSecret: is mandatory"),
-        ({"network": {"policies": False}}, "store.tlsSecret: is mandatory without network.policies"),
-        ({"engines": {"replicas": {"min": 3, "max": 2}}}, "replicas.min: must not exceed max"),
-        ({"engines": {"replicas": {"min": 0}}}, "replicas: min 0"),
-        ({"gateway": {"httpPort": 7500}}, "must differ"),
+        ({"gateway": {"tokensSecret": ""}}, "spec: gateway.tokensSecret is mandatory"),
+        ({"network": {"policies": False}}, "spec: without network.policies the store needs store.tlsSecret"),
+        ({"engines": {"replicas": {"min": 3, "max": 2}}}, "spec.engines.replicas: min must not exceed max"),
+        ({"engines": {"replicas": {"min": 0}}}, "spec.engines.replicas.min: 0 must be at least 1"),
+        ({"gateway": {"httpPort": 7500}}, "spec.gateway.httpPort: grpcPort and httpPort must differ"),
         ({"gateway": {"httpPort": 8265}}, "8265 is taken by Ray's dashboard"),
         ({"engines": {"sharedMemory": "16Gi"}}, "counts towards memory"),
-        ({"store": {"replication": 2}}, "replication"),
+        ({"store": {"replication": 2}}, "spec.store.replication: replication must not exceed shards"),
         ({"tls": {"requireClient": True}}, "spec.tls.secret"),
-        ({"engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
-        ({"engines": {"connector": {"store": "x"}}}, "engines.connector.store"),
-        ({"model": {"codec": "zip"}}, "codec"),
+        ({"engines": {"vllm": {"model": "x"}}}, "spec.engines.vllm.model"),
+        ({"engines": {"connector": {"store": "x"}}}, "spec.engines.connector.store"),
+        ({"model": {"codec": "zip"}}, "spec.model.codec: 'zip' is not one of 'raw'"),
         ({"gateway": {"grpcPort": 12000}}, "spec.gateway.grpcPort: 12000 is taken by Ray's workers"),
         (
             {"engines": {"gpus": 1, "vllm": {"tensor_parallel_size": 2}}},
             "spec.engines.vllm.tensor_parallel_size: 2 needs as many GPUs",
         ),
-        ({"model": {"path": "s3://bucket/model"}}, r"spec\.model\.path: .* 's3://bucket/model'"),
-        ({"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}, "spec.store.env.0.name: RAY_ADDRESS: "),
+        ({"store": {"rampSeconds": -1}}, "spec.store.rampSeconds: -1.0 must be at least 0"),
+        ({"store": {"shards": 257}}, "spec.store.shards: 257 must be at most 256"),
+        (
+            {"store": {"tiers": [{"name": "a", "gib": 1}, {"name": "a", "gib": 2}]}},
+            "tiers.1.name: a is there",
+        ),
+        ({"engines": {"memory": "much"}}, "spec.engines.memory: "),
+        ({"engines": {"nodes": {"tolerations": [{}]}}}, "tolerations.0: without a key, operator must be"),
+        ({"model": {"path": "s3://bucket/model"}}, r"spec\.model\.path: 's3://bucket/model' does not match"),
+        (
+            {"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}},
+            "spec.store.env.0.name: this variable is .* \\(got 'RAY_ADDRESS'\\)",
+        ),
         ({"engines": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "model.tokenSecret"),
         ({"gateway": {"env": [{"name": "A"}, {"name": "A"}]}}, "spec.gateway.env.1.name: A is there twice"),
         ({"gateway": {"env": [{"name": "A", "valueFrom": {}}]}}, "env.0.valueFrom: name one of"),
@@ -112,14 +119,14 @@ def test_a_wrong_field_is_named_as_yaml_does(
             },
             "env.0.value: give value or valueFrom",
         ),
-        ({"network": {"egress": [{"ports": []}]}}, "spec.network.egress.0.ports: are mandatory"),
+        ({"network": {"egress": [{"ports": []}]}}, "spec.network.egress.0.ports: is mandatory"),
         ({"network": {"egress": [{"ports": [1], "cidr": "10.0.0.1/8"}]}}, "spec.network.egress.0.cidr"),
         ({"network": {"egress": [{"ports": [1], "cidr": "::/0", "namespace": "n"}]}}, "not both"),
     ],
 )
 def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidField, match=says):
-        check_service(spec_of(**parts), "acme", "team")
+        check_service(spec_of(**parts))
 
 
 @pytest.mark.parametrize(
@@ -217,8 +224,8 @@ def test_the_files_are_what_the_types_say() -> None:
 def test_a_field_that_is_as_it_would_be_anyhow_changes_no_revision() -> None:
     """Else a later operator, with more fields, would start all engines anew."""
     told = spec_of(model={"dtype": "auto", "codec": "raw", "name": ""}, engines={"connector": {}, "vllm": {}})
-    assert Revision.of(told).name == Revision.of(spec_of()).name
-    assert Revision.of(spec_of(model={"codec": "int8"})).name != Revision.of(spec_of()).name
+    assert EngineRevision.of(told).name == EngineRevision.of(spec_of()).name
+    assert EngineRevision.of(spec_of(model={"codec": "int8"})).name != EngineRevision.of(spec_of()).name
 
 
 def test_everything_that_a_rule_may_look_at_is_bounded() -> None:

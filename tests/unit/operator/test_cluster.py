@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.cluster import BLEND_SERVICE, CLAIM, POD, RAY_CLUSTER, ApiServer, Refused
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, CLAIM, POD, RAY_CLUSTER, ApiServer, Refused
+from kintsugi_operator.controller.cluster import SERVICE as SERVICE_KIND
 from tests.unit.operator.conversation import Conversation, held
 
 SERVICE = {
@@ -67,7 +68,7 @@ def test_what_is_not_there_is_none() -> None:
     assert talk(Conversation(), lambda server: server.get(BLEND_SERVICE, "team", "acme")) is None
     assert talk(Conversation(), lambda server: server.list(CLAIM, "team", {})) == []
     assert talk(Conversation(), lambda server: server.delete(CLAIM, "team", "gone")) is None
-    assert talk(Conversation(), lambda server: server.served("ray.io/v1")) == frozenset()
+    assert talk(Conversation(), lambda server: server.list_served_kinds("ray.io/v1")) == frozenset()
 
 
 def test_a_refusal_carries_the_servers_words() -> None:
@@ -94,7 +95,7 @@ def test_an_eviction_may_be_forbidden_for_now() -> None:
 def test_what_is_served_is_discovered() -> None:
     resources = [{"name": "rayservices"}, {"name": "rayservices/status"}]
     conversation = Conversation({("GET", "/apis/ray.io/v1"): (200, {"resources": resources})})
-    served = talk(conversation, lambda server: server.served("ray.io/v1"))
+    served = talk(conversation, lambda server: server.list_served_kinds("ray.io/v1"))
     assert served == {"rayservices", "rayservices/status"}
 
 
@@ -105,5 +106,21 @@ def test_nobody_there_is_unavailable() -> None:
             client.configuration.host = "http://127.0.0.1:9"
             with pytest.raises(Unavailable, match="does not answer"):
                 await ApiServer(client).get(POD, "team", "p")
+
+    asyncio.run(main())
+
+
+def test_only_what_may_change_the_cluster_is_counted() -> None:
+    path = "/api/v1/namespaces/team/services/acme-grpc"
+    conversation = Conversation({("GET", path): (200, SERVICE), ("PATCH", path): (200, SERVICE)})
+    writes = []
+
+    async def main() -> None:
+        async with held(conversation) as client:
+            server = ApiServer(client, lambda: writes.append(1))
+            await server.get(SERVICE_KIND, "team", "acme-grpc")
+            assert writes == []
+            await server.apply(SERVICE)
+            assert writes == [1]
 
     asyncio.run(main())

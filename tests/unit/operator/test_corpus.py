@@ -12,14 +12,15 @@ import pytest
 from typer.main import get_command
 
 from kintsugi.cli.main import app
-from kintsugi_operator.api import CorpusPrecomputeSpec, from_manifest
-from kintsugi_operator.corpus import CorpusDesired, CorpusObserved, Target, figures_in, plan_corpus
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.jobs import calibration_job
-from kintsugi_operator.names import LABEL_SERVICE
-from kintsugi_operator.objects import Owner
-from kintsugi_operator.observed import JobState, JobView
-from kintsugi_operator.status import CorpusPrecomputeStatus
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.api.status import CorpusPrecomputeStatus
+from kintsugi_operator.desired.corpus import CorpusDesired, CorpusObserved, Target, figures_in, plan_corpus
+from kintsugi_operator.objects.base import Owner
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.jobs import calibration_job
+from kintsugi_operator.objects.names import LABEL_SERVICE
+from kintsugi_operator.observed.views import JobState, JobView
 from tests.unit.operator.specs import NOW, spec_of
 
 OWNER = Owner("CorpusPrecompute", "handbook", "team", "uid-2")
@@ -33,7 +34,7 @@ def corpus_of(**values: Any) -> CorpusPrecomputeSpec:
 
 def target(path: str = "/models/small", ready: bool = True) -> Target:
     spec = spec_of(model={"path": path})
-    return Target(spec, Revision.of(spec), ready)
+    return Target(spec, EngineRevision.of(spec), ready)
 
 
 def decide(
@@ -72,7 +73,9 @@ def test_it_runs_at_once() -> None:
 def test_its_engines_have_the_environment_of_the_services() -> None:
     proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
     spec = spec_of(engines={"env": [proxy]}, gateway={"env": [{"name": "OTEL_SERVICE_NAME", "value": "x"}]})
-    cluster = job_of(decide(corpus_of(), at=Target(spec, Revision.of(spec), True)))["spec"]["rayClusterSpec"]
+    cluster = job_of(decide(corpus_of(), at=Target(spec, EngineRevision.of(spec), True)))["spec"][
+        "rayClusterSpec"
+    ]
     for template in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]):
         env = template["spec"]["containers"][0]["env"]
         assert proxy in env
@@ -98,7 +101,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         },
     )
     asked = corpus_of(retireOldEditions=True, format="csv", workers={"gpus": 4, "vllm": {"seed": 1}})
-    at = Target(spec, Revision.of(spec), True)
+    at = Target(spec, EngineRevision.of(spec), True)
     job = job_of(decide(asked, at=at))
     told: Any = options_of(shlex.split(job["spec"]["entrypoint"]))
     assert (told["source"], told["model"], told["codec"], told["retire"]) == (

@@ -13,12 +13,12 @@ import aiohttp
 import kopf
 import pytest
 
-from kintsugi_operator.cluster import BLEND_SERVICE, ApiServer
-from kintsugi_operator.names import FINALIZER
-from kintsugi_operator.operator import Settings, operate
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.pulse import Pulse
-from kintsugi_operator.reconcile import utc_now
+from kintsugi_operator.controller.cluster import BLEND_SERVICE
+from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.reconcile import utc_now
+from kintsugi_operator.objects.names import FINALIZER
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.operator import OperatorOptions, operate
 from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeWeb
 from tests.unit.operator.conversation import served
@@ -33,8 +33,8 @@ NOTE = {"example.com/note": "seen"}
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look again at once, and fetch no metrics from pods that do not exist."""
-    monkeypatch.setattr("kintsugi_operator.reconcile.SOON_S", 0.05)
-    monkeypatch.setattr("kintsugi_operator.reconcile.LATER_S", 0.05)
+    monkeypatch.setattr("kintsugi_operator.controller.reconcile.SOON_S", 0.05)
+    monkeypatch.setattr("kintsugi_operator.controller.reconcile.LATER_S", 0.05)
     monkeypatch.setattr("kintsugi_operator.operator.HttpWeb", lambda session: FakeWeb())
 
 
@@ -88,13 +88,13 @@ class Operated:
 @contextlib.asynccontextmanager
 async def operated(world: World) -> AsyncIterator[Operated]:
     it = Operated(world, FakeApiServer(world.cluster))
-    settings = Settings("", "me", namespaces=("default",))
+    settings = OperatorOptions("", "me", namespaces=("default",))
     async with served(it.server.answer) as client, aiohttp.ClientSession() as session:
 
         def login(**_: Any) -> kopf.ConnectionInfo:
             return kopf.ConnectionInfo(server=client.configuration.host)
 
-        task = asyncio.create_task(operate(ApiServer(client), settings, session, it.pulse, login))
+        task = asyncio.create_task(operate(client, settings, session, it.pulse, login))
         try:
             yield it
         finally:

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.rbac import LEASE_RULES, RULES, PolicyRule, expand_rules
-from kintsugi_operator.rollout import RETIRE_AFTER_S
+from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, PolicyRule, expand_rules
+from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
+from kintsugi_operator.objects.deployed import EngineRevision
 from tests.unit.operator.specs import spec_of
 from tests.unit.operator.test_reconcile import OLD, World, run
 
@@ -37,7 +37,7 @@ def test_every_right_is_used_and_every_use_is_a_right() -> None:
         network={"policies": False},
     )
     world.look()
-    new = Revision.of(spec_of(model={"path": "/models/other"})).name
+    new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve("acme-store")
     world.kuberay.serve(f"acme-{new}")
     for _ in range(4):

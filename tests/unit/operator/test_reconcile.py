@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 
-from kintsugi_operator.api import API_VERSION
-from kintsugi_operator.cluster import Refused
-from kintsugi_operator.compare import drift
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.names import FINALIZER, LABEL_REVISION
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.reconcile import Reconciler
-from kintsugi_operator.rollout import RETIRE_AFTER_S
+from kintsugi_operator.api.manifest import API_VERSION
+from kintsugi_operator.controller.cluster import Refused
+from kintsugi_operator.controller.reconcile import Reconciler
+from kintsugi_operator.controller.scrape import figures
+from kintsugi_operator.desired.compare import drift
+from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import Figures
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeWeb
 from tests.unit.operator.specs import NOW, SMALL, spec_of
 
-OLD = Revision.of(spec_of()).name
+OLD = EngineRevision.of(spec_of()).name
 
 
 class World:
@@ -206,7 +208,7 @@ def test_another_model_serves_only_once_it_may(world: World) -> None:
     store = copy.deepcopy(world.cluster.find("RayService", "acme-store")["spec"])
     world.make(model={"path": "/models/other"}, image={"tag": "2"})
     world.settle()
-    new = Revision.of(spec_of(model={"path": "/models/other"}, image={"tag": "2"})).name
+    new = EngineRevision.of(spec_of(model={"path": "/models/other"}, image={"tag": "2"})).name
     assert {f"acme-{OLD}", f"acme-{new}"} <= set(world.cluster.named("RayService"))
     assert world.serving() == OLD
     world.kuberay.serve(f"acme-{new}")
@@ -232,7 +234,7 @@ def test_a_model_that_does_not_blend_is_not_switched_to(world: World) -> None:
     world.up()
     world.make(model={"path": "/models/other"})
     world.settle()
-    new = Revision.of(spec_of(model={"path": "/models/other"})).name
+    new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve(f"acme-{new}")
     world.settle()
     (job,) = [one for one in world.cluster.named("RayJob") if "calibrate" in one]
@@ -470,6 +472,12 @@ def test_figures_come_from_metrics(world: World) -> None:
     assert world.cluster.writes == before
 
 
+def test_a_page_that_is_no_metrics_is_passed_over() -> None:
+    engine = 'x 1\nkintsugi_blend_tokens_hit_total{engine="0"} %s\nkintsugi_blend_tokens_missed_total 1\n'
+    pages = ["", "<html>no metrics</html>", engine % "what", engine % "3"]
+    assert figures(["kintsugi_store_tier_used_bytes{tier="], pages) == Figures((), 0.6)
+
+
 def test_a_corpus_is_filled_and_waited_for(world: World) -> None:
     world.up()
     world.fill()
@@ -487,7 +495,7 @@ def test_a_corpus_is_filled_and_waited_for(world: World) -> None:
     # A new model is warm once the corpus has been filled for it.
     world.make(model={"path": "/models/other"})
     world.settle()
-    new = Revision.of(spec_of(model={"path": "/models/other"})).name
+    new = EngineRevision.of(spec_of(model={"path": "/models/other"})).name
     world.kuberay.serve(f"acme-{new}")
     world.settle()
     world.kuberay.finish(*[one for one in world.cluster.named("RayJob") if "calibrate" in one])

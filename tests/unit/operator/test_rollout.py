@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi_operator.deployed import Revision
-from kintsugi_operator.observed import CorpusView, JobState, JobView, Observed, RayServiceView
-from kintsugi_operator.rollout import RETIRE_AFTER_S, RETIRING_MAX, Phase, Rollout, step
+from kintsugi_operator.desired.rollout import RETIRE_AFTER_S, RETIRING_MAX, Phase, Rollout, step
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.observed.views import CorpusView, JobState, JobView, Observed, RayServiceView
 from tests.unit.operator.specs import spec_of
 
 READY = RayServiceView(is_ready=True)
@@ -94,7 +94,7 @@ def test_corpora_are_waited_for(corpus: CorpusView, waits: bool) -> None:
 
 def test_a_lost_status_is_found_again_in_the_cluster() -> None:
     """The gateway's Service knows who serves; the engines of that revision go on."""
-    revision = Revision.of(spec_of())
+    revision = EngineRevision.of(spec_of())
     observed = Observed(selected="old", revisions={"old": revision})
     assert moved(Rollout(), observed, asked="old") == OLD
     assert moved(Rollout(), observed).active == "old"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi_operator.observed import ShardPod
-from kintsugi_operator.shards import Action, next_step, ready_shards
+from kintsugi_operator.desired.shards import Action, next_step, ready_shards
+from kintsugi_operator.observed.views import ShardPod
 
 
 def pods(*templates: str, down: tuple[int, ...] = (), leaving: tuple[int, ...] = ()) -> list[ShardPod]:

@@ -17,12 +17,12 @@ import kopf
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.api import API_VERSION
-from kintsugi_operator.cluster import ApiServer, Refused
-from kintsugi_operator.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
-from kintsugi_operator.operator import Settings, _until_served, operate
-from kintsugi_operator.pulse import Pulse
-from kintsugi_operator.queue import KEYS_MAX, ObjectKey, WorkQueue
+from kintsugi_operator.api.manifest import API_VERSION
+from kintsugi_operator.controller.cluster import ApiServer, Refused
+from kintsugi_operator.controller.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
+from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.queue import KEYS_MAX, ObjectKey, WorkQueue
+from kintsugi_operator.operator import OperatorOptions, _until_served, operate
 from tests.fakes.cluster import FakeCluster
 from tests.unit.operator.conversation import Asked, Conversation, held
 
@@ -311,10 +311,9 @@ def test_an_event_leads_to_a_look_and_kopf_writes_nothing(monkeypatch: pytest.Mo
 
     async def main() -> Pulse:
         pulse = Pulse()
-        settings = Settings("team", "me", namespaces=("team",))
+        settings = OperatorOptions("team", "me", namespaces=("team",))
         async with held(conversation) as client, aiohttp.ClientSession() as session:
-            server = ApiServer(client)
-            task = asyncio.create_task(operate(server, settings, session, pulse, login))
+            task = asyncio.create_task(operate(client, settings, session, pulse, login))
             await until(lambda: any(one.path.endswith("/blendservices/acme") for one in conversation.asked))
             await stopped(task)
         return pulse
@@ -445,7 +444,7 @@ async def _is_leader(session: aiohttp.ClientSession, port: int) -> bool:
 
 def test_the_command_line() -> None:
     environ = {"POD_NAME": "operator-0", "POD_NAMESPACE": "here"}
-    settings = Settings.of(["--lease=l", "--namespace", "a", "--namespace", "b"], environ)
-    assert settings == Settings("here", "operator-0", ("a", "b"), lease_name="l")
+    settings = OperatorOptions.of(["--lease=l", "--namespace", "a", "--namespace", "b"], environ)
+    assert settings == OperatorOptions("here", "operator-0", ("a", "b"), lease_name="l")
     with pytest.raises(SystemExit):
-        Settings.of(["--what"], {})
+        OperatorOptions.of(["--what"], {})

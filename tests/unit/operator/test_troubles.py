@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kintsugi_operator.names import LABEL_PART
-from kintsugi_operator.pods import Manifest
-from kintsugi_operator.troubles import trouble_of, troubles_of
+from kintsugi_operator.objects.names import LABEL_PART
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.troubles import trouble_of, troubles_of
 from tests.unit.operator.specs import NOW
 
 LONG_AGO, JUST_NOW = "2026-11-21T11:57:00Z", "2026-11-21T11:59:30Z"

@@ -10,7 +10,7 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.spaces import ChunkKey, token_bytes
-from kintsugi.precompute.batches import DEATHS_MAX, Batches, ChunkBatch, OutcomeVerdict, verdict_on
+from kintsugi.precompute.batches import DEATHS_MAX, Batches, ChunkBatch, OutcomeVerdict, judge_outcome
 from kintsugi.precompute.ledger import PendingChunk, pack_tokens
 from kintsugi.precompute.worker import FILLED, PRESENT
 
@@ -33,7 +33,7 @@ def chunk(number: int, size: int = 10) -> PendingChunk:
     ],
 )
 def test_an_outcome_is_judged_by_its_first_word(outcome: str, verdict: OutcomeVerdict) -> None:
-    assert verdict_on(outcome) is verdict
+    assert judge_outcome(outcome) is verdict
 
 
 def test_batches_fill_up_to_their_tokens_and_flush_the_rest() -> None:
@@ -53,7 +53,7 @@ def test_what_the_store_did_not_take_waits_again() -> None:
     batches = Batches(100)
     batch = ChunkBatch([chunk(n) for n in range(6)])
     outcomes = [FILLED, PRESENT, "Unavailable: x", "odd", "ResourceExhausted: y", "ForeignChunkKey: z"]
-    settled = batches.finished(batch, outcomes)
+    settled = batches.settle_batch(batch, outcomes)
     assert settled.filled == [chunk(0)]
     assert settled.present == [chunk(1)]
     assert settled.failed == [(chunk(3), "odd")]
@@ -75,7 +75,7 @@ def test_a_deadly_chunk_is_found_and_costs_only_itself(seed: int) -> None:
             deaths += 1
             given_up += [lost for lost, _ in batches.split_after_death(batch)]
         else:
-            filled += batches.finished(batch, [FILLED] * len(batch.chunks)).filled
+            filled += batches.settle_batch(batch, [FILLED] * len(batch.chunks)).filled
     assert sorted(c.key for c in [*filled, *given_up]) == [chunk(n).key for n in range(count)]
     assert given_up == ([chunk(deadly)] if deadly < count else [])
     assert deaths <= 7 + DEATHS_MAX

@@ -20,7 +20,7 @@ def database(tmp_path: Path) -> Database:
 
 
 def count(database: Database) -> int:
-    with database.reading() as db:
+    with database.open_read() as db:
         (found,) = db.execute("SELECT count(*) FROM word").fetchone()
     return int(found)
 
@@ -35,9 +35,9 @@ def test_a_body_that_raises_leaves_nothing(database: Database) -> None:
 
 
 def test_a_full_disk_is_said_and_nothing_is_half_written(database: Database) -> None:
-    with database.reading() as db:
+    with database.open_read() as db:
         db.execute("PRAGMA max_page_count=8")  # what SQLite says then is what it says on a full disk
-    with pytest.raises(ResourceExhausted, match="make room"), database.transaction() as db:
+    with pytest.raises(ResourceExhausted, match="free some space"), database.transaction() as db:
         db.executemany("INSERT INTO word VALUES (?)", [(bytes(4096),) for _ in range(20)])
     assert count(database) == 0
     with database.transaction() as db:

@@ -62,7 +62,7 @@ class Corpus:
         run = self.ledger.begin_run(edition)
         recorded = self.ledger.record(edition, run, "acme", documents)
         vanished = self.ledger.end_scan(edition, run, stamps or {}, failed)
-        rest = [chunk.key for page in self.ledger.unchecked(edition, run) for chunk in page]
+        rest = [chunk.key for page in self.ledger.claim_unchecked(edition, run) for chunk in page]
         self.ledger.end_run(run, 0, 0.0, complete=True)
         return [chunk.key for chunk in recorded.fresh] + rest, recorded.duplicates, vanished
 
@@ -113,7 +113,7 @@ def test_files_that_have_not_changed_keep_their_documents(ledger: Ledger) -> Non
     run = ledger.begin_run(edition)
     assert ledger.keep_files(edition, run, ["a.jsonl"]) == 1
     assert ledger.end_scan(edition, run, {}, []) == 1
-    assert [chunk.key for page in ledger.unchecked(edition, run) for chunk in page] == [key(1)]
+    assert [chunk.key for page in ledger.claim_unchecked(edition, run) for chunk in page] == [key(1)]
     recut = ledger.open_edition("tea", SPACE, "src", "model", "cut otherwise")
     assert (recut, ledger.stamps(recut)) == (edition, {})
 
@@ -175,7 +175,7 @@ def test_what_was_complete_last_is_not_replaced_yet(ledger: Ledger) -> None:
         ledger.end_run(ledger.begin_run(opened(space)), 1, 1.0, complete=True)
 
     def replaced(edition: int) -> list[int]:
-        return [one.id for one in ledger.replaced("tea", edition)]
+        return [one.id for one in ledger.find_replaced_editions("tea", edition)]
 
     first, second, third = (opened(space) for space in spaces)
     assert replaced(third) == []

@@ -16,9 +16,9 @@ from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
 from kintsugi.models.checkpoint import model_fingerprint
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.precompute.service import spec_of
+from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.spec import JobSpec, ModelFacts
-from kintsugi.precompute.worker import durable
+from kintsugi.precompute.worker import durable_url
 from tests.fakes.hub import FakeHub, point_library, serving
 
 
@@ -49,17 +49,17 @@ def test_impossible_values_are_named(values: dict[str, Any], field: str) -> None
 
 
 def test_a_spec_survives_json_and_unknown_fields_do_not() -> None:
-    assert spec_of(spec(workers=3, chunking=ChunkingConfig(100)).to_json()) == spec(
+    assert parse_spec(spec(workers=3, chunking=ChunkingConfig(100)).to_json()) == spec(
         workers=3, chunking=ChunkingConfig(100)
     )
     with pytest.raises(InvalidField, match="workers"):
-        spec_of(
+        parse_spec(
             json.dumps({"source": "x", "model": "m", "store": "grpc://h:1", "namespace": "a", "worker": 1})
         )
-    with pytest.raises(InvalidField, match="no JSON"):
-        spec_of("{")
+    with pytest.raises(InvalidField, match="not JSON"):
+        parse_spec("{")
     with pytest.raises(InvalidField, match="at most"):
-        spec_of(" " * (1 << 21))
+        parse_spec(" " * (1 << 21))
 
 
 def test_a_corpus_is_called_by_its_source_and_tenant() -> None:
@@ -138,7 +138,7 @@ def test_chunks_longer_than_the_context_are_refused() -> None:
 
 
 def test_puts_are_durable_where_the_store_has_a_disk() -> None:
-    assert durable("grpc://h:1", False) == "grpc://h:1"
-    assert durable("grpc://h:1", True) == "grpc://h:1?ack=durable"
-    assert durable("grpc://h:1?tier=ssd0", True) == "grpc://h:1?tier=ssd0&ack=durable"
-    assert durable("grpc://h:1?ack=ram", True) == "grpc://h:1?ack=ram"
+    assert durable_url("grpc://h:1", False) == "grpc://h:1"
+    assert durable_url("grpc://h:1", True) == "grpc://h:1?ack=durable"
+    assert durable_url("grpc://h:1?tier=ssd0", True) == "grpc://h:1?tier=ssd0&ack=durable"
+    assert durable_url("grpc://h:1?ack=ram", True) == "grpc://h:1?ack=ram"

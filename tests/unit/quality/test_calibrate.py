@@ -8,7 +8,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import Thresholds
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid
-from kintsugi.quality.calibrate import Budget, Calibration, calibrate, passage_questions
+from kintsugi.quality.calibrate import Budget, Calibration, calibrate, make_passage_questions
 from kintsugi.quality.measure import Bench
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, case
@@ -77,17 +77,17 @@ def test_a_model_that_no_blend_fits_gets_a_failing_report() -> None:
 
 
 def test_a_model_that_answers_nothing_right_is_refused() -> None:
-    with pytest.raises(InvalidField, match="full prefill answers none of 60 right"):
+    with pytest.raises(InvalidField, match="full prefill answers none of 60 correctly"):
         run(FakeEngine(full_is_right=False))
 
 
 def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(InvalidField, match="31 are too few to trust a blend by; allow at least 32"):
+    with pytest.raises(InvalidField, match="31 prompts are too few; allow at least 32"):
         run(FakeEngine(), 60, Budget(31))
 
 
 def test_too_few_questions_are_refused() -> None:
-    with pytest.raises(InvalidField, match="31 can be asked, but a calibration needs 32"):
+    with pytest.raises(InvalidField, match="31 fit the model, but a calibration needs 32"):
         run(FakeEngine(), 31)
 
 
@@ -127,9 +127,9 @@ def test_what_costs_too_much_is_not_tried() -> None:
 
 
 def test_bundled_passages_make_questions_without_answers() -> None:
-    questions = passage_questions(lambda text: len(text), 600, 20, seed=3)
+    questions = make_passage_questions(lambda text: len(text), 600, 20, seed=3)
     assert len(questions) == 20
     assert len({question.chunks for question in questions}) > 15
     assert all(len(question.chunks) == 4 and not question.answers for question in questions)
     assert all(len(chunk) < 900 for question in questions for chunk in question.chunks)
-    assert questions == passage_questions(lambda text: len(text), 600, 20, seed=3)
+    assert questions == make_passage_questions(lambda text: len(text), 600, 20, seed=3)

@@ -12,7 +12,15 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import plots
-from kintsugi.quality.evaluate import FULL, REUSE, Axes, best_by_selector, evaluate, rate_rows, reshape_cases
+from kintsugi.quality.evaluate import (
+    FULL,
+    REUSE,
+    Axes,
+    best_by_selector,
+    evaluate,
+    measure_rates,
+    reshape_cases,
+)
 from kintsugi.quality.measure import Bench
 from tests.unit.quality.fakes import FakeEngine, case
 
@@ -75,7 +83,7 @@ def test_rates_are_of_the_best_of_each_selector() -> None:
     assert best == [Selection(0.3), Selection(0.2, SelectorName.QUERY)]
     engine = TimedEngine()
     bench = Bench(engine, [case(index) for index in range(5)], 1)
-    rates = rate_rows(engine, bench, best, (2.0, 8.0), lambda text: None)  # type: ignore[arg-type]
+    rates = measure_rates(engine, bench, best, (2.0, 8.0), lambda text: None)  # type: ignore[arg-type]
     assert [(row.method, row.rate_per_s) for row in rates[:3]] == [
         (FULL, 2.0),
         (REUSE, 2.0),
@@ -91,7 +99,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     engine = TimedEngine()
     rows = rows_of(axes)
     bench = Bench(engine, [case(index) for index in range(5)], 1)
-    rates = rate_rows(engine, bench, SELECTIONS, (2.0,), lambda text: None)  # type: ignore[arg-type]
+    rates = measure_rates(engine, bench, SELECTIONS, (2.0,), lambda text: None)  # type: ignore[arg-type]
     paths = plots.draw(tmp_path / "plots", rows, rates)
     assert sorted(path.name for path in paths) == [
         f"{name}.{suffix}"

@@ -89,7 +89,7 @@ def test_results_by_task_and_of_two_halves() -> None:
     one = Bench(engine, cases, 1)
     scores = measure_selection(one, BAD, range(10))
     assert scores.of_task("alias").entry.num_prompts == 4
-    halves = measure_selection(one, BAD, range(5)).joined(measure_selection(one, BAD, range(5, 10)))
+    halves = measure_selection(one, BAD, range(5)).join_scores(measure_selection(one, BAD, range(5, 10)))
     assert halves.entry == scores.entry
 
 
@@ -101,8 +101,8 @@ def test_prompts_that_do_not_fit_are_left_out_with_a_warning() -> None:
     assert cases[0].prompt.token_ids == [0, 1, 1, 1, 1, 4, 2, 2]
     assert len(warnings) == 2
     assert "one token" in warnings[0]
-    assert "question 2 is left out: 54 tokens" in warnings[1]
-    with pytest.raises(InvalidField, match=r"none can be asked; .* fewer or shorter chunks"):
+    assert "question 2 is left out: it has 54 tokens" in warnings[1]
+    with pytest.raises(InvalidField, match=r"none fits the model; .* fewer or shorter chunks"):
         tokenize_questions([long], WordTokenizer(), (0,), 20, 2)
 
 

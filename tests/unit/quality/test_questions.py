@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.quality.questions import Question, cut_context, format_question, question_of, read_questions
+from kintsugi.quality.questions import Question, cut_context, format_question, parse_question, read_questions
 
 OWN = {"chunks": ["one ", "two "], "question": "Which?", "answers": ["one"]}
 
@@ -21,14 +21,14 @@ def written(folder: Path, *records: Any) -> Path:
 
 
 def test_ones_own_form() -> None:
-    assert question_of(OWN) == Question(("one ", "two "), "\nQuestion: Which?\nAnswer:", ("one",))
-    unanswered = question_of({"chunks": ["one"], "question": "Which?", "task": "mine"})
+    assert parse_question(OWN) == Question(("one ", "two "), "\nQuestion: Which?\nAnswer:", ("one",))
+    unanswered = parse_question({"chunks": ["one"], "question": "Which?", "task": "mine"})
     assert (unanswered.answers, unanswered.task) == ((), "mine")
 
 
 def test_the_testbeds_form_is_concatenated_as_it_is() -> None:
     record = {"task": "alias", "chunks": [" a", " b"], "question": "Q: x", "answer": "attic", "seed": 1}
-    assert question_of(record) == Question((" a", " b"), "Q: x", ("attic",), "alias")
+    assert parse_question(record) == Question((" a", " b"), "Q: x", ("attic",), "alias")
 
 
 def test_the_form_with_contexts() -> None:
@@ -37,16 +37,16 @@ def test_the_form_with_contexts() -> None:
         "question": "Which?",
         "answers": ["one"],
     }
-    assert question_of(record).chunks == ("one\n", "T\ntwo\n")
+    assert parse_question(record).chunks == ("one\n", "T\ntwo\n")
 
 
 def test_longbenchs_form() -> None:
     context = "Passage 1:\nAda\nwas here.\nPassage 2:\nBob\nwas there."
     record = {"input": "Who?", "context": context, "answers": ["Ada"], "dataset": "hotpotqa", "length": 9}
-    question = question_of(record)
+    question = parse_question(record)
     assert question.chunks == ("Passage 1:\nAda\nwas here.\n", "Passage 2:\nBob\nwas there.")
     assert (question.task, question.tail) == ("hotpotqa", format_question("Who?"))
-    summary = question_of({**record, "input": "", "dataset": "multi_news"})
+    summary = parse_question({**record, "input": "", "dataset": "multi_news"})
     assert summary.tail == "\nSummary:"
 
 

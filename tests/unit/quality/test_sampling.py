@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.quality.sampling import EvenDraw, even_level, is_sampled
+from kintsugi.quality.sampling import FairSampler, fair_share, is_sampled
 
 
 def drawn(share: float, senders: list[str], window: int = 1024) -> Counter[str]:
-    draw = EvenDraw(share, window)
-    chances = [(tenant, draw.chance(tenant)) for tenant in senders]
+    sampler = FairSampler(share, window)
+    chances = [(tenant, sampler.count_request(tenant)) for tenant in senders]
     return Counter(
         tenant for number, (tenant, chance) in enumerate(chances) if is_sampled(f"{number}", chance)
     )
@@ -45,13 +45,13 @@ def test_a_share_is_sampled_and_everybody_agrees_on_it() -> None:
     ],
 )
 def test_levels_by_hand(wanted: list[int], room: float, level: float) -> None:
-    assert even_level(wanted, room) == level
+    assert fair_share(wanted, room) == level
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1), st.floats(0, 1))
 def test_a_level_fills_the_room(wanted: list[int], share: float) -> None:
     room = share * sum(wanted)
-    level = even_level(wanted, room)
+    level = fair_share(wanted, room)
     assert sum(min(one, level) for one in wanted) == pytest.approx(room)
 
 

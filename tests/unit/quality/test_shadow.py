@@ -17,8 +17,8 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.local import Prompt
 from kintsugi.quality.drift import DriftDetector, Observation
-from kintsugi.quality.reports import publish, published, trip
-from kintsugi.quality.shadow import Shadow, ShadowConfig, compared
+from kintsugi.quality.reports import fetch_report, publish, trip
+from kintsugi.quality.shadow import Shadow, ShadowConfig, compare_generations
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING, QUIET, entry
 from tests.unit.quality.fakes import FakeEngine, answer
@@ -82,9 +82,9 @@ def test_one_tenant_does_not_decide_what_is_compared() -> None:
 
 
 def test_a_comparison_by_hand() -> None:
-    same = compared(answer(5, 0.9, None), answer(5, 0.9, None))
+    same = compare_generations(answer(5, 0.9, None), answer(5, 0.9, None))
     assert (same.kl, same.disagreement) == (0.0, 0.0)
-    other = compared(answer(5, 0.9, None), answer(4, 0.9, None))
+    other = compare_generations(answer(5, 0.9, None), answer(4, 0.9, None))
     assert other.kl > 3
     assert other.disagreement == 1.0
 
@@ -125,7 +125,7 @@ def test_a_drift_trips_blending_off_for_all_and_a_new_calibration_ends_it(store:
     assert shadow.counts.trips == 1
     assert registry.get_sample_value("kintsugi_shadow_trips_total") == 1
     assert registry.get_sample_value("kintsugi_shadow_disagreed_total") == shadow.counts.disagreed
-    report = published(store, BINDING)
+    report = fetch_report(store, BINDING)
     assert report is not None
     assert report.tripped is not None
     document = store.get_report(BINDING.model, BINDING.report_name)
@@ -147,17 +147,17 @@ def test_without_a_report_nothing_is_judged() -> None:
 
 
 def test_only_the_report_that_was_judged_is_tripped(store: RamStore) -> None:
-    judged = published(store, BINDING)
+    judged = fetch_report(store, BINDING)
     assert judged is not None
     newer = CalibrationReport.of(
         BINDING, "2026-01-02T00:00:00+00:00", "test", 2, QUIET, Thresholds(), [entry()]
     )
     publish(store, newer)
     assert not trip(store, judged, "KL", "now")
-    assert published(store, BINDING) == newer
+    assert fetch_report(store, BINDING) == newer
     assert trip(store, newer, "KL", "now")
     assert trip(store, newer, "again", "later"), "off is off"
-    tripped = published(store, BINDING)
+    tripped = fetch_report(store, BINDING)
     assert tripped is not None
     assert tripped.tripped is not None
     assert tripped.tripped.reason == "KL"
@@ -168,7 +168,7 @@ def test_a_calibration_counts_although_its_clock_is_behind(store: RamStore) -> N
     assert trip(store, judged, "KL", "now")
     behind = dataclasses.replace(judged, created="2025-12-31T23:59:59+00:00")
     publish(store, behind)
-    assert published(store, BINDING) == dataclasses.replace(judged, created="2026-01-01T00:00:01+00:00")
+    assert fetch_report(store, BINDING) == dataclasses.replace(judged, created="2026-01-01T00:00:01+00:00")
 
 
 def test_a_calibration_made_between_judging_and_tripping_stays(store: RamStore) -> None:
@@ -182,14 +182,14 @@ def test_a_calibration_made_between_judging_and_tripping_stays(store: RamStore) 
     newer = dataclasses.replace(good_report(), created="2026-01-02T00:00:00+00:00")
     overtaken = Overtaken()
     assert not trip(overtaken, good_report(), "KL", "now")
-    assert published(overtaken, BINDING) == newer
+    assert fetch_report(overtaken, BINDING) == newer
 
 
 def test_a_report_that_is_away_is_tripped_all_the_same() -> None:
     """The shards that hold it do not answer just now."""
     left = RamStore()
     assert trip(left, good_report(), "KL", "now")
-    found = published(left, BINDING)
+    found = fetch_report(left, BINDING)
     assert found is not None
     assert found.tripped is not None
 

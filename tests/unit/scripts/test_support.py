@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.support import ARCHITECTURES, FEATURES, Evidence, page
+from scripts.support import ARCHITECTURES, FEATURES, Evidence, render_page
 
 
 def document(*results: tuple[str, str, str], **figures: float) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_the_page_has_every_architecture_feature_and_the_worst_figure() -> None:
     evidence = Evidence()
     evidence.add(document(tiny_llama=0.25))
     evidence.add(document(tiny_llama=0.125))
-    text = page(evidence)
+    text = render_page(evidence)
     assert all(label in text for label in ARCHITECTURES.values())
     assert all(feature in text for feature in FEATURES)
     assert "| Llama | 0.25 |" in text

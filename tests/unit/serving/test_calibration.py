@@ -28,7 +28,7 @@ BINDING = reports.read(BUNDLED_REPORT).binding
 def test_the_report_beside_the_checkpoint_is_published_once(store_url: str) -> None:
     model = ModelSpec(str(BUNDLED_CHECKPOINT))
     assert publish_shipped(model, store_url, BINDING)
-    published = reports.published(open_store(store_url), BINDING)
+    published = reports.fetch_report(open_store(store_url), BINDING)
     assert published == reports.read(BUNDLED_REPORT)
     assert not publish_shipped(model, store_url, BINDING)
 
@@ -38,14 +38,14 @@ def test_what_the_store_says_stays(store_url: str) -> None:
     tripped = reports.read(BUNDLED_REPORT).as_tripped("drift", "2026-01-01T00:00:00Z")
     reports.publish(open_store(store_url), tripped)
     assert not publish_shipped(ModelSpec(str(BUNDLED_CHECKPOINT)), store_url, BINDING)
-    assert reports.published(open_store(store_url), BINDING) == tripped
+    assert reports.fetch_report(open_store(store_url), BINDING) == tripped
 
 
 def test_a_report_about_other_engines_is_left_alone(store_url: str, tmp_path: Path) -> None:
     other = dataclasses.replace(BINDING, vllm="0.0.1")
     assert not publish_shipped(ModelSpec(str(BUNDLED_CHECKPOINT)), store_url, other)
     assert not publish_shipped(ModelSpec(str(tmp_path)), store_url, BINDING)
-    assert reports.published(open_store(store_url), BINDING) is None
+    assert reports.fetch_report(open_store(store_url), BINDING) is None
 
 
 def test_a_broken_report_is_said_so(store_url: str, tmp_path: Path) -> None:

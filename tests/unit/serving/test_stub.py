@@ -8,7 +8,6 @@ import pytest
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.serving.stub import StubBackend, StubDelays
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.backend_contract import BackendContract, Engines
 
@@ -18,9 +17,7 @@ Result = TypeVar("Result")
 class StubEngines(Engines):
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
-        self.backend: StubBackend = StubBackend(
-            StubDelays(token_s=0.05), store=InProcessStore(RamStore()), max_model_len=512
-        )
+        self.backend: StubBackend = StubBackend(StubDelays(token_s=0.05), store=RamStore(), max_model_len=512)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(coroutine)

@@ -12,7 +12,7 @@ import typer
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
-from kintsugi_operator.operator import Settings
+from kintsugi_operator.operator import OperatorOptions
 from tests.unit.surface.python_api import text_of
 
 
@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Captured(Exception):
-    """Carries the parser out of the operator's `Settings.of`."""
+    """Carries the parser out of the operator's `OperatorOptions.of`."""
 
 
 def _operator_parser() -> argparse.ArgumentParser:
@@ -80,7 +80,7 @@ def _operator_parser() -> argparse.ArgumentParser:
 
     with patch.object(argparse.ArgumentParser, "parse_args", parse):
         try:
-            Settings.of([], {})
+            OperatorOptions.of([], {})
         except _Captured as captured:
             return captured.args[0]
     raise AssertionError("the operator no longer reads its arguments with argparse")

@@ -15,13 +15,11 @@ from unittest.mock import MagicMock, Mock
 from prometheus_client import CollectorRegistry
 
 from kintsugi.gateway.fill import FillConfig
-from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.shadow import ShadowCounts
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.shard.metrics import ShardMetrics
-from kintsugi_operator.pulse import Pulse
+from kintsugi_operator.controller.pulse import Pulse
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -91,10 +89,10 @@ def _shard() -> dict[str, str]:
 
 async def _gateway() -> dict[str, str]:
     """gRPC and HTTP front ends share a registry."""
-    store = InProcessStore(RamStore())
+    store = RamStore()
     gateway = Gateway(Mock(), store, lambda text: list(text.encode()), fill=FillConfig())
     try:
-        return _families(HttpFront.of(gateway).metrics.registry)
+        return _families(gateway.metrics.registry)
     finally:
         await gateway.close()
 

@@ -22,15 +22,14 @@ from kintsugi.core.request import PARAMS_KEY, PARAMS_VERSION, Op, SelectorName
 from kintsugi.core.request import _Wire as RequestForm
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.local import FORCED_KEY
-from kintsugi.gateway.access import OpenAccess
 from kintsugi.gateway.fronts.http import NAMESPACE_HEADER, HttpFront
 from kintsugi.gateway.fronts.openai_request import DOCUMENT_TEXT_KEYS
-from kintsugi.sdk.client import SERVICE as GATEWAY_SERVICE
+from kintsugi.sdk.transport import SERVICE as GATEWAY_SERVICE
 from kintsugi.store.client.directory import DIRECTORY_SERVICE
 from kintsugi.store.protocol.status import ERROR_METADATA
 from kintsugi.store.protocol.wire import PROTOCOL_METADATA, PROTOCOL_VERSION
 from kintsugi.store.protocol.wire import SERVICE as STORE_SERVICE
-from kintsugi_operator.pulse import Pulse
+from kintsugi_operator.controller.pulse import Pulse
 from tests.unit.surface.python_api import fields_of
 
 
@@ -97,7 +96,7 @@ def _streamed(streaming: bool) -> str:
 
 def http_routes() -> dict[str, list[str]]:
     """Methods and paths by server. An engine's own HTTP server has `/metrics` alone."""
-    front = HttpFront(Mock(), OpenAccess())
+    front = HttpFront(Mock())
     return {
         "gateway": sorted(
             f"{method} {route.path}" for route in front.app.routes for method in getattr(route, "methods", ())

@@ -23,7 +23,7 @@ def test_every_file_is_a_part() -> None:
     assert {path.stem for path in snapshot.FOLDER.iterdir()} == set(snapshot.PARTS)
 
 
-@pytest.mark.parametrize("generated", [crds.rendered, chart_schema.generated])
+@pytest.mark.parametrize("generated", [crds.render_crds, chart_schema.render_files])
 def test_committed_files_are_what_the_types_say(generated: Callable[[], dict[Path, str]]) -> None:
     """The snapshot is made of the committed files."""
     assert [path.name for path, text in generated().items() if path.read_text() != text] == []

@@ -30,7 +30,7 @@ from kintsugi.cli.exits import ExitCode, exit_on_error
 from kintsugi.cli.lists import floats
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
-from kintsugi.quality.figures import prepare
+from kintsugi.quality.figures import prepare_folder
 
 app = typer.Typer(help="Measure a running service.", no_args_is_help=True)
 
@@ -119,7 +119,7 @@ def measure(screen: Screen, task: BenchTask) -> bool:
     # All of them before the first is run: a slip in the last would cost what was measured until then.
     arrivals_s = [_arrivals(task, rate) for rate in task.rates_per_s]
     if task.plot is not None:
-        prepare(task.plot.parent)
+        prepare_folder(task.plot.parent)
     with screen.step("Writing the corpus"):
         texts = corpus(task.workload, _counter(task.tokenizer))
     if task.warm_address:

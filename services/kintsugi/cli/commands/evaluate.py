@@ -25,10 +25,10 @@ from kintsugi.quality.evaluate import (
     RateRow,
     best_by_selector,
     evaluate,
-    rate_rows,
+    measure_rates,
     reshape_cases,
 )
-from kintsugi.quality.figures import prepare
+from kintsugi.quality.figures import prepare_folder
 from kintsugi.quality.measure import Bench, answer_tokens, tokenize_questions
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.questions import read_questions
@@ -71,7 +71,7 @@ class Evaluation:
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     """Measure, show, draw. An engine that fails costs what it and later ones would have measured, no more."""
     if task.plots is not None:
-        prepare(task.plots)
+        prepare_folder(task.plots)
     found = Evaluation(task.spec.model, str(task.questions), [], [], [], None)
     try:
         _measure(screen, task, found)
@@ -117,7 +117,7 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
                 with screen.step("Measuring request rates") as say:
                     bench.store_chunks(lambda done, total: None)
                     best = best_by_selector(found.rows)
-                    found.rates += rate_rows(engine, bench, best, axes.rates_per_s, say)
+                    found.rates += measure_rates(engine, bench, best, axes.rates_per_s, say)
 
 
 def _memory(speed: float | None) -> str:

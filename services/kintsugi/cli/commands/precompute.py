@@ -268,9 +268,9 @@ def _prefix(model: str, system: Path | None) -> list[int] | None:
     """Of the chunk space; None: the model's BOS."""
     if system is None:
         return None
-    from kintsugi.quality.session import prefix_of_file  # transformers is slow to import
+    from kintsugi.quality.session import tokenize_prefix  # transformers is slow to import
 
-    return list(prefix_of_file(model, system))
+    return list(tokenize_prefix(model, system))
 
 
 @contextmanager

@@ -222,13 +222,13 @@ def list_chunks(
 ) -> None:
     """Chunks of a namespace in key order."""
     with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        chunks = shard.list(namespace, limit, ChunkKey.from_hex(after) if after else None)
+        chunks = shard.store.list_found(namespace, limit, ChunkKey.from_hex(after) if after else None)
     rows: list[dict[str, Any]] = [
         {
             "key": chunk.manifest.key.hex,
             "tokens": chunk.manifest.num_tokens,
             "bytes": chunk.manifest.chunk_bytes,
-            "tier": chunk.tier,
+            "tier": chunk.source.tier,
             "model": str(chunk.manifest.fingerprint),
         }
         for chunk in chunks
@@ -327,9 +327,9 @@ def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterato
         yield parse_keys(keys)
         return
     after: ChunkKey | None = None
-    while page := shard.list(namespace, VERIFY_PAGE, after):
-        after = page[-1].manifest.key
-        yield [chunk.manifest.key for chunk in page]
+    while page := shard.store.list(namespace, VERIFY_PAGE, after):
+        after = page[-1].key
+        yield [manifest.key for manifest in page]
 
 
 @app.command()

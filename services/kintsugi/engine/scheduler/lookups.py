@@ -87,13 +87,13 @@ class Lookups:
         try:
             self._store.find(space.namespace, [ChunkKey.of(space, token_ids)])
         except KintsugiError:
-            self._breaker.failed()
+            self._breaker.record_failure()
         except Exception:
-            self._breaker.failed()
+            self._breaker.record_failure()
             logger.exception("The check whether the store answers again failed")
         else:
             if time.monotonic() > answered_by_s:
-                self._breaker.failed()
+                self._breaker.record_failure()
             else:
                 self._breaker.record_success()
 
@@ -116,7 +116,7 @@ class Lookups:
         if lookup.is_waiting:
             if time.monotonic() > lookup.answered_by_s:
                 lookup.cancel()
-                self._breaker.failed()
+                self._breaker.record_failure()
                 raise NotBlendable("store_timeout", "lookup took too long")
             return None
         error = lookup.future.exception()
@@ -125,7 +125,7 @@ class Lookups:
         if not isinstance(error, KintsugiError):
             logger.exception("Lookup failed", exc_info=error)
         if isinstance(error, (Unavailable, DeadlineExceeded)):
-            self._breaker.failed()
+            self._breaker.record_failure()
         raise NotBlendable("store_unavailable", f"{type(error).__name__}: {error}")
 
     def take(self, lookup: Lookup) -> None:

@@ -44,7 +44,7 @@ from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of, work_of
 from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond
-from kintsugi.fusor.selectors import asks
+from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class SchedulerSide:
         prompt = request.prompt_token_ids
         # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
         selection = apply_options(state.planner.selection, state.params.options)
-        digest = plan_digest(state.space, spans, selection, prompt if asks(selection) else ())
+        digest = plan_digest(state.space, spans, selection, prompt if depends_on_question(selection) else ())
         exact = exact_end(spans, state.space, prompt)
         if codec_named(self.config.codec) is not Codec.RAW:
             # What 8 bits keep of an exact chunk is good enough for a blend, not for those who ask for none.

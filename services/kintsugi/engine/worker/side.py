@@ -39,7 +39,7 @@ from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
-from kintsugi.fusor.selectors import asks
+from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.fusor.sliced import PassStatus
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -173,7 +173,9 @@ class WorkerSide:
             region=PassRegion(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
             # The last token, which is not ours, passes where the question is asked.
-            stack=VllmStack(self._model, [job.tokens.block_ids], [end + asks(job.plan.selection)]),
+            stack=VllmStack(
+                self._model, [job.tokens.block_ids], [end + depends_on_question(job.plan.selection)]
+            ),
             open_loader=open_loader,
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
@@ -191,7 +193,7 @@ class WorkerSide:
 
         def open_frames() -> Frames:
             frames = self._store.stream(job.namespace, keys, range(layout.num_layers), heads, deadline_s)
-            return meter.through(frames)
+            return meter.measure(frames)
 
         return LayerLoader(
             open_frames,
@@ -310,7 +312,7 @@ class WorkerSide:
         keys = [hit.key for hit in job.hits]
         meter = Meter([hit.source for hit in job.hits], layers.stop)
         deadline_s = self._config.layer_deadline_ms / 1e3
-        for _ in meter.through(self._store.stream(job.namespace, keys, layers, heads, deadline_s)):
+        for _ in meter.measure(self._store.stream(job.namespace, keys, layers, heads, deadline_s)):
             pass
         return dataclasses.replace(_load_sample(meter), decode_s=0.0, decode_bytes=0)
 

@@ -1,14 +1,14 @@
-"""The loading controller: what to load, how much to recompute, or not to blend at all. Pure.
+"""The loading controller decides what to load, how much to recompute, or not to blend at all. Pure.
 
 From the paper (§5, "loading controller"): the ratio at which recomputing takes as long as loading, but at
-least the one that quality asks for. Its other choice, where to keep what is put, is `core.tiers`. Beyond
-it: a chunk is recomputed where that is faster than loading it, and the whole prompt is where nothing beats a
-full prefill, because on a fast accelerator behind a slow network loading loses.
+least the ratio that quality requires. (`core.tiers` makes the paper's other choice, the storage tier.) In
+addition, a chunk is recomputed if that is faster than loading it, and the prompt is prefilled in full if
+nothing beats that: on a fast accelerator behind a slow network, loading loses.
 
-Priors: what was never measured is believed to be good. Without any measurement a prompt is blended, and so
-the engine learns; a source that nobody has read from is instant. Who executes plans keeps both honest
-(`engine.scheduler.timing`): now and then a refused prompt's chunk is read beside, and a refusal for
-computing's sake is tried.
+Priors are optimistic: without any measurement a prompt is blended, which makes the engine measure, and a
+source that was never read counts as instant. `engine.scheduler.timing` keeps the estimates up to date after
+refusals: now and then it reads a refused prompt's chunk on the side, or blends although computing was
+predicted slower.
 """
 
 from __future__ import annotations
@@ -24,51 +24,54 @@ from kintsugi.fusor.control.forecast import BlendForecast, ForecastRegion, blend
 from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
 
 RATIO_STEP = 0.05
-"""Raised ratios are multiples of it: a few different blends of a prompt, not one per measurement."""
+"""Raised ratios are multiples of this, so a prompt has few different blends rather than one per
+measurement."""
 FREE_SHARE = 0.02
-"""A ratio is free if the first token comes at most this much later: no layer's load hides the last layer."""
+"""A ratio counts as free if it delays the first token by at most this share. It cannot be exactly free,
+because no load hides the computing of the last layer."""
 WORTHWHILE_SHARE = 0.1
-"""Loading some chunks and recomputing others has to bring the first token forward by this share, against
-loading all and against a full prefill: forecasts err."""
+"""Recomputing some chunks instead of loading all must bring the first token forward by at least this share,
+compared with loading all and with a full prefill: forecasts err."""
 CANDIDATES_MAX = 16
-"""Ways to load fewer chunks that are compared, as far as there are not more sets of sources: the scheduler
-waits for it."""
+"""Number of ways to load fewer chunks that are compared (more only if there are more sets of sources). The
+scheduler waits for the comparison."""
 CUTS_MAX = 8
-"""Numbers of chunks to recompute that are tried for one set of sources."""
+"""How many different numbers of recomputed chunks are tried for one set of sources."""
 SOURCES_MAX = 3
-"""Up to so many sources every set of them is tried; of more, all, all but one, and each alone."""
+"""With up to this many sources, every set of them is tried; with more, only all, all but one, and each
+alone."""
 
 
 @dataclass(frozen=True)
 class LoadingController:
-    """The planner of an engine that serves."""
+    """The planner of a serving engine."""
 
     selection: Selection
-    """Where a request says nothing else; its ratio is the least that the gate allows."""
+    """The default for what a request leaves open; its ratio is the lowest that the gate allows."""
     ratio_max: float
-    """How far a ratio may be raised that nobody asked for."""
+    """Upper limit for raising a ratio that the request did not specify."""
 
     def with_selection(self, selection: Selection) -> LoadingController:
         return replace(self, selection=selection)
 
     def plan(self, request: PlanRequest) -> BlendPlan:
-        """The plan with the earliest first token. Raises `NotBlendable` where a full prefill's is earlier:
-        `loading_is_slower`, or `blending_is_slower` where even an instant store would not help."""
+        """Return the plan with the earliest first token. Raises `NotBlendable` if a full prefill's is
+        earlier: `loading_is_slower`, or `blending_is_slower` if even an instant store would not help."""
         fixed = FixedRatioPlanner(self.selection).plan(request)
         full_s = predict_full_s(request)
         forecast = _forecast(fixed.selection, fixed.hits, request)
         if forecast is None or full_s is None:
             return fixed
-        plan, forecast = _with_fewer_loads(fixed, forecast, full_s, request)
+        plan, forecast = _try_fewer_loads(fixed, forecast, full_s, request)
         if forecast.ttft_s > full_s and not (request.is_trial and _transfers_within(full_s, plan, request)):
-            raise _refusal(plan, forecast, full_s, request)
+            raise _make_refusal(plan, forecast, full_s, request)
         if request.options.ratio is None and request.is_alone:
             plan, forecast = _raise_ratio(plan, forecast, min(self.ratio_max, 1.0), full_s, request)
         return replace(plan, predicted_ttft_s=forecast.ttft_s)
 
 
 def predict_full_s(request: PlanRequest) -> float | None:
-    """Seconds to the first token of a full prefill, where anything is known about it."""
+    """Seconds to the first token of a full prefill; None if nothing is known about it."""
     if request.engine is None:
         return None
     full_s = full_prefill_s(request.engine, request.measured, _region(request))
@@ -89,10 +92,10 @@ def _forecast(
     )
 
 
-def _with_fewer_loads(
+def _try_fewer_loads(
     plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest
 ) -> tuple[BlendPlan, BlendForecast]:
-    """The best of the candidates where it is worthwhile; else `plan`, which loads everything."""
+    """Return the best of the candidates if it is worthwhile, else `plan`, which loads everything."""
     best = plan, forecast
     for loaded in candidates(plan.hits):
         fewer = _forecast(plan.selection, loaded, request)
@@ -103,10 +106,11 @@ def _with_fewer_loads(
 
 
 def candidates(hits: tuple[ChunkHit, ...]) -> Iterator[tuple[ChunkHit, ...]]:
-    """Sets of chunks to load, never none. They do not depend on what was measured: so a source that becomes
-    faster can only make the best of them better.
+    """Yield nonempty sets of chunks to load. They do not depend on measurements, so a source that becomes
+    faster can only improve the best of them.
 
-    Of the chunks of a set of sources, the first in the prompt are recomputed: they attend to least.
+    Within a set of sources, the chunks recomputed are the first ones in the prompt: they attend to the fewest
+    tokens.
     """
     sources = list(dict.fromkeys(hit.source for hit in hits))
     sets = _source_sets(sources)
@@ -125,29 +129,32 @@ def _source_sets(sources: Sequence[ChunkSource]) -> list[frozenset[ChunkSource]]
 
 
 def _transfers_within(full_s: float, plan: BlendPlan, request: PlanRequest) -> bool:
-    """A trial shows what computing and decoding cost: a store that is slow, too, is not waited for."""
+    """Whether loading alone would keep up with a full prefill. A trial measures computing and decoding, so it
+    is pointless to wait for a store that is slow as well."""
     decoded = _forecast(plan.selection, plan.hits, request, replace(request.measured, decode_s_per_byte=0.0))
     return decoded is not None and decoded.load_s <= full_s
 
 
-def _refusal(plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest) -> NotBlendable:
+def _make_refusal(
+    plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest
+) -> NotBlendable:
     instant = _forecast(plan.selection, request.hits, request, replace(request.measured, links={}))
     reason = "loading_is_slower"
     if instant is not None and instant.ttft_s > full_s:
         reason = "blending_is_slower"
     return NotBlendable(
         reason,
-        f"a blend's first token is predicted after {forecast.ttft_s * 1e3:.1f} ms (loading "
-        f"{forecast.load_s * 1e3:.1f}, computing {forecast.compute_s * 1e3:.1f}), a full prefill's after "
-        f"{full_s * 1e3:.1f} ms",
+        f"predicted time to first token: {forecast.ttft_s * 1e3:.1f} ms for a blend (loading "
+        f"{forecast.load_s * 1e3:.1f}, computing {forecast.compute_s * 1e3:.1f}), "
+        f"{full_s * 1e3:.1f} ms for a full prefill",
     )
 
 
 def _raise_ratio(
     plan: BlendPlan, forecast: BlendForecast, ratio_max: float, full_s: float, request: PlanRequest
 ) -> tuple[BlendPlan, BlendForecast]:
-    """The highest ratio that loading hides: the paper's case of a device that computes faster than it
-    loads. An adaptive ratio knows when to stop by itself, and 0 and 1 are meant."""
+    """Raise the ratio to the highest one that loading hides: the paper's case of a device that computes
+    faster than it loads. Ratios of 0 and 1 are deliberate and stay; an adaptive ratio stops by itself."""
     if not 0 < plan.selection.ratio < ratio_max or plan.selection.adaptive_mass is not None:
         return plan, forecast
     free_s = min(full_s, (1 + FREE_SHARE) * forecast.ttft_s)

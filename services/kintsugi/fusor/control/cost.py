@@ -1,8 +1,8 @@
-"""What a configuration costs, before anything is computed.
+"""Predicts the cost of a configuration before anything is computed.
 
 The unit is a token-layer: one token through one decoder layer. The cost of a configuration is its
-token-layers ÷ those of a full prefill of the same tokens; every figure of speed or quality stands beside
-it. Predicted from the selector's own declarations, so a new selector needs nothing here.
+token-layers ÷ those of a full prefill of the same tokens; speed and quality are only quoted together with it.
+The prediction uses what the selector declares, so a new selector needs no change here.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ class PassWorkload:
     """The tokens of one prompt that a pass loads or computes, and the model they pass through."""
 
     hit_tokens: int
-    """All that are loaded."""
+    """Loaded tokens."""
     other_tokens: int
-    """Always computed: the question, missed chunks, what lies between and before chunks."""
+    """Tokens that are always computed: the question, missed chunks, and tokens between and before chunks."""
     num_layers: int
     projection_share: float
     """See `fusor.stack.DecoderStack.projection_share`."""
     exact_tokens: int = 0
-    """Of those loaded, what is before `BlendPlan.exact_end`."""
+    """Loaded tokens before `BlendPlan.exact_end`."""
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What a pass computes at one layer, at most."""
+    """The most that a pass computes at one layer."""
 
     layer: int
     hit_tokens: int
-    """Tokens of hit chunks that run through the layer."""
+    """Tokens of hit chunks that pass through the layer."""
     other_tokens: int
     projected_tokens: float
-    """Token-layers of projections alone, where the layer's deviation filters or the question only asks."""
+    """Token-layers spent on projections alone: at a layer that filters by deviation, and at the last query
+    layer."""
 
     @property
     def token_layers(self) -> float:
@@ -46,10 +47,10 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class PassWork:
-    """A blend in the order in which it is computed."""
+    """The layers of a blend in the order in which they are computed."""
 
     question: tuple[LayerWork, ...]
-    """The question's own pass through the first layers, where the selector asks."""
+    """The question's own pass through the first layers; empty if the selector does not use it."""
     blend: tuple[LayerWork, ...]
 
     @property
@@ -58,7 +59,7 @@ class PassWork:
 
 
 def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
-    """What each layer of a blend computes: exact where the ratio is not adaptive, else at most."""
+    """The work of each layer of a blend: exact for a fixed ratio, an upper bound for an adaptive one."""
     hit, other, layers = work.hit_tokens, work.other_tokens, work.num_layers
     if selection.ratio not in (0, 1):
         hit -= work.exact_tokens
@@ -76,7 +77,7 @@ def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
         blend.append(LayerWork(layer, before, other, projected))
     if not selector.query_layers:
         return PassWork((), tuple(blend))
-    # With the prompt's last token, which is not among those that a pass computes.
+    # Including the prompt's last token, which the blend itself does not compute.
     asking, last = other + 1, selector.query_layers[-1]
     question = [LayerWork(layer, 0, asking, 0.0) for layer in range(last)]
     question.append(LayerWork(last, 0, 0, work.projection_share * asking))
@@ -84,10 +85,10 @@ def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
 
 
 def token_layers(selection: Selection, work: PassWorkload) -> float:
-    """Token-layers of a blend: exact where the ratio is not adaptive, else at most."""
+    """Token-layers of a blend: exact for a fixed ratio, an upper bound for an adaptive one."""
     return pass_work(selection, work).token_layers
 
 
 def configuration_cost(selection: Selection, work: PassWorkload) -> float:
-    """Share of a full prefill's token-layers that a blend computes; above 1 where it computes more."""
+    """Share of a full prefill's token-layers that a blend computes; above 1 if it computes more."""
     return token_layers(selection, work) / (work.num_layers * (work.hit_tokens + work.other_tokens))

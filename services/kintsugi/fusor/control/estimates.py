@@ -1,8 +1,8 @@
-"""What was measured lately, for the loading controller: how fast bytes come and what computing costs.
+"""Recent measurements for the loading controller: how fast bytes arrive and what computing costs.
 
-Stateful, but without clock and I/O: who observes also measures. Every estimate forgets, so that it follows a
-store that became slow and a machine that became busy. Cost: an exponential mean per transfer; about 0.2 ms
-per observed step or blend for a fit of at most five terms; a snapshot copies one small dictionary.
+Stateful, but without a clock or I/O: callers measure and report. Every estimate forgets old values, so it
+follows a store that became slow or a machine that became busy. Cost: an exponential mean per transfer; about
+0.2 ms per observed step or blend for a fit of at most five terms; a snapshot copies one small dictionary.
 """
 
 from __future__ import annotations
@@ -14,50 +14,53 @@ from types import MappingProxyType
 from kintsugi.core.plan import ChunkSource
 
 RECENT_SHARE = 0.25
-"""Weight of the newest transfer; the first ones count alike."""
+"""Weight of the newest value in a mean; the first values have equal weight."""
 OUTLIER_FACTOR = 4.0
-"""A measurement counts as at most so many times the estimate: one pause of the machine is not a slow store.
-The second in a row is believed."""
+"""A measurement counts as at most this many times the estimate, because one pause of the machine is not a
+slow store. A second outlier in a row is taken at face value."""
 BELIEVED_SHARE = 0.5
+"""Weight of a second outlier in a row."""
 OUTLIER_FLOOR_S = 1e-3
-"""An estimate of no time at all counts as so much when a pause is told from a change."""
+"""Estimates below this count as this much when an outlier is detected."""
 FORGETTING = 0.98
-"""What a fit keeps of its past with each observation."""
+"""Weight that a fit's past keeps with each new observation."""
 PRIOR_OBSERVATIONS = 0.5
 """How many observations a fit's prior is worth, term by term, however many there are: a service's prompts are
-alike, and what their differences say of single terms is mostly noise."""
+alike, and what their differences say about single terms is mostly noise."""
 SWEEPS = 40
+"""Maximum number of coordinate descent sweeps."""
 CONVERGED_SHARE = 1e-7
-"""A sweep that changes no coefficient by more is the last."""
+"""Sweeps end when none of the coefficients changed by more than this share."""
 BLENDS_MIN = 2
-"""Passes before a fit of them counts; the first of an engine, which prepares kernels, is not among them."""
+"""Passes needed before their fit is used; an engine's first pass, which prepares kernels, does not count."""
 STEPS_MIN = 2
+"""Engine steps needed before their fit is used."""
 STEP_TOKENS_MIN = 16
-"""Steps with fewer new tokens say what a decode costs, not what a prefill does."""
+"""Steps with fewer new tokens are ignored: they show the cost of a decode, not of a prefill."""
 EXTRAPOLATION_MAX = 8.0
-"""A step is predicted from steps that had at least this part of its tokens."""
+"""A step is predicted only from steps that had at least 1 / `EXTRAPOLATION_MAX` of its tokens."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one stream read from one source."""
+    """The part of one stream that came from one source."""
 
     source: ChunkSource
     opening_s: float
-    """Wait for the first frame: the way there, the shard's queue, and the frame itself."""
+    """Wait for the first frame: the network round trip, the shard's queue, and the frame itself."""
     opening_bytes: int
     wait_s: float
-    """Wait for the other frames that count."""
+    """Wait for the other measured frames."""
     num_bytes: int
-    """Of those other frames."""
+    """Bytes of the other measured frames."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How a source answers."""
+    """Latency and bandwidth of a source."""
 
     opening_s: float
-    """Until bytes come: the way there and the shard's queue."""
+    """Seconds until bytes arrive: the network round trip and the shard's queue."""
     s_per_byte: float
 
     @property
@@ -70,24 +73,24 @@ Terms = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything known at one moment. Seconds; None where nothing is known yet."""
+    """A snapshot of all estimates. Seconds; None where nothing is known yet."""
 
     links: Mapping[ChunkSource, Link] = field(default_factory=lambda: MappingProxyType({}))
     decode_s_per_byte: float = 0.0
-    """Decoding and rotating, on the loader's thread."""
+    """Cost of decoding and rotating, on the loader's thread."""
     step: Terms | None = None
-    """Of an engine step: constant, per new token, per attended pair of tokens."""
+    """Coefficients of an engine step: constant, per new token, per attended pair of tokens."""
     step_tokens_seen: int = 0
-    """The most new tokens of a step that was measured lately."""
+    """Largest number of new tokens in a recently measured step."""
     blend: Terms | None = None
-    """Of a pass: constant, per token-layer, per pair in runs of tokens, per pair of scattered tokens, per
-    row that is written."""
+    """Coefficients of a pass: constant, per token-layer, per attended pair in runs of tokens, per attended
+    pair of scattered tokens, per row written."""
     tail_s: float = 0.0
-    """From the end of a pass to the first token, and what lies between its slices."""
+    """Time from the end of a pass to the first token, plus the time between its slices."""
 
 
 class Estimates:
-    """Not thread-safe."""
+    """Collects observations and estimates from them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._links: dict[ChunkSource, tuple[_Mean, _Mean]] = {}
@@ -111,14 +114,14 @@ class Estimates:
             self._decode.add(seconds / num_bytes)
 
     def observe_step(self, tokens: int, pairs: float, seconds: float) -> None:
-        """One engine step that forwarded `tokens` new tokens and did nothing of ours beside it."""
+        """Observe an engine step that forwarded `tokens` new tokens and ran none of our passes."""
         if tokens < STEP_TOKENS_MIN or seconds <= 0:
             return
         self._step.add((1.0, float(tokens), pairs), seconds)
         self._step_tokens_seen = max(FORGETTING * self._step_tokens_seen, tokens)
 
     def observe_blend(self, terms: Terms, num_layers: int, seconds: float) -> None:
-        """One pass: its terms, as `Measured.blend` has them, and the seconds that it computed."""
+        """Observe a pass: its terms, in the order of `Measured.blend`, and the seconds that it computed."""
         self._blends_seen += 1
         if self._blends_seen == 1 or seconds <= 0:
             return
@@ -126,7 +129,7 @@ class Estimates:
         self._blend.add(terms, seconds, None if step is None else blend_prior(step, num_layers))
 
     def observe_tail(self, seconds: float) -> None:
-        if self._blends_seen != 1:  # that one prepared kernels
+        if self._blends_seen != 1:  # the first pass prepared kernels
             self._tail.add(max(0.0, seconds))
 
     @property
@@ -147,18 +150,19 @@ class Estimates:
 
 
 def blend_prior(step: Terms, num_layers: int) -> Terms:
-    """What a pass would cost if a layer of it cost what it does in a step."""
+    """Coefficients of a pass if each of its layers cost as much as in an engine step."""
     constant, per_token, per_pair = step
     return constant, per_token / num_layers, per_pair / num_layers, per_pair / num_layers, 0.0
 
 
 class _Mean:
-    """Exponentially weighted; plain while there are few, and of the first two the smaller, as the first pays
-    for connections and kernels. Downwards in ratios: a store that became a hundred times faster is read
-    rarely, and is to be noticed after a few times."""
+    """Exponentially weighted mean; a plain mean while there are few values. Of the first two values the
+    smaller counts, because the first pays for connections and kernels. Values below the mean are averaged
+    geometrically: a store that became a hundred times faster is read rarely and must be noticed after a few
+    reads."""
 
     def __init__(self, floor: float = 0.0) -> None:
-        """Below `floor` nothing is an outlier."""
+        """`floor`: the mean counts as at least this much when an outlier is detected."""
         self.value = 0.0
         self._floor = floor
         self._count = 0
@@ -185,16 +189,18 @@ class _Mean:
 
 
 class Fit:
-    """Least squares of relative errors with forgetting, drawn to a prior; no coefficient is ever negative.
+    """Least squares of relative errors, with forgetting and a prior; coefficients are never negative.
 
-    Relative, so that long prompts do not drown short ones, and an observation that a pause made slow weighs
-    little. One that is too fast would weigh all the more (a step seems short when the end of the one before
-    was noticed late): it counts as the forecast ÷ `OUTLIER_FACTOR`, and the second in a row is believed.
+    Errors are relative, so that long prompts do not outweigh short ones, and an observation that a pause made
+    slow weighs little. One that is too fast would weigh too much (a step seems short if the end of the
+    previous step was noticed late): it counts as the forecast ÷ `OUTLIER_FACTOR`, unless it is the second in
+    a row.
 
-    Prompts that are alike tell what they cost, not which term costs it. That the prior tells, made as dear as
-    what was observed; without one the second term costs all, the work: half of it takes half the time.
+    Similar prompts show their total cost but not the cost of each term. The prior provides the proportions,
+    scaled to the observed total. Without a prior all cost is attributed to the second term, the work: half
+    the work takes half the time.
 
-    Solved by coordinate descent from the last solution: the problem is convex.
+    Solved by coordinate descent from the last solution; the problem is convex.
     """
 
     def __init__(self, size: int) -> None:
@@ -206,7 +212,8 @@ class Fit:
         self._right = [0.0] * size
 
     def add(self, terms: Sequence[float], seconds: float, prior: Sequence[float] | None = None) -> None:
-        """`prior`: how the coefficients compare, as far as that is known otherwise at this moment."""
+        """Add an observation. `prior`: the current proportions of the coefficients, if another source knows
+        them."""
         seconds = self._clip_outlier(terms, seconds)
         rows = [term / seconds for term in terms]
         self.count += 1
@@ -215,11 +222,11 @@ class Fit:
             self._right[index] = FORGETTING * self._right[index] + row
             for other, column in enumerate(rows):
                 self._gram[index][other] = FORGETTING * self._gram[index][other] + row * column
-        work_alone = (0.0, 1.0, *(0.0,) * (len(rows) - 2))
-        self.value = self._solve_coefficients(self._as_dear(work_alone if prior is None else prior))
+        work_only = (0.0, 1.0, *(0.0,) * (len(rows) - 2))
+        self.value = self._solve_coefficients(self._scale_prior(work_only if prior is None else prior))
 
-    def _as_dear(self, prior: Sequence[float]) -> Terms:
-        """The prior times the factor at which it fits best."""
+    def _scale_prior(self, prior: Sequence[float]) -> Terms:
+        """Multiply the prior by the factor that fits the observations best."""
         products = [sum(cell * other for cell, other in zip(row, prior, strict=True)) for row in self._gram]
         itself = sum(one * product for one, product in zip(prior, products, strict=True))
         observed = sum(one * right for one, right in zip(prior, self._right, strict=True))

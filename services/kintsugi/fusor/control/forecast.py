@@ -1,11 +1,11 @@
-"""How long a prompt will take to its first token: blended, or prefilled in full. Pure.
+"""Predicts a prompt's time to first token: blended, or prefilled in full. Pure.
 
-A full prefill is a row of engine steps. A blend is a pipeline of layers: the loader runs at most
-`prefetch_layers` ahead, a layer is computed once it has been loaded and the one before is done,
+A full prefill is a sequence of engine steps. A blend is a pipeline of layers: the loader runs at most
+`prefetch_layers` ahead, and a layer is computed once it is loaded and the previous one is done,
 
-    TTFT_blend = first layer's load + Σ max(load_{i+1}, compute_i) + last layer's compute + what follows,
+    TTFT_blend = first layer's load + Σ max(load_{i+1}, compute_i) + last layer's compute + tail.
 
-and where loading runs further ahead a slow layer eats that lead first. Loading starts at once, computing
+If loading runs further ahead, a slow layer uses up that lead first. Loading starts immediately, computing
 when the passes ahead of this one are done. A source that was never measured counts as instant.
 
 Cost of one blend's forecast: about 1 µs per layer.
@@ -25,20 +25,20 @@ INSTANT = Link(0.0, 0.0)
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What of the engine a forecast depends on."""
+    """Properties of the engine that a forecast depends on."""
 
     num_layers: int
     projection_share: float
     """See `fusor.stack.DecoderStack.projection_share`."""
     step_tokens_max: int
-    """Tokens that one engine step prefills."""
+    """Maximum number of tokens that one engine step prefills."""
     prefetch_layers: int
-    """Layers that loading may run ahead of computing."""
+    """Number of layers that loading may run ahead of computing."""
 
 
 @dataclass(frozen=True)
 class ForecastRegion:
-    """Positions `[start, end)`: what the engine's prefix cache lacks, the last token apart."""
+    """Positions `[start, end)`: what the engine's prefix cache lacks, without the last token."""
 
     start: int
     end: int
@@ -52,26 +52,27 @@ class ForecastRegion:
 
 @dataclass(frozen=True)
 class BlendForecast:
-    """Seconds."""
+    """The prediction for a blend, in seconds."""
 
     ttft_s: float
     load_s: float
-    """All layers, one after the other."""
+    """Sum over all layers."""
     compute_s: float
 
 
 def count_attention_pairs(start: int, end: int) -> float:
-    """(query, key) pairs of causal attention of the tokens `[start, end)` to all up to themselves."""
+    """Count (query, key) pairs of causal attention from the tokens `[start, end)` to all tokens up to
+    each."""
     return (end * (end + 1) - start * (start + 1)) / 2
 
 
 def full_prefill_s(engine: EngineShape, measured: Measured, region: ForecastRegion) -> float | None:
-    """Steps of at most `step_tokens_max` tokens; the last forwards the prompt's last token, too. None where
-    nothing like it was measured yet, neither in steps nor in passes."""
+    """Seconds to the first token, in steps of at most `step_tokens_max` tokens including the prompt's last
+    token. None if neither comparable steps nor passes were measured yet."""
     tokens = min(engine.step_tokens_max, region.num_tokens + 1)
     terms, total = measured.step, 0.0
     if terms is None or tokens > EXTRAPOLATION_MAX * measured.step_tokens_seen:
-        # As a pass that loads nothing, with all that comes behind a pass: a blend of less is never dearer.
+        # Predict it as a pass that loads nothing, tail included, so that no cheaper blend looks slower.
         terms, total = _step_of_blends(engine, measured.blend), measured.tail_s
     if terms is None:
         return None
@@ -92,7 +93,7 @@ def _step_of_blends(engine: EngineShape, blend: Terms | None) -> Terms | None:
 def terms_of(
     work: PassWork, hits: Sequence[ChunkHit], region: ForecastRegion, computed: float | None = None
 ) -> Terms:
-    """A pass in the terms of `Measured.blend`. `computed`: its token-layers, where they were counted."""
+    """The terms of a pass, in the order of `Measured.blend`. `computed`: its token-layers, if counted."""
     shape = _Shape(hits, region)
     stages = [shape.terms(stage) for stage in (*work.question, *work.blend)]
     token_layers, runs, scattered, rows = (sum(column) for column in zip(*stages, strict=True))
@@ -102,7 +103,7 @@ def terms_of(
 def work_of(
     engine: EngineShape, selection: Selection, hits: Sequence[ChunkHit], region: ForecastRegion
 ) -> PassWork:
-    """What a pass over `region` that loads `hits` computes."""
+    """The work of a pass over `region` that loads `hits`."""
     return _work(engine, selection, _Shape(hits, region))
 
 
@@ -114,7 +115,7 @@ def _work(engine: EngineShape, selection: Selection, shape: _Shape) -> PassWork:
 
 
 class _Shape:
-    """Where the hit tokens of a region lie, in sums."""
+    """Sums over a region: its hit tokens, its other tokens, and their attention pairs."""
 
     def __init__(self, hits: Sequence[ChunkHit], region: ForecastRegion) -> None:
         self.hit_tokens = self.exact_tokens = 0
@@ -128,8 +129,8 @@ class _Shape:
         self._other_pairs = count_attention_pairs(region.start, region.end) - self._hit_pairs
 
     def terms(self, stage: LayerWork) -> tuple[float, float, float, float]:
-        """Token-layers, pairs in runs, pairs of scattered tokens, rows written. Chosen tokens are taken to
-        lie anywhere among the hit ones; other tokens come in runs, and so do all together."""
+        """Token-layers, pairs in runs, pairs of scattered tokens, rows written. Chosen tokens are assumed to
+        be spread evenly over the hit tokens; other tokens form runs, and so do all tokens together."""
         share = stage.hit_tokens / self.hit_tokens if self.hit_tokens else 0.0
         runs = self._other_pairs if stage.other_tokens else 0.0
         scattered = share * self._hit_pairs
@@ -146,8 +147,8 @@ def blend_forecast(
     region: ForecastRegion,
     ahead_s: float = 0.0,
 ) -> BlendForecast | None:
-    """`hits` are loaded, everything else of `region` is computed. `ahead_s`: computing of passes that go
-    first. None where neither passes nor steps have been measured yet."""
+    """Predict a blend that loads `hits` and computes the rest of `region`. `ahead_s`: seconds of computing in
+    passes that go first. None if neither passes nor steps have been measured yet."""
     coefficients = measured.blend
     if coefficients is None and measured.step is not None:
         coefficients = blend_prior(measured.step, engine.num_layers)
@@ -165,7 +166,7 @@ def blend_forecast(
 
 
 def _cost_stages(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms) -> list[tuple[int, float]]:
-    """Layer and seconds of each stage; most layers are like the one before."""
+    """Layer and seconds of each stage. Most stages equal the previous one, whose cost is reused."""
     costed: list[tuple[int, float]] = []
     before, cost_s = None, 0.0
     for stage in stages:
@@ -179,7 +180,7 @@ def _cost_stages(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms
 def _forecast_loading(
     engine: EngineShape, measured: Measured, hits: Sequence[ChunkHit]
 ) -> tuple[float, float]:
-    """Seconds until bytes come, and of each layer behind that. Sources of one stream are read in turn."""
+    """Seconds until bytes arrive, then seconds per layer. The sources of one stream are read in turn."""
     by_source: dict[ChunkSource, int] = {}
     for hit in hits:
         by_source[hit.source] = by_source.get(hit.source, 0) + hit.num_bytes
@@ -194,12 +195,12 @@ def _forecast_loading(
 def _pipeline(
     stages: Sequence[tuple[int, float]], loads: Sequence[float], prefetch_layers: int, begin_s: float
 ) -> float:
-    """When the last stage is done. A layer is loaded once the one before is, and there is room for it: the
-    layer `prefetch_layers` before has been taken."""
+    """The time at which the last stage is done. A layer starts loading when the previous one is loaded and
+    there is room, that is when the layer `prefetch_layers` before it has been taken."""
     taken: list[float] = []
     loaded_s, now_s = 0.0, begin_s
     for layer, cost_s in stages:
-        if layer == len(taken):  # else the question has been there
+        if layer == len(taken):  # else the question's pass has taken it
             room_s = taken[layer - prefetch_layers] if layer >= prefetch_layers else 0.0
             loaded_s = max(loaded_s, room_s) + loads[layer]
             now_s = max(now_s, loaded_s)

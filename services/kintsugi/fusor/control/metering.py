@@ -1,7 +1,7 @@
-"""Measures a stream of frames where it is consumed: how long each source kept the loader waiting.
+"""Measures a stream of frames at its consumer: how long each source kept the loader waiting.
 
-Only the layers that the loader takes without ever waiting for room are measured: later ones may have arrived
-while it waited, and would make the source look faster than it is. Cost: two clock readings per frame.
+Only the layers that the loader takes without waiting for room are measured: later ones may have arrived while
+it waited and would make the source look faster than it is. Cost: two clock readings per frame.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class _Sum:
 
 @dataclass
 class Meter:
-    """What one stream cost so far. Written by the thread that loads, read once that has ended or the pass
-    is over: a reader may miss the newest frame."""
+    """The cost of one stream so far. The loader's thread writes it; others read it after that thread or the
+    pass has ended, and may miss the newest frame."""
 
     sources: Sequence[ChunkSource]
-    """Of each chunk of the stream."""
+    """The source of each chunk of the stream."""
     layers_max: int
     clock: Callable[[], float] = time.perf_counter
     decode_s: float = 0.0
-    """What the consumer did with the frames."""
+    """Seconds that the consumer spent on the frames."""
     decode_bytes: int = 0
     _sums: dict[ChunkSource, _Sum] = field(default_factory=dict)
 
-    def through(self, frames: Frames) -> Frames:
-        """The same frames. Closes `frames`."""
+    def measure(self, frames: Frames) -> Frames:
+        """Yield the same frames, measured. Closes `frames`."""
         try:
-            yield from self._measured(frames)
+            yield from self._measure_frames(frames)
         finally:
             close = getattr(frames, "close", None)
             if close is not None:
                 close()
 
-    def _measured(self, frames: Frames) -> Frames:
+    def _measure_frames(self, frames: Frames) -> Frames:
         while True:
             asked = self.clock()
             item = next(frames, None)
@@ -59,7 +59,7 @@ class Meter:
             if isinstance(item, ChunkLost) or item.layer >= self.layers_max:
                 continue
             self._add(self.sources[item.chunk], arrived - asked, len(item.data))
-            if item.layer < self.layers_max - 1:  # behind the last one, the loader may have waited for room
+            if item.layer < self.layers_max - 1:  # after the last one, the loader may have waited for room
                 self.decode_s += self.clock() - arrived
                 self.decode_bytes += len(item.data)
 

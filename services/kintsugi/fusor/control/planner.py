@@ -1,4 +1,4 @@
-"""Planners decide how a prompt is blended, or that it is not. Pure: only the connector calls them."""
+"""Planners decide whether and how a prompt is blended. Pure; only the connector calls them."""
 
 from __future__ import annotations
 
@@ -21,44 +21,47 @@ class PlanRequest:
     num_computed: int
     """Tokens that the engine's own prefix cache holds."""
     hits: tuple[ChunkHit, ...]
-    """Chunks that the store holds and the prefix cache does not cover entirely, with their bytes and where
-    these lie."""
+    """Chunks that the store holds and the prefix cache does not cover entirely, with their sizes and
+    sources."""
     options: BlendOptions = field(default_factory=BlendOptions)
-    """What the request chooses; None leaves it to the planner."""
+    """The request's options; the planner decides about those that are None."""
     exact_end: int = 0
     """As in `BlendPlan`."""
     engine: EngineShape | None = None
-    """None: nothing can be predicted."""
+    """None if nothing can be predicted."""
     measured: Measured = field(default_factory=Measured)
     ahead_s: float = 0.0
-    """Computing of passes that go first; a full prefill shares the engine with them, too."""
+    """Seconds of computing left in passes that go first; a full prefill shares the engine with them, too."""
     is_alone: bool = False
-    """Whether no other request could use what this one computes beyond its minimum."""
+    """Whether the engine is otherwise idle, so that recomputing more than the minimum delays nobody."""
     is_trial: bool = False
-    """Blend although computing that is predicted to be slower, to measure it again."""
+    """Blend even if computing is predicted to be slower, to measure it again."""
 
 
 class Planner(Protocol):
-    """Turns a request into a plan; raises `NotBlendable` where a full prefill is the better answer."""
+    """Turns requests into plans."""
 
-    def plan(self, request: PlanRequest) -> BlendPlan: ...
+    def plan(self, request: PlanRequest) -> BlendPlan:
+        """Plan a blend. Raises `NotBlendable` if a full prefill is better."""
+        ...
 
     @property
     def selection(self) -> Selection:
-        """What a request that names nothing is blended with."""
+        """The default selection, for requests that specify nothing."""
         ...
 
     def with_selection(self, selection: Selection) -> Planner:
-        """The same planner with another default: what a calibration report says."""
+        """Return the same planner with another default, such as a calibration report's choice."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedRatioPlanner:
-    """Load every hit, recompute a fixed share: for those who measure what they ask for."""
+    """Loads every hit and recomputes a fixed share: for measurements that need exactly what they request."""
 
     selection: Selection
-    """Where a request says nothing else. Layers are the engine's to set: a request cannot name any."""
+    """The default for what a request leaves open. Requests cannot set layers; the engine's configuration
+    does."""
 
     def with_selection(self, selection: Selection) -> FixedRatioPlanner:
         return replace(self, selection=selection)
@@ -70,5 +73,5 @@ class FixedRatioPlanner:
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:
-    """The hits of which at least one token is not in the engine's own prefix cache."""
+    """The hits with at least one token that is not in the engine's own prefix cache."""
     return tuple(hit for hit in hits if hit.end > num_computed)

@@ -1,15 +1,15 @@
-"""The Triton kernel of `fusor.attention.scattered_attention`.
+"""The Triton kernel of `fusor.attention.attend_scattered`.
 
 A program handles one kv head and a tile of T consecutive queries. Its rows are T tokens × the G query
-heads that share the kv head, so that each K/V tile is loaded once for all of them. It walks the kv
+heads that share the kv head, so each K/V tile is loaded once for all of them. It walks the kv
 positions from its first query's window to its last query's position and keeps a running softmax
-(FlashAttention-2's recurrence, in base 2) per row; positions mask strictly inside the walk.
+(FlashAttention-2's recurrence, in base 2) per row; the mask compares positions strictly.
 
-fp8 is dequantised for nothing: both scales are scalars, so K's goes into the logit scale and V's into
-the final division, and the 8-bit elements themselves are exact in 16 bits.
+Dequantising fp8 costs nothing: both scales are scalars, so K's goes into the logit scale and V's into
+the final division, and 8-bit elements are exact in 16 bits.
 
 Rejected: Triton's autotuner, which would stall the first request of every shape; splitting the walk
-over several programs, which pays only below about 100 tiles, far from what a blend has.
+over several programs, which pays off only below about 100 tiles, far fewer than a blend has.
 
 Triton resolves every annotation inside a kernel, so only compile-time arguments carry one.
 """
@@ -27,12 +27,12 @@ from torch import Tensor
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 NO_LOGIT: tl.constexpr = tl.constexpr(-1e30)
-"""Stands for minus infinity in the running maximum, where a true one would make NaN of a masked row."""
+"""Replaces minus infinity in the running maximum, where a real one would turn a masked row into NaN."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How much one program does."""
+    """How much work one program does."""
 
     tokens: int
     """T, the queries that share each load."""
@@ -45,7 +45,7 @@ class Tile:
 
     @staticmethod
     def choose_tile(num_tokens: int, group: int, row_bytes: int) -> Tile:
-        """Up to 128 rows; fewer where queries are few, or where rows are too wide for the registers."""
+        """Up to 128 rows; fewer if there are few queries, or if rows are too wide for the registers."""
         wide = row_bytes > 256
         rows_max = max(64 if wide else 128, triton.next_power_of_2(group))
         rows = max(16, min(rows_max, triton.next_power_of_2(num_tokens * group)))
@@ -73,7 +73,7 @@ def triton_attention(
     v_scale: float = 1.0,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`fusor.attention.scattered_attention` for arguments that it has checked."""
+    """Compute `fusor.attention.attend_scattered` for arguments that it has checked."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -115,7 +115,7 @@ def triton_attention(
 def _dot_type(dtype: torch.dtype) -> Any:
     """The element type of both matrix products: the query's own.
 
-    Triton's interpreter multiplies bf16 as if its bits were integers, so there it is widened.
+    Triton's interpreter multiplies bf16 as if its bits were integers, so it gets float32 instead.
     """
     if triton.knobs.runtime.interpret and dtype is torch.bfloat16:
         return tl.float32
@@ -162,7 +162,7 @@ def _attend(
     DOT_TYPE: tl.constexpr,
 ):
     """Grid: (tiles of TOKENS queries, kv heads)."""
-    # Late tiles walk furthest: start them first, so that the short ones fill the end of the launch.
+    # Late tiles walk farthest: start them first, so that the short ones fill the end of the launch.
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
     kv_head = tl.program_id(1).to(tl.int64)
     last_token = tl.minimum(first_token + TOKENS, num_tokens) - 1
@@ -191,7 +191,7 @@ def _attend(
         column_is_live = column < stop
         if WINDOW > 0:
             visible = visible & (column[None, :] > row_position[:, None] - WINDOW)
-            # Between the windows of scattered queries lie blocks that the engine may have dropped.
+            # The engine may have freed blocks between the windows of scattered queries.
             column_is_live = tl.max(visible.to(tl.int32), axis=0) > 0
         block = tl.load(block_table + column // BLOCK_SIZE, mask=column_is_live, other=0).to(tl.int64)
         slot = column % BLOCK_SIZE
@@ -220,7 +220,7 @@ def _attend(
 
 @triton.jit
 def _start(sinks, head, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The running maximum (base 2) and total before any key: nothing, or the sink's own logit."""
+    """The running maximum (base 2) and total before any key: empty, or the sink's logit."""
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         maximum = tl.maximum(sink, NO_LOGIT)
@@ -233,7 +233,7 @@ def _start(sinks, head, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _logits(q, k, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """fp32 `[ROWS, COLUMNS]` logits in base 2; minus infinity where a query must not look."""
+    """fp32 `[ROWS, COLUMNS]` logits in base 2; minus infinity for masked pairs."""
     product = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_SOFTCAP:
         # tanh(x) as 1 - 2 / (1 + e^2x): saturates without overflow, and the interpreter has no libdevice.

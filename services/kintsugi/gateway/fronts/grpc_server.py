@@ -1,17 +1,13 @@
-"""The gateway on gRPC: service `Kintsugi`, health, reflection, and `Precompute` where it is mounted."""
+"""The gateway on gRPC: service `Kintsugi`, health and reflection."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -23,15 +19,18 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVIC
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.gateway.access import Caller, OpenAccess, check_exposure
 from kintsugi.gateway.addresses import format_address
-from kintsugi.gateway.byte_budget import ByteBudget
 from kintsugi.gateway.fronts import wire
-from kintsugi.gateway.gateway import INFO_TTL_S, Finished, Gateway, Resolved
-from kintsugi.gateway.logs import RequestLine
-from kintsugi.gateway.tracing import TRACE_HEADERS
+from kintsugi.gateway.fronts.errors import grpc_status_of
+from kintsugi.gateway.fronts.limits import ByteBudget
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.prompts import Finished, Resolved
+from kintsugi.gateway.recent_info import INFO_TTL_S
+from kintsugi.gateway.requests import REQUEST_ID, ServedRequest, parse_bearer
+from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
 from kintsugi.store.protocol.tls import ServedFiles, ServerTls, parse_address
@@ -39,35 +38,16 @@ from kintsugi.store.protocol.tls import ServedFiles, ServerTls, parse_address
 log = logging.getLogger("kintsugi.gateway")
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
-PRECOMPUTE_SERVICE = "kintsugi.rpc.v1.Precompute"
 HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
-REQUEST_ID = "x-request-id"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
-"""Answers under way may end; then they are cancelled."""
+"""Time in which answers under way may end before they are cancelled."""
 PAGE_DEFAULT = 100
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-Answer = TypeVar("Answer")
-
-
-@dataclass
-class _Call:
-    """One RPC on its way."""
-
-    method: str
-    request_id: str
-    metadata: Mapping[str, str]
-    """What came with it."""
-    began_s: float
-    namespace: str = ""
-    announced: asyncio.Task[None] = field(init=False)
-    """Sends the initial metadata, which go before everything else."""
 
 
 class KintsugiService:
-    """Handlers by RPC name. Requests arrive as bytes: one that is no message is the client's mistake, which
-    gRPC's own decoding would report as ours."""
+    """The handlers of the service's RPCs. Requests arrive as bytes: gRPC's own decoding would report a
+    malformed message as a server error."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -97,89 +77,66 @@ class KintsugiService:
     def _unary(
         self, method: str, message: Any, handler: Callable[[Caller, Any], Awaitable[Any]]
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
-        async def answered(data: bytes, context: Any) -> Any:
-            async with self.guarded(method, context) as call:
-                caller = self._caller(call)
-                with self._budget.held(len(data)):
-                    request = _parsed(message, data)
-                    call.namespace = request.namespace
+        async def answer(data: bytes, context: Any) -> Any:
+            async with self.serve(method, context) as (served, _):
+                caller = served.authenticate(self.gateway.access)
+                with self._budget.reserve(len(data)):
+                    request = _parse_message(message, data)
+                    served.namespace = request.namespace
                     return await handler(caller, request)
 
-        return answered
+        return answer
 
     @asynccontextmanager
-    async def guarded(self, method: str, context: Any) -> AsyncIterator[_Call]:
-        """Our errors become statuses; every call is counted and logged."""
-        call = _begin_call(method, context)
-        announcement = context.send_initial_metadata(((REQUEST_ID, call.request_id),))
+    async def serve(
+        self, method: str, context: Any
+    ) -> AsyncIterator[tuple[ServedRequest, asyncio.Task[None]]]:
+        """Serves one call; the task sends its initial metadata, which go before everything else. An error
+        that the block raises becomes the call's status."""
+        metadata = _texts(context.invocation_metadata())
+        served = ServedRequest(method, metadata, self.gateway.metrics.grpc, "OK")
+        announcement = context.send_initial_metadata(((REQUEST_ID, served.request_id),))
         try:
-            async with _beside(announcement) as call.announced:
-                yield call
+            with served.record(grpc_status_of):
+                async with _run_beside(announcement) as announced:
+                    yield served, announced
         except KintsugiError as error:
-            self._record_call(call, status_of(error).name, error)
             await _refuse(context, error)
-        except asyncio.CancelledError:
-            self._record_call(call, "CANCELLED")
-            raise
-        except Exception as defect:
-            self._record_call(call, "INTERNAL", defect)
-            log.exception("request %s met a defect", call.request_id)
-            await context.abort(
-                grpc.StatusCode.INTERNAL, f"a defect of the gateway; its log has request {call.request_id}"
-            )
-        else:
-            self._record_call(call, "OK")
-
-    def _record_call(self, call: _Call, status: str, error: Exception | None = None) -> None:
-        """One metric and one line of JSON: never what was asked or answered."""
-        self.gateway.metrics.ended(call.method, status)
-        if not log.isEnabledFor(logging.INFO):
-            return
-        log.info(RequestLine.of(call.request_id, call.method, call.namespace, status, call.began_s, error))
-
-    def _caller(self, call: _Call) -> Caller:
-        return self.gateway.access.caller(bearer_of(call.metadata.get("authorization")))
+        except Exception:  # noqa: BLE001  # `record` has logged it
+            text = f"a defect of the gateway; its log has request {served.request_id}"
+            await context.abort(grpc.StatusCode.INTERNAL, text)
 
     async def _generate(self, data: bytes, context: Any) -> None:
         """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
-        async with self.guarded("Generate", context) as call:
-            caller = self._caller(call)
-            with self._budget.held(len(data)):
-                await self._answer(call, caller, data, context)
-
-    async def _answer(self, call: _Call, caller: Caller, data: bytes, context: Any) -> None:
-        request = _parsed(pb.GenerateRequest, data)
-        call.namespace = request.namespace
-        headers = {name: call.metadata[name] for name in TRACE_HEADERS if name in call.metadata}
-        asked = wire.call_of(request, call.request_id, headers)
-        async with (
-            aclosing(self.gateway.generate(caller, asked)) as events,
-            # The engine is asked while the first message is on its way.
-            _beside(_first_written(call, context, await anext(events))) as first,
-        ):
-            async for event in events:
-                await first
-                await context.write(wire.event_to_wire(event))
+        async with self.serve("Generate", context) as (served, announced):
+            caller = served.authenticate(self.gateway.access)
+            with self._budget.reserve(len(data)):
+                request = _parse_message(pb.GenerateRequest, data)
+                served.namespace = request.namespace
+                call = wire.call_of(request, served.request_id, served.trace)
+                async with (
+                    aclosing(self.gateway.generate(caller, call)) as events,
+                    # The engine is asked while the first message is on its way.
+                    _run_beside(_write_first(context, announced, await anext(events))) as first,
+                ):
+                    async for event in events:
+                        await first
+                        await context.write(wire.event_to_wire(event))
 
     async def put_chunk(self, caller: Caller, request: pb.PutChunkRequest) -> pb.PutChunkResponse:
-        (put,) = await self.gateway.put_chunks(
-            caller,
-            request.namespace,
-            [wire.content_of(request.chunk, "chunk")],
-            tier=request.tier,
-            wait=request.wait,
-        )
-        return pb.PutChunkResponse(result=wire.put_to_wire(put))
+        (result,) = await self._put(caller, request, [wire.content_of(request.chunk, "chunk")])
+        return pb.PutChunkResponse(result=result)
 
     async def put_chunks(self, caller: Caller, request: pb.PutChunksRequest) -> pb.PutChunksResponse:
+        results = await self._put(caller, request, wire.contents_of(request.chunks, "chunks"))
+        return pb.PutChunksResponse(results=results)
+
+    async def _put(self, caller: Caller, request: Any, chunks: Sequence[Segment]) -> list[pb.PutResult]:
+        """``request`` is a `PutChunkRequest` or a `PutChunksRequest`."""
         puts = await self.gateway.put_chunks(
-            caller,
-            request.namespace,
-            wire.contents_of(request.chunks, "chunks"),
-            tier=request.tier,
-            wait=request.wait,
+            caller, request.namespace, chunks, tier=request.tier, wait=request.wait
         )
-        return pb.PutChunksResponse(results=map(wire.put_to_wire, puts))
+        return [wire.put_to_wire(put) for put in puts]
 
     async def get_chunk(self, caller: Caller, request: pb.GetChunkRequest) -> pb.GetChunkResponse:
         key = wire.key_of(request.key, "key")
@@ -209,22 +166,16 @@ class KintsugiService:
         return pb.TokenizeResponse(texts=texts)
 
 
-def _begin_call(method: str, context: Any) -> _Call:
-    metadata = _texts(context.invocation_metadata())
-    given = metadata.get(REQUEST_ID, "")
-    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    return _Call(method, request_id, metadata, time.perf_counter())
-
-
-async def _first_written(call: _Call, context: Any, event: Resolved | EngineDelta | Finished) -> None:
-    await call.announced
+async def _write_first(
+    context: Any, announced: asyncio.Task[None], event: Resolved | EngineDelta | Finished
+) -> None:
+    await announced
     await context.write(wire.event_to_wire(event))
 
 
 @asynccontextmanager
-async def _beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
-    """It runs while the block does, and has ended when the block has. Raises what it raises, where the block
-    does not raise itself."""
+async def _run_beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs ``work`` beside the block and waits for its end. Raises its error unless the block raised one."""
     task = asyncio.ensure_future(work)
     try:
         yield task
@@ -238,24 +189,18 @@ def _serialize_message(message: Any) -> bytes:
     return data
 
 
-def _parsed(message: Any, data: bytes) -> Any:
+def _parse_message(message: Any, data: bytes) -> Any:
     try:
         return message.FromString(data)
     except DecodeError as error:
         raise InvalidField(
-            "request", f"is no {message.DESCRIPTOR.full_name} ({error}); use stubs of this proto"
+            "request", f"is not a valid {message.DESCRIPTOR.full_name} ({error}); use stubs of this proto"
         ) from None
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    """Metadata by name, without what is no text. Asking gRPC for it makes it anew."""
+    """Metadata by name, without binary values."""
     return {name: value for name, value in metadata or () if isinstance(value, str)}
-
-
-def bearer_of(header: str | None) -> str | None:
-    """The token in `Bearer TOKEN`; None for anything else."""
-    scheme, _, token = (header or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
 
 
 async def _refuse(context: Any, error: KintsugiError) -> None:
@@ -264,11 +209,10 @@ async def _refuse(context: Any, error: KintsugiError) -> None:
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Tokens, before a message is received: what a stranger sends is neither kept nor parsed.
+    """Checks tokens before a message is received: a stranger's message is neither kept nor parsed.
 
-    Jobs read any file that the server may and write into any namespace: they need a token for all.
-    Kubernetes' probes, which have none, check the health; everything else needs a token. A watch of the
-    health and reflection hold one of the bounded places for as long as they like.
+    Kubernetes' probes have no token and may check the health; everything else needs one, because health
+    watches and reflection streams can hold a place among the concurrent requests forever.
     """
 
     def __init__(self, gateway: Gateway, service: KintsugiService, health: Any) -> None:
@@ -281,10 +225,8 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return handler
         try:
-            token = bearer_of(_texts(details.invocation_metadata).get("authorization"))
-            caller = self._gateway.access.caller(token)
-            if details.method.startswith(f"/{PRECOMPUTE_SERVICE}/") and not caller.unrestricted:
-                raise PermissionDenied("jobs may use every namespace: they need a token bound to `*`")
+            token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
+            self._gateway.access.caller(token)
         except KintsugiError as error:
             if details.method == HEALTH_CHECK:
                 return _build_refusal_handler(self._answer_health, HealthCheckResponse.SerializeToString)
@@ -300,20 +242,20 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             _, service, method = path.split("/")
             if service != SERVICE:
                 await _refuse(context, error)
-            async with self._service.guarded(method, context):
+            async with self._service.serve(method, context):
                 raise error
 
         return refuse
 
 
 def _build_refusal_handler(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
-    """A handler that ends a call without its messages. gRPC reads one that it knows to be single before it
-    asks the handler; a stream's only when they are asked for: until then flow control holds them back."""
+    """A handler that ends a call without receiving its messages. gRPC reads a unary request's message before
+    it calls the handler; a stream's messages are held back by flow control until they are asked for."""
     return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
 
 
 class _Health(health_aio.HealthServicer):  # type: ignore[misc]
-    """Whoever watches is no answer that a stop has to wait for."""
+    """The health service, whose watches do not delay a stop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +265,7 @@ class _Health(health_aio.HealthServicer):  # type: ignore[misc]
         watching = asyncio.ensure_future(super().Watch(request, context))
         self._watching.add(watching)
         try:
-            # To cancel the call's own task would leave the client without a status.
+            # Cancelling the call's own task would leave the client without a status.
             await asyncio.wait((watching,))
             if not watching.cancelled():
                 watching.result()
@@ -339,24 +281,20 @@ class _Health(health_aio.HealthServicer):  # type: ignore[misc]
 class GatewayServer:
     """One gRPC server around a gateway, on the running event loop."""
 
-    def __init__(self, gateway: Gateway, spec: GatewaySpec, precompute: Any = None) -> None:
-        """``precompute``: a `precompute.service.PrecomputeServicer` to serve as well.
-
-        Raises `InvalidField` for what is no address, and for one beyond loopback without tokens and TLS.
-        """
+    def __init__(self, gateway: Gateway, spec: GatewaySpec) -> None:
+        """Raises `InvalidField` for an address that is invalid, or beyond loopback without tokens and TLS."""
         self.gateway = gateway
         self._listen = format_address(spec.host, spec.grpc_port)
         parse_address("gateway", self._listen)
         self._tls = load_gateway_tls(spec)
         has_tokens = not isinstance(gateway.access, OpenAccess)
         check_exposure(self._listen, has_tokens, self._tls is not None, spec.insecure)
-        self._precompute = precompute
         self._health: asyncio.Task[None] | None = None
         self.address = ""
         """`host:port` that it listens on, once started."""
 
     async def start(self) -> None:
-        """Raises `Unavailable` where the address cannot be had, `InvalidField` for unreadable TLS files."""
+        """Raises `Unavailable` if the address cannot be bound, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
         service, self._watched = KintsugiService(self.gateway), _Health()
         self._server = grpc.aio.server(
@@ -367,15 +305,9 @@ class GatewayServer:
                 ("grpc.so_reuseport", 0),
             ),
         )
-        services = [SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE]
         self._server.add_generic_rpc_handlers((service.generic_handler(),))
-        if self._precompute is not None:
-            from kintsugi.rpc.v1.precompute_pb2_grpc import add_PrecomputeServicer_to_server
-
-            add_PrecomputeServicer_to_server(self._precompute, self._server)
-            services.append(PRECOMPUTE_SERVICE)
         add_HealthServicer_to_server(self._watched, self._server)
-        enable_server_reflection(services, self._server)
+        enable_server_reflection([SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE], self._server)
         try:
             if self._tls is None:
                 port = self._server.add_insecure_port(self._listen)
@@ -388,7 +320,7 @@ class GatewayServer:
         self._health = asyncio.create_task(self._report_health())
 
     async def _report_health(self) -> None:
-        """Serving while an engine answers."""
+        """Reports `SERVING` while an engine answers."""
         while True:
             try:
                 await self.gateway.recent_info.get(INFO_TTL_S)
@@ -396,51 +328,29 @@ class GatewayServer:
             except KintsugiError:
                 status = HealthCheckResponse.NOT_SERVING
             except Exception:
-                log.exception("no engine can be asked what it serves")
+                log.exception("the engines' health cannot be determined")
                 status = HealthCheckResponse.NOT_SERVING
             for service in ("", SERVICE):
                 await self._watched.set(service, status)
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Let answers end for `grace_s`. Idempotent."""
+        """Waits up to ``grace_s`` for answers to end. Idempotent."""
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
             self._health = None
             stopped = asyncio.create_task(self._server.stop(grace_s))
-            await asyncio.sleep(0)  # nobody comes to watch any more
+            await asyncio.sleep(0)  # from here on there are no new watches
             self._watched.end()
             await stopped
 
 
 def load_gateway_tls(spec: GatewaySpec) -> ServedFiles | None:
-    """The gateway's TLS files; None without. Raises `InvalidField`."""
+    """The gateway's TLS files; None without TLS. Raises `InvalidField`."""
     if not (spec.tls_cert or spec.tls_key or spec.tls_client_ca):
         return None
     if not (spec.tls_cert and spec.tls_key):
         raise InvalidField("gateway", "tls_cert and tls_key belong together, and tls_client_ca needs both")
     client_ca = Path(spec.tls_client_ca) if spec.tls_client_ca else None
     return ServedFiles(Path(spec.tls_cert), Path(spec.tls_key), client_ca)
-
-
-async def serve(
-    gateway: Gateway,
-    spec: GatewaySpec,
-    until: Callable[[], Awaitable[Any]],
-    *,
-    on_ready: Callable[[str], None] = lambda address: None,
-    precompute: Any = None,
-) -> None:
-    """Serve gRPC until ``until`` returns, then close the gateway. HTTP beside it is `openai_server`'s.
-
-    ``on_ready`` is told the `host:port`. Raises what `GatewayServer` raises.
-    """
-    server = GatewayServer(gateway, spec, precompute)
-    try:
-        await server.start()
-        on_ready(server.address)
-        await until()
-    finally:
-        await server.stop()
-        await gateway.close()

@@ -1,12 +1,21 @@
-"""What is ours in the pieces of an OpenAI answer: a response's JSON, or one event of a stream."""
+"""Asks an engine's OpenAI endpoints, and finds what is ours in their answers.
+
+A piece of an answer is a whole response's JSON, or one event of a stream.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
+from kintsugi.core.exchange import OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
+from kintsugi.gateway.answers import Ask
+from kintsugi.gateway.prompts import Prompts
+from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import TIMES, without_times
 
 _DATA = b"data: "
@@ -14,14 +23,52 @@ _NAMED = f'"{PARAMS_KEY}"'.encode()
 _TIMED = tuple(f'"{name}"'.encode() for name in TIMES)
 
 
+class OpenAIAsk(Ask[OpenAIHead | bytes]):
+    """A request to an OpenAI endpoint, answered by vLLM's own handlers: the head, then pieces of the body.
+    The head alone is no answer yet: vLLM has a stream's ready when the request begins to wait."""
+
+    span_name = "gateway.openai"
+
+    def __init__(self, prompts: Prompts, call: OpenAICall) -> None:
+        super().__init__(prompts.metrics.http, call.path, call.params.namespace, call.request_id, call.trace)
+        self.wants_times = call.params.timeline or call.params.explain
+        self._prompts = prompts
+        self._call = call
+        self._head: OpenAIHead | None = None
+        """Until it has gone out."""
+
+    def send(
+        self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
+    ) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        params = replace(self._call.params, timeline=timeline)
+        return backend.openai(replace(self._call, params=params, trace=trace))
+
+    def read(self, item: OpenAIHead | bytes) -> Sequence[OpenAIHead | bytes]:
+        if isinstance(item, OpenAIHead):
+            self._head = item
+            return ()
+        found = accounting_in(item)
+        if found is not None:
+            self.accounting = found
+            item = item if self.wants_times else without_times_in(item)
+        head, self._head = self._head, None
+        return (item,) if head is None else (head, item)
+
+    def finish(self, first_s: float) -> Sequence[OpenAIHead]:
+        return () if self._head is None else (self._head,)
+
+    async def find_missed(self) -> Sequence[ToSave]:
+        return await self._prompts.learn_texts(self.namespace, self._call.chunk_texts)
+
+
 def accounting_in(piece: bytes) -> Mapping[str, Any] | None:
-    """The accounting, if it is there."""
+    """The accounting in a piece; None if it has none."""
     holder = None if _NAMED not in piece else _holder(_document(piece))
     return None if holder is None else holder[PARAMS_KEY]
 
 
 def without_times_in(piece: bytes) -> bytes:
-    """The piece as it is told to a caller who did not ask when layers were computed."""
+    """The piece for a caller who did not ask when layers were computed."""
     if not any(name in piece for name in _TIMED):
         return piece
     document = _document(piece)
@@ -41,7 +88,7 @@ def _document(piece: bytes) -> Any:
 
 
 def _holder(document: Any) -> dict[str, Any] | None:
-    """The mapping whose entry `PARAMS_KEY` is the accounting."""
+    """The mapping whose entry `PARAMS_KEY` is the accounting; None if there is none."""
     if not isinstance(document, dict):
         return None
     for holder in (document, document.get("kv_transfer_params")):

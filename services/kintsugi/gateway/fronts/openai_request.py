@@ -1,7 +1,7 @@
-"""From the JSON of an OpenAI request to what an engine is asked. Pure.
+"""Turns the JSON of an OpenAI request into a call of the engine. Pure.
 
-What is ours is taken out: `kintsugi` (constraints of the blend), chunks marked as content parts, and chunk
-texts that the gateway knows, wherever a message holds them. All else is vLLM's to read, and to refuse.
+It takes out what is ours: `kintsugi` (constraints of the blend), the marks of chunks in content parts, and
+chunk texts that the gateway knows, wherever a message holds them. vLLM reads, and refuses, everything else.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kintsugi.core.exchange import CHAT_PATH, OpenAICall
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
 
 SEARCHED_CHARS_MAX = 1 << 21
-"""Of all messages together. Text beyond it is not searched for known chunks: no model reads so much."""
+"""Maximum length of the text that is searched for known chunks: no model reads more."""
 ANSWERS_MAX = 256
-"""Of one request, `n` times its prompts: each is a request in the engine, and all of them begin at once."""
+"""Maximum of `n` times the prompts of one request: each is a request in the engine, and all begin at once."""
 DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
 
 Finder = Callable[[str], Sequence[tuple[int, int]]]
-"""Where a text holds known chunks: `[start, end)` in characters."""
+"""Finds known chunks in a text: `[start, end)` in characters."""
 
 _RESERVED = {
     "kv_transfer_params": "is set here; say what you want of blending in `kintsugi`",
@@ -58,21 +58,21 @@ def parse_openai_call(
     namespace: str,
     find: Finder,
     trace: Mapping[str, str] | None = None,
-    overtaking: bool = False,
+    allow_negative_priority: bool = False,
 ) -> OpenAICall:
-    """``body`` is an OpenAI request's JSON object; it is not changed. ``overtaking``: its priority may be
-    below 0.
+    """``body`` is an OpenAI request's JSON object; it is not changed. ``allow_negative_priority``: its
+    priority may be below 0.
 
-    Raises `InvalidField`, naming the field, for what is ours and wrong. A malformed message is passed on.
+    Raises `InvalidField`, naming the field, for what is ours and invalid. Malformed messages are passed on.
     """
     for name, problem in _RESERVED.items():
         if body.get(name) is not None:
             raise InvalidField(name, problem)
     _check_answers(body)
-    _check_priority(body.get("priority"), overtaking)
+    _check_priority(body.get("priority"), allow_negative_priority)
     if body.get("use_beam_search") not in (None, False):
-        # vLLM's beam search asks the engine anew for every token of every beam, with parameters of its own:
-        # none of it would be blended or accounted for.
+        # vLLM's beam search sends the engine a request for every token of every beam, with parameters of its
+        # own: none of them would be blended or accounted for.
         raise InvalidField("use_beam_search", "is not served here; leave it out, or sample `n` answers")
     params = _params_of(body.get(PARAMS_KEY), namespace)
     passed = {name: value for name, value in body.items() if name not in (PARAMS_KEY, *_RESERVED)}
@@ -90,11 +90,11 @@ def parse_openai_call(
 
 
 def _check_answers(body: Mapping[str, Any]) -> None:
-    """Raises `InvalidField` for more than `ANSWERS_MAX`, and for an `n` that vLLM would read as a number. A
-    prompt of another kind is vLLM's to refuse."""
+    """Raises `InvalidField` for more than `ANSWERS_MAX`, and for an `n` of another type, which vLLM would
+    convert. A prompt of another type is left for vLLM to refuse."""
     n, prompt = body.get("n"), body.get("prompt")
     if not isinstance(n, int | None):
-        raise InvalidField("n", "must be a whole number, 1 where it is left out")
+        raise InvalidField("n", "must be a whole number, 1 by default")
     each = 1 if n is None else n
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     if each * prompts > ANSWERS_MAX:
@@ -104,13 +104,13 @@ def _check_answers(body: Mapping[str, Any]) -> None:
         )
 
 
-def _check_priority(priority: Any, overtaking: bool) -> None:
-    """Raises `InvalidField` also for what vLLM would read as a number."""
+def _check_priority(priority: Any, allow_negative_priority: bool) -> None:
+    """Raises `InvalidField`, also for a priority of another type, which vLLM would convert."""
     if priority is None:
         return
     if not isinstance(priority, int):
-        raise InvalidField("priority", "must be a whole number, 0 where it is left out")
-    check_priority(priority, overtaking)
+        raise InvalidField("priority", "must be a whole number, 0 by default")
+    check_priority(priority, allow_negative_priority)
 
 
 def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str | None:
@@ -130,15 +130,15 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
     if not isinstance(extension, Mapping):
         raise InvalidField(PARAMS_KEY, 'must be an object such as {"ratio": 0.15}')
     if "spans" in extension:
-        raise InvalidField(f"{PARAMS_KEY}.spans", "are found here; mark chunks in the messages")
+        raise InvalidField(f"{PARAMS_KEY}.spans", "are found by the gateway; mark chunks in the messages")
     params = KintsugiParams.from_mapping({**extension, "namespace": namespace})
     if params.op is Op.SAVE:
-        raise InvalidField(f"{PARAMS_KEY}.op", "save is PutChunk's; use blend or off")
+        raise InvalidField(f"{PARAMS_KEY}.op", "save belongs to PutChunk; use blend or off")
     return params
 
 
 def _messages(messages: Any, chunks: _Chunks) -> Any:
-    """The messages without our marks; their texts searched, tool results among them."""
+    """The messages without our marks. Searches their texts, tool results among them."""
     if not isinstance(messages, list):
         return messages
     passed = []
@@ -172,7 +172,7 @@ def _part(part: Any, where: str, chunks: _Chunks) -> Any:
 
 
 def _documents(documents: Any, chunks: _Chunks) -> list[dict[str, str]]:
-    """As vLLM hands them to a chat template: mappings of strings, each with a `text`."""
+    """The documents as vLLM passes them to a chat template: mappings of strings, each with a `text`."""
     if not isinstance(documents, list):
         raise InvalidField("documents", 'must be a list of texts, or of objects such as {"text": "…"}')
     passed = []
@@ -191,7 +191,7 @@ def _documents(documents: Any, chunks: _Chunks) -> list[dict[str, str]]:
 
 
 def _texts(prompt: Any) -> Iterator[str]:
-    """Of a completion's prompt; token ids are matched by the engine."""
+    """The texts of a completion's prompt. The engine finds chunks in token ids itself."""
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):
             yield one

@@ -1,4 +1,4 @@
-"""Runs an ASGI application with uvicorn, inside the event loop of who asks."""
+"""Runs an ASGI application with uvicorn, in the running event loop."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class _Tls:
     """A TLS context that reads its files at every handshake, as `store.protocol.tls.ServerTls` does."""
 
     def __init__(self, files: ServedFiles) -> None:
-        """Raises `InvalidField` where a file cannot be read now, or holds something else."""
+        """Raises `InvalidField` if a file cannot be read or is not what its name says."""
         self._files = files
         self._stamp = files.stamp()
         self.context = self._current = self._read()
         self.context.sni_callback = self._on_hello
 
     def _read(self) -> ssl.SSLContext:
-        self._files.read()  # says which file cannot be
+        self._files.read()  # names a file that cannot be read
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A session that is resumed shows no certificate: one whose authority is gone would go on.
+        # A resumed session shows no certificate: a client whose authority was removed could go on.
         context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
         try:
             context.load_cert_chain(self._files.cert, self._files.key)
@@ -51,14 +51,14 @@ class _Tls:
         """Called at each handshake, whether or not the client names a server."""
         stamp = self._files.stamp()
         if stamp and stamp != self._stamp:
-            with suppress(InvalidField):  # replaced just now; the next handshake sees them whole
+            with suppress(InvalidField):  # they are being replaced; the next handshake reads them again
                 self._current = self._read()
                 self._stamp = stamp
         connection.context = self._current
 
 
 class _Quiet(uvicorn.Server):
-    """Signals belong to the process that runs us."""
+    """Leaves signals to the process that runs it."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -69,7 +69,7 @@ class HttpServer:
     """One listening address."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, tls: ServedFiles | None = None) -> None:
-        """Raises `InvalidField` for TLS files that are none."""
+        """Raises `InvalidField` for unreadable TLS files."""
         self._host, self._port = host, port
         options: dict[str, Any] = {}
         if tls is not None:
@@ -93,7 +93,7 @@ class HttpServer:
         """`host:port`, once started."""
 
     async def start(self) -> None:
-        """Returns once it listens. Raises `Unavailable` where the address cannot be had."""
+        """Returns once it listens. Raises `Unavailable` if the address cannot be bound."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -103,7 +103,7 @@ class HttpServer:
             listener.close()
             address = format_address(self._host, self._port)
             raise Unavailable(
-                f"{address} cannot be listened on ({error.strerror}); free it or name another"
+                f"{address} cannot be bound ({error.strerror}); free it or name another"
             ) from error
         self.address = format_address(self._host, listener.getsockname()[1])
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -114,7 +114,7 @@ class HttpServer:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Let answers end for `grace_s`, in whole seconds. Idempotent."""
+        """Waits up to ``grace_s`` for answers to end, in whole seconds. Idempotent."""
         if self._task is not None:
             self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
             self._server.should_exit = True

@@ -1,9 +1,10 @@
-"""The gateway's messages to and from its own types. What is malformed raises `InvalidField`."""
+"""Translates gRPC messages to and from the gateway's types. Malformed messages raise `InvalidField`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
@@ -13,25 +14,17 @@ from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
-from kintsugi.gateway.gateway import Finished, GatewayChunk, GenerateCall, Put, PutState, Resolved
+from kintsugi.gateway.gateway import GatewayChunk, Put
+from kintsugi.gateway.prompts import Finished, GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 
 EXTRA_JSON_BYTES_MAX = 64 << 10
-_PUT_STATES = {
-    PutState.PRESENT: pb.PUT_STATE_PRESENT,
-    PutState.STORED: pb.PUT_STATE_STORED,
-    PutState.ACCEPTED: pb.PUT_STATE_ACCEPTED,
-    PutState.FAILED: pb.PUT_STATE_FAILED,
-}
-_PLAN_FIELDS = (
-    *("outcome", "reason", "selector", "ratio", "cost", "chunks_hit", "chunks_missed"),
-    *("tokens_hit", "tokens_missed", "tokens_recomputed"),
-)
+_PLAN_FIELDS = tuple(field.name for field in pb.ExecutedPlan.DESCRIPTOR.fields)
 
 
-def content_of(wire: pb.Content, where: str) -> Segment:
+def content_of(wire: pb.Content | pb.Segment, where: str) -> Segment:
     kind = wire.WhichOneof("content")
     if kind == "text":
         return Segment(text=wire.text)
@@ -50,10 +43,8 @@ def segments_of(wires: Iterable[pb.Segment]) -> tuple[Segment, ...]:
 
 def _segment(wire: pb.Segment, where: str) -> Segment:
     kind = wire.WhichOneof("content")
-    if kind == "text":
-        return Segment(text=wire.text, plain=wire.plain)
-    if kind == "tokens":
-        return Segment(token_ids=TokenIds.of(wire.tokens.ids), plain=wire.plain)
+    if kind in ("text", "tokens"):
+        return replace(content_of(wire, where), plain=wire.plain)
     if kind == "chunk_key":
         return Segment(key=key_of(wire.chunk_key, f"{where}.chunk_key"), plain=wire.plain)
     if kind == "document":
@@ -88,7 +79,7 @@ def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str])
 
 
 def sampling_of(wire: pb.Sampling) -> dict[str, Any]:
-    """vLLM's `SamplingParams` by name; what the client left out is left out."""
+    """vLLM's `SamplingParams` by name, without those that the client left out."""
     sampling = _extra(wire.extra_json)
     for descriptor, value in wire.ListFields():  # those that were set
         if descriptor.name != "extra_json":
@@ -165,7 +156,7 @@ def put_to_wire(put: Put) -> pb.PutResult:
         key=put.key.hex,
         num_tokens=put.num_tokens,
         new=put.new,
-        state=_PUT_STATES[put.state],
+        state=pb.PutState.Value(f"PUT_STATE_{put.state.name}"),
         reason=put.reason,
     )
 

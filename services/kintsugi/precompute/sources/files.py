@@ -1,4 +1,4 @@
-"""Which files a source is: local paths and every URL that fsspec knows."""
+"""Lists the files of a source: a local path or any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsspec.spec import AbstractFileSystem
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 
 FILES_MAX = 250_000
-"""The listing is held in memory, about 0.5 KiB a file. More documents belong into Parquet or JSON lines."""
+"""The listing is held in memory, about 0.5 KiB per file. Pack more documents into Parquet or JSON lines."""
 PIECE_BYTES = 32 << 20
-"""A larger file of JSON lines is read by several tasks."""
+"""Larger files of JSON lines are read by several tasks."""
 
 
 class Format(StrEnum):
-    """How documents lie in a file."""
+    """The format of a file with documents."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -33,7 +33,7 @@ class Format(StrEnum):
 
 
 _CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "Last-Modified")
-"""What file systems call that which changes with a file."""
+"""Keys under which file systems report a value that changes with the file."""
 _SUFFIXES = {
     ".jsonl": Format.JSONL,
     ".ndjson": Format.JSONL,
@@ -50,53 +50,52 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class FileRange:
-    """A file, or a range of one that is JSON lines."""
+    """A file, or a range of a JSON lines file."""
 
     url: str
     name: str
-    """Below the source: what documents without an id are called by."""
+    """Path below the source, used in the ids of documents without one."""
     format: Format
     stamp: str
-    """Changes when the file does: size and time of change, or what the object store has for that."""
+    """Changes when the file does: size and modification time, or the object store's equivalent."""
     size: int = 0
-    """Bytes of the whole file, 0 where the file system does not know."""
+    """Bytes of the whole file; 0 if the file system does not know."""
     start: int = 0
     stop: int | None = None
-    """Lines that begin in `[start, stop)` bytes; None: to the end."""
+    """Lines that begin at byte offsets `[start, stop)`; None means to the end."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source has."""
+    """The files of a source."""
 
     pieces: list[FileRange]
-    """In order of their names."""
+    """Sorted by path."""
     unlisted: dict[str, str]
-    """URL -> why it is not among the pieces. That of a folder ends with a slash."""
+    """Why a URL is not among the pieces, by URL. A folder's URL ends with a slash."""
 
 
-def listed(source: str, only: Format | None = None) -> Listing:
-    """The source's files; `only` names their format where suffixes do not.
+def list_source(source: str, only: Format | None = None) -> Listing:
+    """List the source's files; `only` sets their format instead of their suffixes.
 
-    Links to files are followed, links to folders are not, unless the source is one itself. Raises `NotFound`
-    where nothing is there, `InvalidField` where no file has a known format, `ResourceExhausted` beyond
-    `FILES_MAX`, `Unavailable` where the file system does not answer.
+    Follows links to files, but not to folders unless the source itself is one. Raises `NotFound` if there are
+    no files, `InvalidField` if no file has a known format, `ResourceExhausted` beyond `FILES_MAX`,
+    `Unavailable` if the file system does not answer.
     """
-    system, root = _opened(source)
+    system, root = _open_filesystem(source)
     found: dict[str, dict[str, Any]] = {}
     unlisted: dict[str, str] = {}
     try:
-        for path, info in _files(system, root, unlisted):
+        for path, info in _walk_files(system, root, unlisted):
             found[path] = info
             if len(found) > FILES_MAX:
                 raise ResourceExhausted(
-                    f"{source} has more than {FILES_MAX} files, and no more are listed: pack them into "
-                    "Parquet or JSONL"
+                    f"{source} has more than {FILES_MAX} files; pack them into Parquet or JSONL"
                 )
     except FileNotFoundError as error:
-        if isinstance(error.__cause__, OSError):  # what fsspec makes of a server that is not there
+        if isinstance(error.__cause__, OSError):  # how fsspec reports an unreachable server
             raise Unavailable(f"{source} cannot be listed: {error.__cause__}") from error
-        raise NotFound(f"{source} is not there; check the path") from None
+        raise NotFound(f"{source} does not exist; check the path") from None
     except OSError as error:
         raise Unavailable(f"{source} cannot be listed: {error}") from error
     pieces: list[FileRange] = []
@@ -109,26 +108,26 @@ def listed(source: str, only: Format | None = None) -> Listing:
             unlisted[url] = "is neither a file nor a link to one"
             continue
         name = posixpath.relpath(path, root) if path != root else posixpath.basename(path)
-        pieces += _cut(FileRange(url, name, chosen, _stamp(info), int(info.get("size") or 0)), info)
+        pieces += _cut_file(FileRange(url, name, chosen, _stamp(info), int(info.get("size") or 0)), info)
     if not found and not unlisted:
         raise NotFound(f"{source} has no files; check the path")
     if not pieces and not unlisted:
         raise InvalidField(
             "source",
             f"{source} has {len(found)} files, none with a known suffix ({', '.join(_SUFFIXES)}); "
-            f"name their format: {', '.join(Format)}",
+            f"choose their format: {', '.join(Format)}",
         )
     return Listing(pieces, unlisted)
 
 
-def _opened(source: str) -> tuple[Any, str]:
-    """The file system and the path in it."""
+def _open_filesystem(source: str) -> tuple[Any, str]:
+    """The file system of a source and the path in it."""
     if "::" in source:
         raise InvalidField("source", f"{source!r} is an archive or a chain of URLs; unpack it first")
     if urlsplit(source).password:
         raise InvalidField(
             "source",
-            "holds a password, which would be kept with every document; let fsspec's configuration hold it",
+            "contains a password, which would be stored with every document; configure it in fsspec instead",
         )
     try:
         system, root = fsspec.core.url_to_fs(source)
@@ -137,12 +136,12 @@ def _opened(source: str) -> tuple[Any, str]:
     return system, root.rstrip("/") or "/"
 
 
-def _files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Path and facts of all that is no folder, in no order."""
+def _walk_files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield path and info of everything that is not a folder, in no particular order."""
     if not _is_tree(system):
         yield from system.find(root, detail=True).items()
         return
-    # A web server calls everything a file: there the suffix decides.
+    # For a web server everything is a file, so the suffix decides.
     info = system.info(root)
     if info["type"] == "file" and ("http" not in system.protocol or _format_of(root) is not None):
         yield root, info
@@ -162,19 +161,19 @@ def _files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tuple[s
             if entry["type"] == "directory":
                 waiting.append(path)
             elif entry.get("islink"):
-                yield from _behind_link(system, path, unlisted)
+                yield from _follow_link(system, path, unlisted)
             else:
                 yield path, entry
 
 
 def _is_tree(system: Any) -> bool:
-    """Whether folders are listed one by one. Object stores bring a flat listing, which fails as a whole."""
+    """Whether folders are listed one by one. Object stores have a flat listing, which fails as a whole."""
     if isinstance(system, AsyncFileSystem):
         return type(system)._find is AsyncFileSystem._find
     return type(system).find is AbstractFileSystem.find
 
 
-def _behind_link(system: Any, path: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _follow_link(system: Any, path: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         info = system.info(path)
     except OSError:
@@ -189,8 +188,8 @@ def _format_of(path: str) -> Format | None:
     return _SUFFIXES.get(posixpath.splitext(path)[1].lower())
 
 
-def _cut(piece: FileRange, info: dict[str, Any]) -> list[FileRange]:
-    seekable = info.get("partial", True)  # a web server says whether it sends parts of a file
+def _cut_file(piece: FileRange, info: dict[str, Any]) -> list[FileRange]:
+    seekable = info.get("partial", True)  # web servers report whether they can send parts of a file
     if piece.format is not Format.JSONL or piece.size <= PIECE_BYTES or not seekable:
         return [piece]
     starts = range(0, piece.size, PIECE_BYTES)
@@ -198,6 +197,7 @@ def _cut(piece: FileRange, info: dict[str, Any]) -> list[FileRange]:
 
 
 def _stamp(info: dict[str, Any]) -> str:
-    """Empty where the file system knows nothing that would change: such a file is always read."""
+    """The file's stamp. Empty if the file system reports nothing that would change; the file is then always
+    read."""
     changed = next((info[name] for name in _CHANGES if name in info), "")
     return f"{info.get('size')}/{changed}" if changed else ""

@@ -1,7 +1,7 @@
-"""Read and chunk on Ray Data: files, or any Ray dataset, into documents with keyed chunks.
+"""Reads and chunks files, or any Ray dataset, on Ray Data: yields documents with their chunks' keys.
 
-Each task reads one piece lazily and emits blocks of bounded size; Ray Data holds tasks back while nobody
-takes their blocks, so memory on the driver is a few blocks, whatever the corpus.
+Each task reads one piece lazily and emits blocks of bounded size. Ray Data pauses tasks while nobody takes
+their blocks, so the driver's memory is a few blocks for any corpus.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.precompute.sources.files import FileRange, Format
-from kintsugi.precompute.sources.readers import Columns, Document, Failure, from_row, read
+from kintsugi.precompute.sources.readers import Columns, Document, Failure, read, row_to_document
 
 BLOCK_DOCUMENTS = 256
 BLOCK_TOKENS = 1 << 19
-"""A block ends at either: 2 MiB of token ids at most."""
+"""A block ends at either limit, so it has at most 2 MiB of token ids."""
 
 _SCHEMA = pa.schema(
     [
@@ -48,27 +48,27 @@ Scanned = ScannedDocument | Failure
 
 
 class ChunkTask:
-    """What runs beside the data. Plain values only, since it travels to every task."""
+    """The functions that run in Ray's tasks. Holds plain values only, because Ray pickles it."""
 
     def __init__(self, model: str, chunking: ChunkingConfig, space: ChunkSpace, columns: Columns) -> None:
         self.model, self.chunking, self.space, self.columns = model, chunking, space, columns
 
-    def pieces(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
-        """From pieces as JSON."""
+    def read_pieces(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
+        """Read and chunk pieces, given as JSON."""
         for text in batch["piece"]:
             values = json.loads(str(text))
             piece = FileRange(**{**values, "format": Format(values["format"])})
             yield from self._tables(read(piece, self.columns))
 
-    def rows(self, batch: pa.Table, name: str) -> Iterator[pa.Table]:
-        """From a dataset's rows. Their place is unknown: a document without an id is called by its text."""
+    def read_rows(self, batch: pa.Table, name: str) -> Iterator[pa.Table]:
+        """Chunk a dataset's rows. Rows have no place, so a document without an id is named after its text."""
         piece = FileRange(f"dataset://{name}", name, Format.PARQUET, "")
         documents = []
         for row in batch.to_pylist():
             digest = blake3.blake3(str(row.get(self.columns.text)).encode(errors="replace")).hexdigest()
             if row.get(self.columns.id) is None:
                 row[self.columns.id] = f"{name}@{digest[:32]}"
-            documents.append(from_row(row, piece, int(digest[:15], 16), self.columns))
+            documents.append(row_to_document(row, piece, int(digest[:15], 16), self.columns))
         yield from self._tables(iter(documents))
 
     def _tables(self, documents: Iterator[Document | Failure]) -> Iterator[pa.Table]:
@@ -76,7 +76,7 @@ class ChunkTask:
         tokens = 0
         for document in documents:
             row = self._row(document)
-            tokens += sum(row["sizes"])
+            tokens += sum(row.get("sizes", ()))
             rows.append(row)
             if len(rows) >= BLOCK_DOCUMENTS or tokens >= BLOCK_TOKENS:
                 yield pa.Table.from_pylist(rows, schema=_SCHEMA)
@@ -85,16 +85,8 @@ class ChunkTask:
 
     def _row(self, document: Document | Failure) -> dict[str, Any]:
         if isinstance(document, Failure):
-            nothing = {"version": "", "digest": b"", "metadata": "", "keys": [], "tokens": [], "sizes": []}
-            return {
-                **nothing,
-                "url": document.url,
-                "place": document.place,
-                "document_id": document.document_id,
-                "failure": document.reason,
-                "starts": [],
-                "stops": [],
-            }
+            place = {"url": document.url, "place": document.place, "document_id": document.document_id}
+            return {**place, "failure": document.reason}
         chunks = list(_chunker(self.model, self.chunking).chunks(document.text, document.markdown))
         facts = f"{self.chunking.identity}\0{document.markdown}\0{document.text}"
         digest = blake3.blake3(facts.encode()).digest()
@@ -122,23 +114,24 @@ def _chunker(model: str, config: ChunkingConfig) -> Chunker:
 def scan(
     source: Sequence[FileRange] | Any, task: ChunkTask, name: str = "dataset"
 ) -> Iterator[list[Scanned]]:
-    """Blocks of documents, in no order; every document of the source once. Ray has to be running.
+    """Yield blocks of documents in no particular order, every document of the source once. Ray must be
+    running.
 
-    ``source``: pieces of files, or a `ray.data.Dataset` with the columns of `task`.
+    ``source``: pieces of files, or a `ray.data.Dataset` with the columns of `task`. Raises `Unavailable`.
     """
     import ray
     from ray.exceptions import RayError
 
-    _quiet()
+    _silence_ray()
     if isinstance(source, Sequence):
         items = [{"piece": json.dumps(asdict(piece))} for piece in source]
         blocks = min(len(items), 4_096)
         dataset = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
-            task.pieces, batch_size=1
+            task.read_pieces, batch_size=1
         )
     else:
         dataset = source.map_batches(
-            task.rows, batch_size=BLOCK_DOCUMENTS, batch_format="pyarrow", fn_kwargs={"name": name}
+            task.read_rows, batch_size=BLOCK_DOCUMENTS, batch_format="pyarrow", fn_kwargs={"name": name}
         )
     try:
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
@@ -157,8 +150,8 @@ def _row_to_scanned(row: dict[str, Any]) -> Scanned:
     return ScannedDocument(*fields, chunks)
 
 
-def _quiet() -> None:
-    """Progress is ours to show."""
+def _silence_ray() -> None:
+    """Turn off Ray Data's progress output, because we show our own."""
     from ray.data import DataContext
 
     DataContext.get_current().enable_progress_bars = False

@@ -1,10 +1,9 @@
 """A shard's memory, mapped read-only by a client of the same host.
 
-The shard says over gRPC where frames lie and keeps them there for the length of a lease. A frame counts
-only if, after the copy, the lease's generation is still the one that was given: a lease that ended early
-(the client stalled, the shard took its memory back) is noticed, and the digest is checked on the copy, the
-very bytes that are used. Cost per byte: one copy and one xxh3 pass over it, a head at a time, while it is
-still in the cache.
+The shard says over gRPC where frames lie and keeps them there for the length of a lease. A frame counts only
+if the lease has the same generation after the copy as before: that detects a lease that ended early (the
+client stalled, the shard took its memory back). The digest is checked on the copy, the very bytes that are
+used. Cost per byte: one copy and one xxh3 pass, a head at a time, while it is still in the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class ArenaMap:
     """One shard process's arena. It is unmapped with the last reference to it."""
 
     def __init__(self, opened: pb.OpenArenaResponse) -> None:
-        """Raises `OSError` where the socket is not there: another host, or another pod."""
+        """Raises `OSError` where the socket does not exist: on another host, or in another pod."""
         self.arena_id = opened.arena_id
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.settimeout(_CONNECT_TIMEOUT_S)
@@ -36,7 +35,7 @@ class ArenaMap:
             raise ConnectionRefusedError(f"{opened.socket_path} did not accept the token")
         try:
             if os.fstat(fds[0]).st_size != opened.arena_bytes:
-                raise ConnectionRefusedError(f"{opened.socket_path} handed out something else")
+                raise ConnectionRefusedError(f"{opened.socket_path} handed out another file than the arena")
             self._map = mmap.mmap(fds[0], opened.arena_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(fds[0])
@@ -47,14 +46,14 @@ class ArenaMap:
         return offset >= 0 and offset + size <= len(self._view)
 
     def generation(self, offset: int) -> int:
-        """Of the lease whose generation lies at `offset`, which the arena must hold."""
+        """Read the generation of the lease at `offset`, which must lie inside the arena."""
         value: int = struct.unpack_from("<Q", self._view, offset)[0]
         return value
 
     def copy_frame(
         self, offset: int, into: memoryview, manifest: ChunkManifest, layer: int, heads: HeadRange
     ) -> bool:
-        """Copy the bytes of `heads` of a layer; whether they match their digests."""
+        """Copy the bytes of `heads` of a layer and return whether they match their digests."""
         size = manifest.layout.head_bytes(manifest.codec, manifest.num_tokens)
         first = (layer * manifest.layout.num_kv_heads + heads.start) * DIGEST_BYTES
         intact = True

@@ -1,4 +1,4 @@
-"""A circuit breaker per shard: one that fails is left alone for a while, and then asked by one caller."""
+"""A circuit breaker for one shard: after failures it gets no calls for a while, then one probe."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ OPEN_S = 5.0
 
 
 class CircuitBreaker:
-    """Thread-safe. Closed: calls pass. Open, after `failures_max` failures in a row: none does, for
-    `open_s`. Then one probe passes; its success closes the circuit, its failure opens it again."""
+    """Thread-safe. While it is closed, calls pass. After `failures_max` failures in a row it is open and no
+    call passes for `open_s`. Then one probe passes: its success closes the circuit, its failure opens it
+    again."""
 
     def __init__(
         self,
@@ -30,12 +31,12 @@ class CircuitBreaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether calls pass as ever; else `allows` tells who may probe."""
+        """Whether every call passes; else `allows` decides which call may probe."""
         with self._lock:
             return self._failures < self._failures_max
 
     def allows(self) -> bool:
-        """Whether a call may be made now. Report how it went."""
+        """Whether a call may be made now. The caller then records its success or failure."""
         with self._lock:
             if self._failures < self._failures_max:
                 return True
@@ -43,7 +44,7 @@ class CircuitBreaker:
             if now - self._opened_s < self._open_s:
                 return False
             if self._probe_s is not None and now - self._probe_s < self._open_s:
-                return False  # someone is asking already; a probe that never reports is forgotten
+                return False  # another caller probes; a probe that never reports is forgotten
             self._probe_s = now
             return True
 
@@ -52,7 +53,7 @@ class CircuitBreaker:
             self._failures = 0
             self._probe_s = None
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         with self._lock:
             self._failures += 1
             self._probe_s = None

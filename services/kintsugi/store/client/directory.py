@@ -1,4 +1,4 @@
-"""Which shards there are: the map, and who knows it.
+"""Which shards there are: the map, and the directories that hand it out.
 
 Clients know only a directory's address; shards come and go without anything being restarted.
 """
@@ -39,14 +39,14 @@ class ShardAddress:
     __pydantic_config__ = STRICT
 
     shard_id: str
-    """The UUID in its data directory: what chunks are placed by, wherever it listens."""
+    """The UUID in its data directory, which places chunks wherever the shard listens."""
     address: str
     """`host:port`."""
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """All shards at one time."""
+    """All shards at one point in time."""
 
     __pydantic_config__ = STRICT
 
@@ -56,12 +56,13 @@ class ShardMap:
     replicas: int = 1
     """Shards that hold each chunk."""
     shares: tuple[float, ...] = field(default=())
-    """Of each shard, in their order, the share in (0, 1] of its chunks that it is given: what it is not yet
-    given is the next one's, where it was before the shard joined. Empty: all of them."""
+    """For each shard, in the order of `shards`, the share in (0, 1] of its chunks that it is given. A chunk
+    that a shard is not yet given stays with the next in rank, which had it before the shard joined. Empty:
+    every shard is given all its chunks."""
 
     def __post_init__(self) -> None:
         if len({shard.shard_id for shard in self.shards}) != len(self.shards):
-            raise InvalidField("shards", "two of them have the same shard_id")
+            raise InvalidField("shards", "two shards have the same shard_id")
         if len(self.shards) > SHARDS_MAX:
             raise InvalidField("shards", f"{len(self.shards)} shards; at most {SHARDS_MAX} make a map")
         if self.replicas < 1:
@@ -72,29 +73,29 @@ class ShardMap:
             raise InvalidField("shares", "are numbers above 0 and at most 1")
 
     def owners(self, key: ChunkKey) -> list[ShardAddress]:
-        """The shards that hold a chunk, the preferred one first.
+        """The shards that hold a chunk, the preferred first.
 
         Rendezvous hashing: when a shard leaves, only its own chunks move. Cost: one xxh3 per shard.
         """
-        order = ranked(self.shards, key)
+        order = rank_shards(self.shards, key)
         if self.shares:
             shares = dict(zip(self.shards, self.shares, strict=True))
-            # Stable: where too few are given the chunk, the others follow in their order.
+            # Stable: where too few shards are given the chunk, the others follow in their order.
             order.sort(key=lambda shard: not is_given(shard, key, shares[shard]))
         return order[: self.replicas]
 
 
-def ranked(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddress]:
-    """Shards by their weight for a key, the highest first."""
+def rank_shards(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddress]:
+    """Sort shards by their weight for a key, the highest first."""
     return sorted(
         shards, key=lambda shard: -xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest)
     )
 
 
 def is_given(shard: ShardAddress, key: ChunkKey, share: float) -> bool:
-    """Whether a chunk is in a shard's ``share``. Those in a smaller share are in a larger one, too.
+    """Whether a chunk is in a shard's ``share``. Chunks in a smaller share are in a larger one, too.
 
-    The seed makes it another draw than the one that ranks: shards that own a chunk have drawn high there.
+    The seed makes this draw independent of the ranking, where the shards that own a chunk have drawn high.
     """
     draw = xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest, seed=1)
     return draw < share * (1 << 64)
@@ -105,7 +106,7 @@ class ShardDirectory(ABC):
 
     @abstractmethod
     def current(self) -> ShardMap:
-        """The newest map known. Raises `Unavailable` where none is."""
+        """The newest known map. Raises `Unavailable` where none is known."""
 
     @abstractmethod
     def close(self) -> None:
@@ -113,7 +114,7 @@ class ShardDirectory(ABC):
 
 
 class FixedDirectory(ShardDirectory):
-    """A map that someone sets: for tests, and for a process that knows its shards itself."""
+    """A map that its owner sets: for tests, and for a process that knows its shards itself."""
 
     def __init__(self, shards: ShardMap) -> None:
         self.shards = shards
@@ -128,11 +129,11 @@ class FixedDirectory(ShardDirectory):
 class FileDirectory(ShardDirectory):
     """A JSON file, `{"version": 1, "replicas": 1, "shards": [{"shard_id": …, "address": …}]}`.
 
-    It is read again when it changes; a file that is broken meanwhile keeps the map before it.
+    The file is read again when it changes. While it is broken, the previous map holds.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises `InvalidField` for a file that is no shard map."""
+        """Raises `InvalidField` for a file that is not a shard map."""
         self._path = path
         self._lock = threading.Lock()
         self._stamp = self._stat()
@@ -150,7 +151,7 @@ class FileDirectory(ShardDirectory):
         try:
             values = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InvalidField("shards", f"{self._path} is no JSON ({error})") from error
+            raise InvalidField("shards", f"{self._path} is not JSON ({error})") from error
         return load(ShardMap, values, where=str(self._path))
 
     def current(self) -> ShardMap:
@@ -190,7 +191,7 @@ class GrpcDirectory(ShardDirectory):
 
     def current(self) -> ShardMap:
         with self._known:
-            self._known.wait_for(lambda: self._map is not None, _FIRST_MAP_TIMEOUT_S)
+            self._known.wait_for(lambda: self._map is not None or self._closed.is_set(), _FIRST_MAP_TIMEOUT_S)
             if self._map is None:
                 raise Unavailable(f"no shard map: {self._failure}")
             return self._map
@@ -208,18 +209,20 @@ class GrpcDirectory(ShardDirectory):
             except grpc.RpcError as failure:
                 self._failure = str(error_of_call(failure, self._address))
             except InvalidField as error:
-                self._failure = f"{self._address} sent a map that is none: {error}"
+                self._failure = f"{self._address} sent an invalid map: {error}"
             self._closed.wait(wait_s * random.uniform(0.5, 1.5))
             wait_s = min(2 * wait_s, _RECONNECT_S_MAX)
 
     def _learn(self, shards: ShardMap) -> None:
-        """A directory that was restarted may number its maps anew: the last word counts."""
+        """Take the last map received: a restarted directory may number its maps from the beginning."""
         with self._known:
             self._map = shards
             self._known.notify_all()
 
     def close(self) -> None:
         self._closed.set()
+        with self._known:
+            self._known.notify_all()
         if self._call is not None:
             self._call.cancel()
         self._thread.join()

@@ -1,13 +1,16 @@
 """One shard over gRPC.
 
-Cost per byte of a stream: what gRPC needs, one xxh3 pass, no copy of ours: frames are views of the message
-that they came in.
+A stream costs per byte what gRPC needs and one xxh3 pass. It copies nothing: frames are views of the message
+that carried them.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, suppress
+import builtins
+import threading
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,85 +30,107 @@ from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
-from kintsugi.store.client.blocking import BlockingStore
-from kintsugi.store.client.calls import AsyncCalls, BlockingCalls, Calls, run_to_completion
+from kintsugi.store.client.calls import ShardCalls
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost, frames_of
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import (
-    AsyncChunkStore,
     Buffer,
-    BufferFor,
     ChunkLost,
+    ChunkStore,
     Found,
     LayerFrame,
     PinLease,
     StoreStats,
 )
-from kintsugi.store.protocol.manifests import Manifests
 from kintsugi.store.protocol.tls import TlsFiles
+
+MANIFESTS_MAX = 4096
+"""Manifests that a client remembers of one shard."""
 
 _ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
 
 
 @dataclass(frozen=True)
 class GrpcOptions:
-    """How a client talks to a shard."""
+    """A client's options for one shard."""
 
     call_timeout_s: float = 10.0
-    """For calls without bulk bytes."""
+    """Deadline of calls without bulk bytes."""
     put_timeout_s: float = 120.0
     ack: Literal["ram", "durable", ""] = ""
-    """When a put returns: once it is in RAM, or on disk. Empty: the shard's default."""
+    """When a put returns: once the chunk is in RAM, or on disk. Empty: the shard's default."""
     tier: str = ""
     """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
     recompute_ms_per_token: float = 0.0
-    """What prefilling a token costs here, where a put does not say: placement and eviction weigh it. 0:
+    """Prefill time per token, for puts without a `recompute_ms`; placement and eviction weigh it. 0:
     unknown."""
     tls: TlsFiles | None = None
-    """None talks in the clear, which a shard beyond loopback refuses."""
+    """None: without encryption, which a shard beyond loopback refuses."""
     same_host: bool = True
     """Read from the shard's memory where it runs on this host and shares it."""
     ttl_s: float = 0.0
-    """For every chunk put; 0: chunks do not expire."""
+    """Lifetime of every chunk put; 0: chunks do not expire."""
 
 
-class AsyncGrpcStore(AsyncChunkStore):
-    """A store whose chunks lie in the shard at `address`."""
+class _Manifests:
+    """The manifests of chunks seen lately, which give a stream its digests; oldest out first. Thread-safe."""
 
-    def __init__(self, address: str, options: GrpcOptions | None = None, calls: Calls | None = None) -> None:
-        """`calls`: how to talk to it; None: on the running event loop."""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[str, ChunkKey], ChunkManifest] = OrderedDict()
+
+    def remember(self, manifest: ChunkManifest) -> None:
+        with self._lock:
+            self._seen[manifest.namespace, manifest.key] = manifest
+            self._seen.move_to_end((manifest.namespace, manifest.key))
+            while len(self._seen) > MANIFESTS_MAX:
+                self._seen.popitem(last=False)
+
+    def get(self, namespace: str, key: ChunkKey) -> ChunkManifest | None:
+        with self._lock:
+            return self._seen.get((namespace, key))
+
+    def forget(self, manifest: ChunkManifest) -> None:
+        with self._lock:
+            self._seen.pop((manifest.namespace, manifest.key), None)
+
+
+class GrpcStore(ChunkStore):
+    """A store whose chunks lie in the shard at `address`. Thread-safe."""
+
+    def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
         self.address = address
         self._options = options or GrpcOptions()
-        self._calls = calls or AsyncCalls(address, self._options.tls)
-        self._manifests = Manifests()
+        self._calls = ShardCalls(address, self._options.tls)
+        self._manifests = _Manifests()
         self._same_host = SameHost()
 
-    async def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
-        """One unary call of the service: its response. `response` is the message's class."""
-        return await self._calls.unary(name, request, response, timeout_s or self._options.call_timeout_s)
+    def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
+        """Make one unary call of the service and return its response. `response` is the message's class."""
+        return self._calls.unary(name, request, response, timeout_s or self._options.call_timeout_s)
 
-    async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        return [self._readable(entry) for entry in await self._found(namespace, keys)]
+    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
+        return [self._readable(entry) for entry in self._find_on_shard(namespace, keys)]
 
-    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        answers = [(self._readable(entry), entry.tier) for entry in await self._found(namespace, keys)]
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        answers = [(self._readable(entry), entry.tier) for entry in self._find_on_shard(namespace, keys)]
         return [
             None if manifest is None else Found(manifest, ChunkSource(self.address, tier))
             for manifest, tier in answers
         ]
 
-    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        found = await self._found(namespace, keys)
+    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
+        found = self._find_on_shard(namespace, keys)
         return [entry.tier if self._readable(entry) else None for entry in found]
 
-    async def _found(self, namespace: str, keys: Sequence[ChunkKey]) -> list[pb.Found]:
-        """What the shard says of each key."""
+    def _find_on_shard(self, namespace: str, keys: Sequence[ChunkKey]) -> list[pb.Found]:
+        """What the shard answers for each key."""
         found: list[pb.Found] = []
         for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
             part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            found += (await self.call("Lookup", request, pb.LookupResponse)).found
+            found += self.call("Lookup", request, pb.LookupResponse).found
         if len(found) != len(keys):
             raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
         return found
@@ -116,7 +141,7 @@ class AsyncGrpcStore(AsyncChunkStore):
             self._manifests.remember(manifest)
         return manifest
 
-    async def lookup_anchors(
+    def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
         found: dict[int, list[ChunkManifest]] = {}
@@ -126,7 +151,7 @@ class AsyncGrpcStore(AsyncChunkStore):
                 space_digest=space_digest,
                 anchors=anchors[start : start + wire.KEYS_MAX],
             )
-            response = await self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
+            response = self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
             for candidates in response.candidates:
                 manifests = [wire.readable_manifest(manifest) for manifest in candidates.manifests]
                 readable = [manifest for manifest in manifests if manifest is not None]
@@ -136,7 +161,7 @@ class AsyncGrpcStore(AsyncChunkStore):
                     found[candidates.anchor] = readable
         return found
 
-    async def put(
+    def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
         views = [memoryview(frame).cast("B") for frame in frames]
@@ -146,7 +171,7 @@ class AsyncGrpcStore(AsyncChunkStore):
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
         messages = self._put_messages(manifest, views, recompute_ms, tier)
-        return bool((await self._calls.put(messages, self._options.put_timeout_s)).inserted)
+        return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
 
     def _put_messages(
         self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float, tier: str
@@ -165,18 +190,17 @@ class AsyncGrpcStore(AsyncChunkStore):
             request = pb.PutChunkKVRequest(first_layer=first, commit=first + step >= len(views))
             yield wire.with_payload(request.SerializeToString(), part)
 
-    async def stream(
+    def stream(
         self,
         namespace: str,
         keys: Sequence[ChunkKey],
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-        buffer_for: BufferFor | None = None,
-    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
+    ) -> Generator[LayerFrame | ChunkLost, None, None]:
         if not keys or not layers:
             return
-        manifests = await self._resolve_manifests(namespace, keys)
+        manifests = self._resolve_manifests(namespace, keys)
         request = pb.StreamLayersRequest(
             namespace=namespace,
             keys=[key.digest for key in keys],
@@ -186,125 +210,133 @@ class AsyncGrpcStore(AsyncChunkStore):
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
         )
-        received = Received(self.address, manifests, heads, buffer_for)
-        async with aclosing(self._frames(received, request, deadline_s)) as items:
-            async for item in items:
+        received = Received(self.address, manifests, heads)
+        with closing(self._frames(received, request, deadline_s)) as items:
+            for item in items:
                 while received.damaged:
-                    await self._report_damage(received.damaged.pop())
+                    self._report_damage(received.damaged.pop())
                 if item is not None:
                     yield item
 
-    async def _frames(
+    def _frames(
         self, received: Received, request: pb.StreamLayersRequest, wait_s: float
-    ) -> AsyncGenerator[LayerFrame | ChunkLost | None, None]:
-        """From the shard's memory where that works now, else in messages; None for what is not wanted."""
-        if await self._arena(None) is not None:
+    ) -> Generator[LayerFrame | ChunkLost | None, None, None]:
+        """Frames from the shard's memory where that works now, else from messages; None for a frame of a
+        chunk that is lost already."""
+        if self._arena(None) is not None:
             lease_request = pb.LeaseLayersRequest(request=request)
-            leased = self._calls.stream("LeaseLayers", lease_request, wait_s, pb.LeaseLayersResponse)
-            async with aclosing(leased):
-                first = await self._lease(leased)
-                arena = None if first is None else await self._arena(first.arena_id)
+            with closing(
+                self._calls.stream("LeaseLayers", lease_request, wait_s, pb.LeaseLayersResponse)
+            ) as leased:
+                first = self._lease(leased)
+                arena = None if first is None else self._arena(first.arena_id)
                 if first is not None and arena is not None:
                     lease = FrameLease(arena, first)
                     described: pb.LeaseLayersResponse | None = first
                     while described is not None:
                         for frame in frames_of(described):
-                            yield received.leased(frame, lease)
-                        described = None if described.last else await anext(leased, None)
+                            yield received.copy_leased_frame(frame, lease)
+                        described = None if described.last else next(leased, None)
                     return
-        async with aclosing(self._calls.stream("StreamLayers", request, wait_s)) as messages:
-            async for message in messages:
+        with closing(self._calls.stream("StreamLayers", request, wait_s)) as messages:
+            for message in messages:
                 for header, data in _frames_of(message):
-                    yield received.frame(header, data)
+                    yield received.verify_frame(header, data)
 
-    async def _lease(self, messages: AsyncGenerator[Any, None]) -> pb.LeaseLayersResponse | None:
-        """The first message of a lease; None where reading over gRPC may mend what is wrong with it."""
+    def _lease(self, messages: Iterator[Any]) -> pb.LeaseLayersResponse | None:
+        """The first message of a lease; None where the caller should read over gRPC instead."""
         try:
-            first: pb.LeaseLayersResponse | None = await anext(messages, None)
+            first: pb.LeaseLayersResponse | None = next(messages, None)
             return first
-        except (ResourceExhausted, NotFound, VersionMismatch) as error:  # the last: it knows no leases
-            self._same_host.failed(error, CROWDED_RETRY_S)
+        except (
+            ResourceExhausted,
+            NotFound,
+            VersionMismatch,
+        ) as error:  # the last: an older shard has no leases
+            self._same_host.suspend(error, CROWDED_RETRY_S)
             return None
 
-    async def _arena(self, arena_id: int | None) -> ArenaMap | None:
-        """The shard's memory, mapped if it may be and is not yet."""
+    def _arena(self, arena_id: int | None) -> ArenaMap | None:
+        """The shard's mapped memory. Maps it first if that may be tried; None where that fails."""
         arena = self._same_host.arena(arena_id)
         if arena is not None or not self._options.same_host or not self._same_host.may_try():
             return arena
         try:
-            self._same_host.attach(await self.call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse))
+            self._same_host.attach(self.call("OpenArena", pb.OpenArenaRequest(), pb.OpenArenaResponse))
         except (KintsugiError, OSError) as error:
-            self._same_host.failed(error)
+            self._same_host.suspend(error)
         return self._same_host.arena(arena_id)
 
-    async def _resolve_manifests(
-        self, namespace: str, keys: Sequence[ChunkKey]
-    ) -> list[ChunkManifest | None]:
+    def _resolve_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         known = [self._manifests.get(namespace, key) for key in keys]
         unknown = [index for index, manifest in enumerate(known) if manifest is None]
         if unknown:
-            found = await self.lookup(namespace, [keys[index] for index in unknown])
+            found = self.lookup(namespace, [keys[index] for index in unknown])
             for index, manifest in zip(unknown, found, strict=True):
                 known[index] = manifest
         return known
 
-    async def _report_damage(self, manifest: ChunkManifest) -> None:
-        """Have the shard check for itself: it quarantines what is damaged there, not what was on the way."""
+    def _report_damage(self, manifest: ChunkManifest) -> None:
+        """Have the shard verify the chunk: it quarantines what is damaged there, not on the way."""
         self._manifests.forget(manifest)
         request = pb.VerifyRequest(namespace=manifest.namespace, keys=[manifest.key.digest])
-        with suppress(KintsugiError):  # lost to this stream either way; the scrubber finds it later
-            await self.call("Verify", request, pb.VerifyResponse)
+        with suppress(KintsugiError):  # this stream loses it either way; the scrubber finds it later
+            self.call("Verify", request, pb.VerifyResponse)
 
-    async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+    def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         request = pb.PrefetchRequest(namespace=namespace, keys=[key.digest for key in keys])
-        return int((await self.call("Prefetch", request, pb.PrefetchResponse)).accepted)
+        return int(self.call("Prefetch", request, pb.PrefetchResponse).accepted)
 
-    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
+    def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         request = pb.PinRequest(namespace=namespace, keys=[key.digest for key in keys], lease_s=lease_s)
-        response = await self.call("Pin", request, pb.PinResponse)
+        response = self.call("Pin", request, pb.PinResponse)
         return PinLease(response.lease_id, response.pinned)
 
-    async def unpin(self, lease_id: str) -> int:
-        return int((await self.call("Unpin", pb.UnpinRequest(lease_id=lease_id), pb.UnpinResponse)).unpinned)
+    def unpin(self, lease_id: str) -> int:
+        return int(self.call("Unpin", pb.UnpinRequest(lease_id=lease_id), pb.UnpinResponse).unpinned)
 
-    async def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         deleted = 0
         for start in range(0, len(keys), wire.KEYS_MAX):
             part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
             request = pb.DeleteRequest(namespace=namespace, keys=part)
-            deleted += (await self.call("Delete", request, pb.DeleteResponse)).deleted
+            deleted += self.call("Delete", request, pb.DeleteResponse).deleted
         return deleted
 
-    async def list(
-        self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
-    ) -> list[ChunkManifest]:
-        manifests: list[ChunkManifest] = []
+    def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
+        return [found.manifest for found in self.list_found(namespace, limit, after)]
+
+    def list_found(self, namespace: str, limit: int, after: ChunkKey | None = None) -> builtins.list[Found]:
+        """As `list`, with the fastest tier that holds each chunk."""
+        chunks: builtins.list[Found] = []
         last = None if after is None else after.digest
-        while len(manifests) < limit:
-            request = pb.ListRequest(namespace=namespace, limit=limit - len(manifests), after=last)
-            found = (await self.call("List", request, pb.ListResponse)).found
+        while len(chunks) < limit:
+            request = pb.ListRequest(namespace=namespace, limit=limit - len(chunks), after=last)
+            found = self.call("List", request, pb.ListResponse).found
             if not found:
                 break
             last = found[-1].manifest.key
-            readable = (wire.readable_manifest(entry.manifest) for entry in found)
-            manifests += [manifest for manifest in readable if manifest is not None]
-        return manifests
+            for entry in found:
+                manifest = wire.readable_manifest(entry.manifest)
+                if manifest is not None:
+                    chunks.append(Found(manifest, ChunkSource(self.address, entry.tier)))
+        return chunks
 
-    async def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         request = pb.PutReportRequest(fingerprint=fingerprint.digest, name=name, document=document)
-        await self.call("PutReport", request, pb.PutReportResponse)
+        self.call("PutReport", request, pb.PutReportResponse)
 
-    async def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
         request = pb.GetReportRequest(fingerprint=fingerprint.digest, name=name)
-        response = await self.call("GetReport", request, pb.GetReportResponse)
+        response = self.call("GetReport", request, pb.GetReportResponse)
         return bytes(response.document) if response.HasField("document") else None
 
     @property
     def transport(self) -> str:
         return "shared-memory" if self._same_host.attached else "grpc"
 
-    async def stats(self) -> StoreStats:
-        stats = await self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
+    def stats(self) -> StoreStats:
+        stats = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
         return StoreStats(
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
@@ -313,31 +345,13 @@ class AsyncGrpcStore(AsyncChunkStore):
             durable=any(tier.name != "ram" for tier in stats.tiers),
         )
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._same_host.close()
-        await self._calls.close()
-
-
-class GrpcStore(BlockingStore):
-    """`AsyncGrpcStore` for callers without an event loop. Thread-safe."""
-
-    def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
-        options = options or GrpcOptions()
-        self._shard = AsyncGrpcStore(address, options, BlockingCalls(address, options.tls))
-        super().__init__(self._shard)
-
-    def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
-        """As `AsyncGrpcStore.call`."""
-        return run_to_completion(self._shard.call(name, request, response, timeout_s))
+        self._calls.close()
 
 
 def open_grpc(url: str) -> GrpcStore:
-    """`grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
-    return GrpcStore(*shard_of(url))
-
-
-def shard_of(url: str) -> tuple[str, GrpcOptions]:
-    """Address and options in `grpc://host:port?OPTIONS`. Raises `InvalidField`."""
+    """Open `grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -345,12 +359,12 @@ def shard_of(url: str) -> tuple[str, GrpcOptions]:
         port = None
     if not parts.hostname or port is None:
         raise InvalidField("store", f"{url!r} must name a shard as grpc://host:port")
-    return parts.netloc, options_of(parts.query)
+    return GrpcStore(parts.netloc, options_of(parts.query))
 
 
 @dataclass(frozen=True)
 class _Query:
-    """The options that a URL may carry."""
+    """The options in a URL's query."""
 
     __pydantic_config__ = STRICT
 

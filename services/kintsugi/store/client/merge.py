@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import ShardAddress
@@ -10,31 +10,31 @@ from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 
 
 class ShardStream:
-    """One shard's stream of some of the chunks, with the item that comes next."""
+    """One shard's stream of some of the chunks, one item ahead."""
 
-    def __init__(self, chunks: Sequence[int], items: AsyncGenerator[LayerFrame | ChunkLost, None]) -> None:
+    def __init__(self, chunks: Sequence[int], items: Generator[LayerFrame | ChunkLost, None, None]) -> None:
         """`chunks`: for each chunk of the stream, its index in the whole request."""
         self.chunks = chunks
         self._items = items
         self._head: LayerFrame | ChunkLost | None = None
         self._failure: KintsugiError | None = None
 
-    async def prime(self) -> None:
-        """Fetch the first item: the call to the shard starts here, not when its turn comes."""
+    def prime(self) -> None:
+        """Fetch the first item, so that the call to the shard starts before its turn comes."""
         try:
-            self._head = await anext(self._items, None)
+            self._head = next(self._items, None)
         except KintsugiError as error:
             self._failure = error
 
-    async def next_of(self, layer: int) -> LayerFrame | ChunkLost | None:
-        """The next item that is not of a later layer, chunks numbered as in the whole request.
+    def next_item(self, layer: int) -> LayerFrame | ChunkLost | None:
+        """The next item up to `layer`, its chunk numbered as in the whole request; None where there is none.
 
-        An item of a later layer stays, and its bytes with it, because nothing more is taken before.
+        An item of a later layer waits, and its bytes stay valid, because nothing is taken meanwhile.
         """
         if self._failure is not None:
             raise self._failure
         if self._head is None:
-            self._head = await anext(self._items, None)
+            self._head = next(self._items, None)
         if self._head is None or self._head.layer > layer:
             return None
         item, self._head = self._head, None
@@ -43,9 +43,9 @@ class ShardStream:
             return ChunkLost(chunk, item.layer, item.reason)
         return LayerFrame(chunk, item.layer, item.data)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the shard's stream early."""
-        await self._items.aclose()
+        self._items.close()
 
 
 OpenPart = Callable[[ShardAddress, Sequence[int], int], ShardStream]
@@ -57,7 +57,7 @@ class _Merge:
         owners: Sequence[Sequence[ShardAddress]],
         open_part: OpenPart,
         failures: tuple[type[KintsugiError], ...],
-        prime: Callable[[Sequence[ShardStream]], Awaitable[None]],
+        prime: Callable[[Sequence[ShardStream]], None],
     ) -> None:
         self._owners = owners
         self._prime = prime
@@ -65,14 +65,14 @@ class _Merge:
         self._failures = failures
         self._rank = [0] * len(owners)
         self._done: list[int] = [-1] * len(owners)
-        """The last layer yielded of each chunk."""
+        """The last layer that was yielded, for each chunk."""
         self._lost: set[int] = set()
         self._without_owner: list[ChunkLost] = []
-        """Lost when a part failed, not yielded yet."""
+        """Chunks lost when a part failed, not yielded yet."""
         self.parts: list[ShardStream] = []
 
-    async def assign(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
-        """Open streams for chunks from `layer` on at their current owner; those without one are lost."""
+    def assign(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
+        """Open streams for chunks from `layer` on at their current owners. Returns the chunks without one."""
         by_owner: dict[ShardAddress, list[int]] = {}
         lost: list[ChunkLost] = []
         for chunk in chunks:
@@ -83,64 +83,60 @@ class _Merge:
                 lost.append(ChunkLost(chunk, layer, "no shard that owns it has it or answers"))
         parts = [self._open_part(owner, owned, layer) for owner, owned in by_owner.items()]
         self.parts += parts
-        await self._prime(parts)
+        self._prime(parts)
         return lost
 
-    async def layer(self, layer: int) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
-        """Everything of one layer."""
+    def merge_layer(self, layer: int) -> Generator[LayerFrame | ChunkLost, None, None]:
+        """Yield every item of one layer."""
         for part in self.parts:  # failover appends
             item: LayerFrame | ChunkLost | None
-            while (item := await self._next_of(part, layer)) is not None:
+            while (item := self._next_item(part, layer)) is not None:
                 if isinstance(item, LayerFrame):
                     self._done[item.chunk] = item.layer
                     yield item
                     continue
-                for lost in await self._try_next_owner([item.chunk], layer):
-                    yield lost
-            for lost in self._without_owner:
-                yield lost
+                yield from self._try_next_owner([item.chunk], layer)
+            yield from self._without_owner
             self._without_owner = []
 
-    async def _next_of(self, part: ShardStream, layer: int) -> LayerFrame | ChunkLost | None:
-        """As `ShardStream.next_of`. Where a stream fails, the next owners send what is still missing."""
+    def _next_item(self, part: ShardStream, layer: int) -> LayerFrame | ChunkLost | None:
+        """As `ShardStream.next_item`. Where a stream fails, the next owners send what is still missing."""
         try:
-            return await part.next_of(layer)
+            return part.next_item(layer)
         except self._failures:
-            await part.close()
+            part.close()
             mine = [c for c in part.chunks if c not in self._lost and self._done[c] < layer]
             later = [c for c in part.chunks if c not in self._lost and self._done[c] >= layer]
             part.chunks = ()
             self._without_owner += [
-                *await self._try_next_owner(mine, layer),
-                *await self._try_next_owner(later, layer + 1),
+                *self._try_next_owner(mine, layer),
+                *self._try_next_owner(later, layer + 1),
             ]
             return None
 
-    async def _try_next_owner(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
+    def _try_next_owner(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
         for chunk in chunks:
             self._rank[chunk] += 1
-        return await self.assign(chunks, layer)
+        return self.assign(chunks, layer)
 
 
-async def merge_streams(
+def merge_streams(
     owners: Sequence[Sequence[ShardAddress]],
     layers: range,
     open_part: OpenPart,
     failures: tuple[type[KintsugiError], ...],
-    prime: Callable[[Sequence[ShardStream]], Awaitable[None]],
-) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
-    """Every chunk from the first of its owners that has it; from the next where one fails midway.
+    prime: Callable[[Sequence[ShardStream]], None],
+) -> Generator[LayerFrame | ChunkLost, None, None]:
+    """Yield every chunk from the first of its owners that has it, and from the next where one fails midway.
 
-    `open_part(owner, chunks, first_layer)` opens a stream, `prime` starts some side by side.
-    A chunk that no owner gives is a `ChunkLost`.
+    `open_part(owner, chunks, first_layer)` opens a stream, `prime` starts several side by side.
+    A chunk that no owner sends is a `ChunkLost`.
     """
     merge = _Merge(owners, open_part, failures, prime)
     try:
-        for lost in await merge.assign(range(len(owners)), layers.start):
-            yield lost
+        yield from merge.assign(range(len(owners)), layers.start)
         for layer in layers:
-            async for item in merge.layer(layer):
-                yield item
+            yield from merge.merge_layer(layer)
     finally:
         for part in merge.parts:
-            await part.close()
+            part.close()

@@ -1,10 +1,12 @@
-"""The chunk store in this process's memory: for one engine on one machine, and for tests."""
+"""A chunk store in this process's memory, for one engine on one machine and for tests."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
@@ -32,10 +34,15 @@ class _Chunk:
 
 
 class RamStore(ChunkStore):
-    """Chunks in a dict, least recently used first out. `put` copies; `stream` yields views of the copy."""
+    """Chunks in a dict, least recently used first out. `put` copies; `stream` yields views of the copy.
 
-    def __init__(self, capacity_bytes: int = 4 << 30) -> None:
+    Calls do not wait, apart from streams with a `bytes_per_s`.
+    """
+
+    def __init__(self, capacity_bytes: int = 4 << 30, bytes_per_s: float = math.inf) -> None:
+        """No stream is read faster than `bytes_per_s`, which stands for a slower tier in measurements."""
         self.capacity_bytes = capacity_bytes
+        self.bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
         self._chunks: OrderedDict[_Address, _Chunk] = OrderedDict()
         self._by_anchor: dict[tuple[str, bytes, int], list[ChunkKey]] = {}
@@ -114,9 +121,10 @@ class RamStore(ChunkStore):
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-    ) -> Iterator[LayerFrame | ChunkLost]:
+    ) -> Generator[LayerFrame | ChunkLost, None, None]:
         with self._lock:
             chunks = [self._chunks.get((namespace, key)) for key in keys]
+        due_s = time.perf_counter()
         lost: set[int] = set()
         for layer in layers:
             for index, chunk in enumerate(chunks):
@@ -126,6 +134,9 @@ class RamStore(ChunkStore):
                 if isinstance(item, ChunkLost):
                     lost.add(index)
                     self.delete(namespace, [keys[index]])
+                elif self.bytes_per_s < math.inf:
+                    due_s += len(item.data) / self.bytes_per_s
+                    time.sleep(max(0.0, due_s - time.perf_counter()))
                 yield item
 
     @staticmethod
@@ -172,10 +183,7 @@ class RamStore(ChunkStore):
             return StoreStats(len(self._chunks), self._bytes_used, self.capacity_bytes, self.transport)
 
     def close(self) -> None:
-        with self._lock:
-            self._chunks.clear()
-            self._by_anchor.clear()
-            self._bytes_used = 0
+        """Keeps the chunks: others in this process may use the store."""
 
 
 def _anchor_address(manifest: ChunkManifest) -> tuple[str, bytes, int]:

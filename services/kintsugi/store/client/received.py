@@ -1,4 +1,4 @@
-"""What one request for layers has received: verified frames, and chunks that are lost to it."""
+"""The frames of one request for layers: verified as they arrive, or lost."""
 
 from __future__ import annotations
 
@@ -9,32 +9,29 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.same_host import FrameLease, LeasedFrame
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.interface import BufferFor, ChunkLost, LayerFrame
+from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 
 
 class Received:
-    """What one request has seen so far."""
+    """The state of one request."""
 
     def __init__(
         self,
         address: str,
         manifests: Sequence[ChunkManifest | None],
         heads: HeadRange,
-        buffer_for: BufferFor | None,
     ) -> None:
-        """`manifests`: of the chunks asked for, None for one that is not there. `buffer_for`: where frames
-        go; None: into memory of ours, valid until the next."""
+        """`manifests`: one per requested chunk, None for a chunk that the shard does not have."""
         self.damaged: list[ChunkManifest] = []
-        """Chunks whose bytes did not match them, to be reported and taken out."""
-        self._buffer_for = buffer_for
+        """Chunks whose bytes did not match their digests, to be reported and then removed."""
         self._address = address
         self._manifests = manifests
         self._heads = heads
         self._lost: set[int] = set()
         self._buffer = memoryview(bytearray())
 
-    def frame(self, header: pb.FrameHeader, data: memoryview) -> LayerFrame | ChunkLost | None:
-        """What to yield for a frame that came with its bytes; None for one of a chunk that is lost."""
+    def verify_frame(self, header: pb.FrameHeader, data: memoryview) -> LayerFrame | ChunkLost | None:
+        """What to yield for a frame that came with its bytes; None if its chunk is lost already."""
         manifest = self._manifest(header.chunk)
         if header.chunk in self._lost:
             return None
@@ -42,16 +39,13 @@ class Received:
             return self._lose(header.chunk, header.layer, header.lost_reason or "absent")
         if header.layer >= manifest.layout.num_layers:
             return self._lose_damaged(header.chunk, header.layer, manifest)
-        if self._buffer_for is not None:
-            target = self._buffer_for(header.chunk, header.layer, len(data))[: len(data)]
-            target[:] = data
-            data = target
         if manifest.frame_is_intact(header.layer, self._heads, data):
             return LayerFrame(header.chunk, header.layer, data)
         return self._lose_damaged(header.chunk, header.layer, manifest)
 
-    def leased(self, frame: LeasedFrame, lease: FrameLease) -> LayerFrame | ChunkLost | None:
-        """What to yield for a frame in the shard's memory: a copy of it."""
+    def copy_leased_frame(self, frame: LeasedFrame, lease: FrameLease) -> LayerFrame | ChunkLost | None:
+        """What to yield for a frame in the shard's memory, copied from there; None if its chunk is lost
+        already."""
         manifest = self._manifest(frame.chunk)
         if frame.chunk in self._lost:
             return None
@@ -64,8 +58,6 @@ class Received:
         return self._lose_damaged(frame.chunk, frame.layer, manifest)
 
     def _target(self, frame: LeasedFrame) -> memoryview:
-        if self._buffer_for is not None:
-            return self._buffer_for(frame.chunk, frame.layer, frame.size_bytes)[: frame.size_bytes]
         if len(self._buffer) < frame.size_bytes:
             self._buffer = memoryview(bytearray(frame.size_bytes))
         return self._buffer[: frame.size_bytes]

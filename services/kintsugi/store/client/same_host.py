@@ -1,7 +1,7 @@
-"""Reading from a shard of the same host: descriptors over gRPC, bytes from its memory.
+"""Reading from a shard on the same host: descriptors over gRPC, bytes from its memory.
 
-Where it does not work (another host, a pod that shares no folder, a shard that does not share its arena, no
-room in its RAM) the caller reads over gRPC, and the path is tried again after a while.
+Where that does not work (another host, a pod that shares no folder, a shard that does not share its arena, no
+room in its RAM), the caller reads over gRPC and tries this path again later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
 CROWDED_RETRY_S = 1.0
-"""After the shard had no lease or no room in RAM."""
+"""Wait before the next attempt where the shard had no free lease or no room in RAM."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FrameLease:
         manifest: ChunkManifest,
         heads: HeadRange,
     ) -> bool:
-        """Copy a frame; whether its digests are right. Raises `DeadlineExceeded` once the lease is over."""
+        """Copy a frame and return whether its digests match. Raises `DeadlineExceeded` after the lease."""
         start, stop = manifest.head_range_bytes(heads)
         held = self._arena.holds(frame.offset, frame.size_bytes)
         if frame.size_bytes != stop - start or not held or not self._has_generation():
@@ -65,7 +65,7 @@ class FrameLease:
 
 
 class SameHost:
-    """The arena of one shard, mapped when it is first needed. Thread-safe; makes no call."""
+    """One shard's arena, mapped when it is first needed. Thread-safe; makes no call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,24 +77,25 @@ class SameHost:
         return self._arena is not None
 
     def arena(self, arena_id: int | None) -> ArenaMap | None:
-        """What is mapped, of this id if one is given: a shard that was restarted has a new arena."""
+        """The mapped arena; None where `arena_id` is given and another is mapped: a restarted shard has a new
+        one."""
         with self._lock:
             arena = self._arena
             return arena if arena is not None and arena_id in (None, arena.arena_id) else None
 
     def may_try(self) -> bool:
-        """False while an attempt that failed is fresh."""
+        """Whether the path may be tried: not shortly after it has failed."""
         with self._lock:
             return time.monotonic() >= self._retry_at_s
 
     def attach(self, opened: pb.OpenArenaResponse) -> None:
-        """Map an arena. Raises `OSError` where it cannot be had here."""
+        """Map an arena. Raises `OSError` where that is impossible here."""
         arena = ArenaMap(opened)
         with self._lock:
             self._arena = arena  # views of a stream that still reads keep an old map alive
 
-    def failed(self, reason: object, wait_s: float = RETRY_S) -> None:
-        """Leave the path alone for a while."""
+    def suspend(self, reason: object, wait_s: float = RETRY_S) -> None:
+        """Read over gRPC for the next `wait_s`."""
         log.info("reading over gRPC: %s", reason)
         with self._lock:
             self._retry_at_s = max(self._retry_at_s, time.monotonic() + wait_s)
@@ -106,6 +107,6 @@ class SameHost:
 
 
 def frames_of(message: pb.LeaseLayersResponse) -> Iterator[LeasedFrame]:
-    """The descriptors in a message, each made when its turn comes."""
+    """Yield the descriptors in a message."""
     for frame in message.frames:
         yield LeasedFrame(frame.chunk, frame.layer, frame.offset, frame.size_bytes, frame.lost_reason)

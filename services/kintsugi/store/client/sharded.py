@@ -1,21 +1,22 @@
 """Many shards as one store: placement, replicas, and what happens when some do not answer.
 
-A shard that fails costs its own chunks, which become misses, and nothing else: calls to shards run side by
-side, each is retried at most once, and a circuit breaker keeps the next requests from waiting for it.
+A shard that fails costs its own chunks, which become misses, and nothing else: shards are called side by
+side, each call is retried at most once, and a circuit breaker keeps later requests from waiting for a shard
+that fails.
 """
 
 from __future__ import annotations
 
-import asyncio
+import builtins
 import random
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from kintsugi.core.errors import (
     DeadlineExceeded,
@@ -27,18 +28,15 @@ from kintsugi.core.errors import (
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
-from kintsugi.store.client.blocking import BlockingStore
 from kintsugi.store.client.breaker import CircuitBreaker
-from kintsugi.store.client.calls import BlockingCalls, run_to_completion
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.grpc_store import AsyncGrpcStore, GrpcOptions
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
-    AsyncChunkStore,
     Buffer,
-    BufferFor,
     ChunkLost,
+    ChunkStore,
     Found,
     LayerFrame,
     PinLease,
@@ -46,167 +44,106 @@ from kintsugi.store.protocol.interface import (
 )
 
 CALLS_MAX = 64
-"""Calls to shards at a time, over all requests."""
+"""Maximum number of calls to shards at a time, over all requests."""
 RETRIES_MAX = 1
 RETRY_WAIT_S = 0.02
 """Mean of the jittered wait before a retry."""
 
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
-"""What makes a shard's chunks misses; anything else is the caller's mistake and is raised."""
+"""Errors that make a shard's chunks misses; any other is the caller's mistake and is raised."""
 READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted)
-"""Of a stream: a shard that has too many just now is well, but another may have the chunks, too."""
+"""Errors that make a stream try the next owner: a shard with too many streams is healthy, but a replica may
+have the chunks as well."""
 
 Answer = TypeVar("Answer")
-Connect = Callable[[str], AsyncChunkStore]
-
-
-class Concurrency(ABC):
-    """How coroutines run side by side."""
-
-    @abstractmethod
-    async def together(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-        """Their results, in order; at most `CALLS_MAX` run at a time."""
-
-    @abstractmethod
-    async def pause(self, seconds: float) -> None:
-        """Wait."""
-
-    @abstractmethod
-    async def shard_map(self, directory: ShardDirectory) -> ShardMap:
-        """The directory's map; it blocks until the first is known."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Idempotent."""
-
-
-class Threads(Concurrency):
-    """For coroutines that never suspend: each in a thread."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(CALLS_MAX, "kintsugi-shards")
-
-    async def together(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-        if len(coroutines) == 1:
-            return [await coroutines[0]]
-        try:
-            results = [self._pool.submit(run_to_completion, coroutine) for coroutine in coroutines]
-        except RuntimeError:
-            for coroutine in coroutines:
-                coroutine.close()
-            raise Unavailable("this client is closed") from None
-        wait(results)
-        return [result.result() for result in results]
-
-    async def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    async def shard_map(self, directory: ShardDirectory) -> ShardMap:
-        return directory.current()
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-class Tasks(Concurrency):
-    """For an event loop."""
-
-    def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(CALLS_MAX)
-        self._known = False
-
-    async def together(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-        return list(await asyncio.gather(*map(self._run_in_slot, coroutines)))
-
-    async def _run_in_slot(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-        async with self._slots:
-            return await coroutine
-
-    async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    async def shard_map(self, directory: ShardDirectory) -> ShardMap:
-        if not self._known:
-            await asyncio.to_thread(directory.current)
-            self._known = True
-        return directory.current()
-
-    def close(self) -> None:
-        return None
+Part = TypeVar("Part")
 
 
 @dataclass
 class _Shard:
-    store: AsyncChunkStore
+    store: GrpcStore
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
 
 
-class AsyncShardedStore(AsyncChunkStore):
-    """The shards of a directory."""
+class ShardedStore(ChunkStore):
+    """The shards of a directory. Thread-safe."""
 
-    def __init__(
-        self,
-        directory: ShardDirectory,
-        options: GrpcOptions | None = None,
-        connect: Connect | None = None,
-        concurrency: Concurrency | None = None,
-    ) -> None:
-        """`connect`: the store at an address; with `concurrency`, how to wait. None: on the running event
-        loop."""
+    def __init__(self, directory: ShardDirectory, options: GrpcOptions | None = None) -> None:
         self._directory = directory
-        self._connect = connect or (lambda address: AsyncGrpcStore(address, options))
-        self._concurrency = concurrency or Tasks()
+        self._options = options
+        self._pool = ThreadPoolExecutor(CALLS_MAX, "kintsugi-shards")
         self._lock = threading.Lock()
         self._shards: dict[ShardAddress, _Shard] = {}
+        self._is_closed = False
 
-    async def shard_map(self) -> ShardMap:
-        """The map now; clients of shards that left it are closed."""
-        shards = await self._concurrency.shard_map(self._directory)
+    def shard_map(self) -> ShardMap:
+        """The current map. Waits until the first is known; closes clients of shards that have left."""
+        shards = self._directory.current()
         with self._lock:
             left = [address for address in self._shards if address not in shards.shards]
             gone = [self._shards.pop(address) for address in left]
         for shard in gone:
-            await shard.store.close()
+            shard.store.close()
         return shards
 
     def _shard(self, address: ShardAddress) -> _Shard:
         with self._lock:
+            if self._is_closed:
+                raise Unavailable(_CLOSED)
             if address not in self._shards:
-                self._shards[address] = _Shard(self._connect(address.address))
+                self._shards[address] = _Shard(GrpcStore(address.address, self._options))
             return self._shards[address]
 
-    async def _ask(
-        self, address: ShardAddress, call: Callable[[AsyncChunkStore], Coroutine[Any, Any, Answer]]
-    ) -> Answer | None:
-        """A shard's answer, after one retry; None where it has none."""
+    def _run_side_by_side(self, calls: Sequence[Callable[[], Answer]]) -> builtins.list[Answer]:
+        """Results in order. A single call runs in the caller's thread."""
+        if len(calls) == 1:
+            return [calls[0]()]
+        try:
+            results = [self._pool.submit(call) for call in calls]
+        except RuntimeError:
+            raise Unavailable(_CLOSED) from None
+        wait(results)
+        return [result.result() for result in results]
+
+    def _ask(self, address: ShardAddress, call: Callable[[GrpcStore], Answer]) -> Answer | None:
+        """A shard's answer, after at most one retry; None where it does not answer."""
         shard = self._shard(address)
         for attempt in range(RETRIES_MAX + 1):
             if not shard.breaker.allows():
                 return None
             try:
-                answer = await call(shard.store)
+                answer = call(shard.store)
             except SHARD_FAILURES as error:
-                shard.breaker.failed()
+                shard.breaker.record_failure()
                 if not isinstance(error, Unavailable) or attempt == RETRIES_MAX:
                     return None
-                await self._concurrency.pause(RETRY_WAIT_S * random.uniform(0.5, 1.5))
+                time.sleep(RETRY_WAIT_S * random.uniform(0.5, 1.5))
             else:
                 shard.breaker.record_success()
                 return answer
         return None
 
-    async def _ask_all(
-        self, calls: Iterable[tuple[ShardAddress, Callable[[AsyncChunkStore], Coroutine[Any, Any, Answer]]]]
-    ) -> list[Answer | None]:
-        """Answers in order, asked side by side."""
-        return await self._concurrency.together([self._ask(address, call) for address, call in calls])
+    def _ask_all(
+        self, addresses: Iterable[ShardAddress], call: Callable[[GrpcStore], Answer]
+    ) -> builtins.list[Answer | None]:
+        """The shards' answers in order, None where one does not answer."""
+        return self._run_side_by_side([partial(self._ask, address, call) for address in addresses])
 
-    async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        found = await self.find(namespace, keys)
-        return [None if entry is None else entry.manifest for entry in found]
+    def _ask_parts(
+        self, parts: Mapping[ShardAddress, Part], call: Callable[[GrpcStore, Part], Answer]
+    ) -> builtins.list[Answer | None]:
+        """As `_ask_all`, where each shard is asked about a part of its own."""
 
-    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        shards = await self.shard_map()
+        def ask(address: ShardAddress, part: Part) -> Answer | None:
+            return self._ask(address, lambda store: call(store, part))
+
+        return self._run_side_by_side([partial(ask, *item) for item in parts.items()])
+
+    def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> builtins.list[ChunkManifest | None]:
+        return [None if found is None else found.manifest for found in self.find(namespace, keys)]
+
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> builtins.list[Found | None]:
+        shards = self.shard_map()
         owners = [shards.owners(key) for key in keys]
         found: list[Found | None] = [None] * len(keys)
         for rank in range(shards.replicas):
@@ -214,26 +151,24 @@ class AsyncShardedStore(AsyncChunkStore):
             for index, ranked in enumerate(owners):
                 if found[index] is None and rank < len(ranked):
                     missing.setdefault(ranked[rank], []).append(index)
-            answers = await self._ask_all(
-                (address, _find_call(namespace, [keys[index] for index in indices]))
-                for address, indices in missing.items()
+            answers = self._ask_parts(
+                missing, lambda store, indices: store.find(namespace, [keys[index] for index in indices])
             )
             for indices, answer in zip(missing.values(), answers, strict=True):
                 for index, entry in zip(indices, answer or [], strict=False):
                     found[index] = entry
         return found
 
-    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        shards = await self.shard_map()
+    def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> builtins.list[str | None]:
+        shards = self.shard_map()
         if not shards.shards and keys:
             raise Unavailable(_NO_SHARDS)
         asked: dict[ShardAddress, list[int]] = {}
         for index, key in enumerate(keys):
             for owner in shards.owners(key):
                 asked.setdefault(owner, []).append(index)
-        answers = await self._ask_all(
-            (address, _tiers_call(namespace, [keys[index] for index in indices]))
-            for address, indices in asked.items()
+        answers = self._ask_parts(
+            asked, lambda store, indices: store.tiers(namespace, [keys[index] for index in indices])
         )
         found: list[str | None] = [None] * len(keys)
         silent: dict[int, ShardAddress] = {}
@@ -247,18 +182,17 @@ class AsyncShardedStore(AsyncChunkStore):
                 raise Unavailable(f"{address.address} owns chunk {keys[index]} and does not answer")
         return found
 
-    async def lookup_anchors(
+    def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, list[ChunkManifest]]:
-        shards = await self.shard_map()
-        answers = await self._ask_all(
-            (shard, lambda store: store.lookup_anchors(namespace, space_digest, anchors))
-            for shard in shards.shards
+    ) -> dict[int, builtins.list[ChunkManifest]]:
+        shards = self.shard_map()
+        answers = self._ask_all(
+            shards.shards, lambda store: store.lookup_anchors(namespace, space_digest, anchors)
         )
         found: dict[int, dict[ChunkKey, ChunkManifest]] = {}
         for shard, answer in zip(shards.shards, answers, strict=True):
             for anchor, manifests in (answer or {}).items():
-                # What a shard still holds and another owns by now is not read there: it is a miss here, too.
+                # A shard may still hold what another owns by now. That is not read: it is a miss here, too.
                 owned = {m.key: m for m in manifests if shard in shards.owners(m.key)}
                 found.setdefault(anchor, {}).update(owned)
         return {
@@ -267,59 +201,38 @@ class AsyncShardedStore(AsyncChunkStore):
             if manifests
         }
 
-    async def _broadcast(
-        self, call: Callable[[AsyncChunkStore], Coroutine[Any, Any, Answer]]
-    ) -> list[Answer]:
-        """The answers of the shards that have one."""
-        shards = await self.shard_map()
-        answers = await self._ask_all((address, call) for address in shards.shards)
-        return [answer for answer in answers if answer is not None]
-
-    async def put(
+    def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
-        owners = (await self.shard_map()).owners(manifest.key)
-        answers = await self._ask_all(
-            (owner, lambda store: store.put(manifest, frames, recompute_ms, tier)) for owner in owners
-        )
+        owners = self.shard_map().owners(manifest.key)
+        answers = self._ask_all(owners, lambda store: store.put(manifest, frames, recompute_ms, tier))
         if all(answer is None for answer in answers):
             raise Unavailable(f"none of the {len(owners)} shards that own chunk {manifest.key} answers")
         return any(answers)
 
-    async def stream(
+    def stream(
         self,
         namespace: str,
         keys: Sequence[ChunkKey],
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-        buffer_for: BufferFor | None = None,
-    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
+    ) -> Generator[LayerFrame | ChunkLost, None, None]:
         if not layers or not keys:
             return
-        shards = await self.shard_map()
+        shards = self.shard_map()
         owners = [shards.owners(key) for key in keys]
 
         def open_part(address: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
-            items = self._read(
-                address,
-                namespace,
-                [keys[chunk] for chunk in chunks],
-                range(first_layer, layers.stop),
-                heads,
-                deadline_s,
-                _renumber_chunks(buffer_for, chunks),
-            )
-            return ShardStream(chunks, items)
+            part, rest = [keys[chunk] for chunk in chunks], range(first_layer, layers.stop)
+            return ShardStream(chunks, self._read(address, namespace, part, rest, heads, deadline_s))
 
-        async with aclosing(merge_streams(owners, layers, open_part, READ_FAILURES, self._prime)) as items:
-            async for item in items:
-                yield item
+        def prime(parts: Sequence[ShardStream]) -> None:
+            self._run_side_by_side([part.prime for part in parts])
 
-    async def _prime(self, parts: Sequence[ShardStream]) -> None:
-        await self._concurrency.together([part.prime() for part in parts])
+        yield from merge_streams(owners, layers, open_part, READ_FAILURES, prime)
 
-    async def _read(
+    def _read(
         self,
         address: ShardAddress,
         namespace: str,
@@ -327,73 +240,64 @@ class AsyncShardedStore(AsyncChunkStore):
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-        buffer_for: BufferFor | None,
-    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
-        """A shard's stream; its breaker learns how it went."""
+    ) -> Generator[LayerFrame | ChunkLost, None, None]:
+        """A shard's stream. Its breaker learns whether it failed."""
         shard = self._shard(address)
         if not shard.breaker.allows():
             raise Unavailable(f"{address.address} failed lately and is left alone")
-        items = shard.store.stream(namespace, keys, layers, heads, deadline_s, buffer_for)
         try:
-            async with aclosing(items):
-                async for item in items:
-                    yield item
+            yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
         except SHARD_FAILURES:
-            shard.breaker.failed()
+            shard.breaker.record_failure()
             raise
         shard.breaker.record_success()
 
-    async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        owned = _by_owner(await self.shard_map(), keys, replicas=1)
-        answers = await self._ask_all(
-            (address, _prefetch_call(namespace, part)) for address, part in owned.items()
-        )
-        return sum(answer or 0 for answer in answers)
+    def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        owned = _split_by_owner(self.shard_map(), keys, replicas=1)
+        return sum(filter(None, self._ask_parts(owned, lambda store, part: store.prefetch(namespace, part))))
 
-    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
-        """Holds every replica. The count is of chunks; a shard that does not answer pins none of its own."""
-        shards = await self.shard_map()
-        owned = _by_owner(shards, keys, shards.replicas)
-        answers = await self._ask_all(
-            (address, _pin_call(namespace, part, lease_s)) for address, part in owned.items()
-        )
+    def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
+        """Pins every replica, and counts chunks. A shard that does not answer pins none of its own."""
+        shards = self.shard_map()
+        owned = _split_by_owner(shards, keys, shards.replicas)
+        answers = self._ask_parts(owned, lambda store, part: store.pin(namespace, part, lease_s))
         pins = [(owner.shard_id, pin) for owner, pin in zip(owned, answers, strict=True) if pin is not None]
         lease_id = _SHARDS.join(f"{shard_id}{_LEASE}{pin.lease_id}" for shard_id, pin in pins)
-        held = await self.lookup(namespace, keys)
+        held = self.lookup(namespace, keys)
         return PinLease(lease_id, sum(manifest is not None for manifest in held))
 
-    async def unpin(self, lease_id: str) -> int:
-        shards = {shard.shard_id: shard for shard in (await self.shard_map()).shards}
-        calls = []
+    def unpin(self, lease_id: str) -> int:
+        shards = {shard.shard_id: shard for shard in self.shard_map().shards}
+        leases: dict[ShardAddress, str] = {}
         for part in filter(None, lease_id.split(_SHARDS)):
             shard_id, separator, lease = part.partition(_LEASE)
             if not separator:
                 raise InvalidField("lease_id", f"{part!r} names no shard; use what pin returned")
             if shard_id in shards:
-                calls.append((shards[shard_id], _unpin_call(lease)))
-        return sum(answer or 0 for answer in await self._ask_all(calls))
+                leases[shards[shard_id]] = lease
+        return sum(filter(None, self._ask_parts(leases, lambda store, lease: store.unpin(lease))))
 
-    async def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        present = sum(manifest is not None for manifest in await self.lookup(namespace, keys))
-        # Not of the owners alone: who owned a chunk before the map changed may hold it, too.
-        shards = await self.shard_map()
-        answers = await self._ask_all((shard, _delete_call(namespace, keys)) for shard in shards.shards)
-        _of_all(shards, answers, "it may still hold the chunks, the others do not; delete them again")
+    def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        present = sum(manifest is not None for manifest in self.lookup(namespace, keys))
+        # Every shard, not only the owners: one that owned a chunk before the map changed may hold it, too.
+        shards = self.shard_map()
+        answers = self._ask_all(shards.shards, lambda store: store.delete(namespace, keys))
+        _require_all(shards, answers, "it may still hold the chunks, the others do not; delete them again")
         return present
 
-    async def list(
+    def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
-    ) -> list[ChunkManifest]:
-        """What is found by key alone: a shard may still hold what another owns by now. What a shard that does
-        not answer holds may be nowhere else, also with replicas."""
-        shards = await self.shard_map()
+    ) -> builtins.list[ChunkManifest]:
+        """Only chunks that are found by key: a shard may still hold what another owns by now. Raises
+        `Unavailable` where a shard does not answer, with replicas as well: what it holds may be nowhere
+        else."""
+        shards = self.shard_map()
         found: dict[ChunkKey, ChunkManifest] = {}
         while len(found) < limit:
-            answers = await self._ask_all(
-                (shard, _list_call(namespace, limit, after)) for shard in shards.shards
-            )
-            pages = _of_all(shards, answers, "what it holds would be left out; list again")
-            # Behind a full page its shard may hold more, and what others hold there comes after it.
+            ask = partial(GrpcStore.list, namespace=namespace, limit=limit, after=after)
+            answers = self._ask_all(shards.shards, ask)
+            pages = _require_all(shards, answers, "what it holds would be left out; list again")
+            # A shard with a full page may hold more, and what others hold beyond that page comes after it.
             ends = [page[-1].key for page in pages if len(page) >= limit]
             end = min(ends, default=None)
             for shard, page in zip(shards.shards, pages, strict=True):
@@ -404,20 +308,17 @@ class AsyncShardedStore(AsyncChunkStore):
             after = end
         return [found[key] for key in sorted(found)[:limit]]
 
-    async def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        async def put(store: AsyncChunkStore) -> bool:
-            await store.put_report(fingerprint, name, document)
+    def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+        def put(store: GrpcStore) -> bool:
+            store.put_report(fingerprint, name, document)
             return True
 
-        if not await self._broadcast(put):
+        if not any(self._ask_all(self.shard_map().shards, put)):
             raise Unavailable("no shard took the report")
 
-    async def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        async def get(store: AsyncChunkStore) -> tuple[bytes | None]:
-            return (await store.get_report(fingerprint, name),)
-
-        shards = (await self.shard_map()).shards
-        answers = await self._ask_all((address, get) for address in shards)
+    def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
+        shards = self.shard_map().shards
+        answers = self._ask_all(shards, lambda store: (store.get_report(fingerprint, name),))
         held = {shard: answer[0] for shard, answer in zip(shards, answers, strict=True) if answer is not None}
         if not held:
             raise Unavailable("no shard answers")
@@ -426,10 +327,10 @@ class AsyncShardedStore(AsyncChunkStore):
             if document is not None and supersedes(document, newest):
                 newest = document
         if newest is not None:
-            await self._repair_report(held, fingerprint, name, newest)
+            self._repair_report(held, fingerprint, name, newest)
         return newest
 
-    async def _repair_report(
+    def _repair_report(
         self,
         held: Mapping[ShardAddress, bytes | None],
         fingerprint: ModelFingerprint,
@@ -439,19 +340,20 @@ class AsyncShardedStore(AsyncChunkStore):
         """Put the newest report into the shards that hold an older one or none. Otherwise a shard that missed
         a trip would undo it on the day when it alone answers."""
 
-        async def put(store: AsyncChunkStore) -> None:
+        def put(store: GrpcStore) -> None:
             with suppress(ResourceExhausted):  # a shard without room is no reason to fail a read
-                await store.put_report(fingerprint, name, newest)
+                store.put_report(fingerprint, name, newest)
 
-        await self._ask_all((shard, put) for shard, document in held.items() if supersedes(newest, document))
+        self._ask_all([shard for shard, document in held.items() if supersedes(newest, document)], put)
 
     @property
     def transport(self) -> str:
         with self._lock:
             return "+".join(sorted({shard.store.transport for shard in self._shards.values()})) or "none"
 
-    async def stats(self) -> StoreStats:
-        parts = await self._broadcast(lambda store: store.stats())
+    def stats(self) -> StoreStats:
+        answers = self._ask_all(self.shard_map().shards, GrpcStore.stats)
+        parts = [answer for answer in answers if answer is not None]
         transports = sorted({part.transport for part in parts})
         return StoreStats(
             chunks=sum(part.chunks for part in parts),
@@ -461,34 +363,24 @@ class AsyncShardedStore(AsyncChunkStore):
             durable=bool(parts) and all(part.durable for part in parts),
         )
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._directory.close()
-        self._concurrency.close()
         with self._lock:
+            self._is_closed = True
             shards = list(self._shards.values())
             self._shards.clear()
-        for shard in shards:
-            await shard.store.close()
+        for shard in shards:  # before the pool, which waits for calls under way: closing ends them
+            shard.store.close()
+        self._pool.shutdown()
 
 
-class ShardedStore(BlockingStore):
-    """`AsyncShardedStore` for callers without an event loop. Thread-safe."""
-
-    def __init__(self, directory: ShardDirectory, options: GrpcOptions | None = None) -> None:
-        options = options or GrpcOptions()
-
-        def connect(address: str) -> AsyncChunkStore:
-            return AsyncGrpcStore(address, options, BlockingCalls(address, options.tls))
-
-        super().__init__(AsyncShardedStore(directory, options, connect, Threads()))
-
-
+_CLOSED = "this client is closed"
 _NO_SHARDS = "the shard map is empty; start a shard"
 _SHARDS, _LEASE = ",", "="
-"""In the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""
+"""Separators in the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""
 
 
-def _by_owner(
+def _split_by_owner(
     shards: ShardMap, keys: Sequence[ChunkKey], replicas: int
 ) -> dict[ShardAddress, list[ChunkKey]]:
     """The keys that each shard owns as one of the first `replicas`."""
@@ -499,8 +391,8 @@ def _by_owner(
     return owned
 
 
-def _of_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) -> list[Answer]:
-    """The answers of all shards of the map. Raises `Unavailable` where one has none."""
+def _require_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) -> list[Answer]:
+    """The answers of all shards of the map. Raises `Unavailable` where one does not answer."""
     if not shards.shards:
         raise Unavailable(_NO_SHARDS)
     silent = [shard for shard, answer in zip(shards.shards, answers, strict=True) if answer is None]
@@ -508,50 +400,3 @@ def _of_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) 
         counted = f"{len(silent)} of {len(answers)} shards"
         raise Unavailable(f"{silent[0].address} does not answer ({counted}): {otherwise}")
     return [answer for answer in answers if answer is not None]
-
-
-def _renumber_chunks(buffer_for: BufferFor | None, chunks: Sequence[int]) -> BufferFor | None:
-    """`buffer_for` with the chunks of one shard's stream numbered as in the whole request."""
-    if buffer_for is None:
-        return None
-    return lambda chunk, layer, size_bytes: buffer_for(chunks[chunk], layer, size_bytes)
-
-
-def _find_call(
-    namespace: str, keys: Sequence[ChunkKey]
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[Found | None]]]:
-    return lambda store: store.find(namespace, keys)
-
-
-def _tiers_call(
-    namespace: str, keys: Sequence[ChunkKey]
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[str | None]]]:
-    return lambda store: store.tiers(namespace, keys)
-
-
-def _prefetch_call(
-    namespace: str, keys: Sequence[ChunkKey]
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, int]]:
-    return lambda store: store.prefetch(namespace, keys)
-
-
-def _pin_call(
-    namespace: str, keys: Sequence[ChunkKey], lease_s: float
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, PinLease]]:
-    return lambda store: store.pin(namespace, keys, lease_s)
-
-
-def _delete_call(
-    namespace: str, keys: Sequence[ChunkKey]
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, int]]:
-    return lambda store: store.delete(namespace, keys)
-
-
-def _list_call(
-    namespace: str, limit: int, after: ChunkKey | None
-) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, Sequence[ChunkManifest]]]:
-    return lambda store: store.list(namespace, limit, after)
-
-
-def _unpin_call(lease_id: str) -> Callable[[AsyncChunkStore], Coroutine[Any, Any, int]]:
-    return lambda store: store.unpin(lease_id)

@@ -1,4 +1,4 @@
-"""Deadlines for the gaps between messages of a stream, which gRPC has no notion of.
+"""Deadlines for the gaps between messages of a stream, which gRPC does not have.
 
 gRPC bounds a whole call; a stream of many layers needs a bound on the wait for each. One thread watches
 every stream of a store and cancels those whose wait is over.
@@ -15,7 +15,7 @@ RESOLUTION_S = 0.02
 
 
 class Guard:
-    """One stream. `arm` before each wait and `disarm` after it cost an attribute write each."""
+    """One guarded stream. `arm` before each wait and `disarm` after it; each costs an attribute write."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self.expires_s = math.inf
@@ -34,7 +34,7 @@ class Guard:
 
 
 class Watchdog:
-    """Cancels guarded streams that wait too long, within `RESOLUTION_S`; sleeps while there are none."""
+    """Cancels guarded streams that wait too long, within `RESOLUTION_S`. Sleeps while there are none."""
 
     def __init__(self) -> None:
         self._guards: set[Guard] = set()

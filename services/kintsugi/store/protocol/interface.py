@@ -1,15 +1,17 @@
-"""The chunk store as its users see it. Every implementation passes `tests/contracts/store_contract.py`.
+"""The chunk store's interface. Every implementation passes `tests/contracts/store_contract.py`.
 
-Blocking and thread-safe: the engine calls it from its loader threads, never from the scheduler's.
-A store never decodes and never guesses: a chunk is there whole, or it is a miss.
+Calls block, and any thread may make them. The engine makes them in loader threads, never in the scheduler's;
+the gateway keeps its event loop free with `gateway.threaded_store`. A store never decodes and never guesses:
+a chunk is there whole, or it is a miss.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
@@ -17,8 +19,6 @@ from kintsugi.core.stream import ChunkLost as ChunkLost
 from kintsugi.core.stream import LayerFrame as LayerFrame
 
 Buffer = bytes | bytearray | memoryview
-BufferFor = Callable[[int, int, int], memoryview]
-"""Chunk, layer and size in bytes to a buffer of bytes."""
 
 ANCHOR_CANDIDATES_MAX = 16
 """Manifests returned for one anchor, longest first: a bound on what a hostile corpus can make us try."""
@@ -39,7 +39,7 @@ class StoreStats:
 
 @dataclass(frozen=True)
 class Found:
-    """A chunk that a store has, and where."""
+    """A chunk in a store, and where it would be read from."""
 
     manifest: ChunkManifest
     source: ChunkSource
@@ -47,11 +47,11 @@ class Found:
 
 @dataclass(frozen=True)
 class PinLease:
-    """What a pin holds."""
+    """The result of `pin`."""
 
     lease_id: str
     chunks: int
-    """How many of the keys are there."""
+    """Number of the keys that are in the store, and pinned."""
 
 
 class ChunkStore(ABC):
@@ -68,15 +68,15 @@ class ChunkStore(ABC):
         """The manifest of each key, None for a miss; a hit counts as a use."""
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        """As `lookup`, with where each chunk would be read from now: one call to the store for both."""
+        """As `lookup`, with the source that each chunk would be read from now, in one call."""
         source = ChunkSource(tier=self.transport)
         return [None if m is None else Found(m, source) for m in self.lookup(namespace, keys)]
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """The fastest tier that holds each key, None where no one does.
+        """The fastest tier that holds each key, None where none does.
 
-        For those who act on what is missing: unlike `lookup` it raises `Unavailable` where a key was not
-        found and one who should hold it did not answer."""
+        For callers that act on what is missing: unlike `lookup` it raises `Unavailable` where a key was not
+        found and a shard that owns it did not answer."""
         return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
 
     @abstractmethod
@@ -84,18 +84,18 @@ class ChunkStore(ABC):
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
         """Chunks of a chunk space whose first tokens hash to an anchor: at most
-        `ANCHOR_CANDIDATES_MAX` each, longest first; anchors without any are left out. The caller
-        recomputes a candidate's key from its own tokens before using it."""
+        `ANCHOR_CANDIDATES_MAX` each, longest first; anchors without candidates are left out. The
+        caller recomputes a candidate's key from its own tokens before using it."""
 
     @abstractmethod
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
         """Store one chunk: `frames[layer]` holds that layer. True if it was new; a key that is already
-        there is left alone. `recompute_ms` is what computing it took, which placement and eviction weigh; 0:
-        unknown. `tier` is where it is kept: `auto`, `ram` or an SSD tier; empty: the client's default.
-        Raises `InvalidField` where frames and manifest disagree or the tier is none, and `Corrupted` where
-        a digest does."""
+        there is left alone. `recompute_ms` is the time that computing it took, which placement and eviction
+        weigh; 0: unknown. `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the client's
+        default. Raises `InvalidField` where frames and manifest disagree or the tier does not exist, and
+        `Corrupted` where a digest does not match."""
 
     @abstractmethod
     def stream(
@@ -105,48 +105,39 @@ class ChunkStore(ABC):
         layers: range,
         heads: HeadRange,
         deadline_s: float,
-    ) -> Iterator[LayerFrame | ChunkLost]:
+    ) -> Generator[LayerFrame | ChunkLost, None, None]:
         """Frames layer-major: layer i of every chunk comes before layer i + 1 of any.
 
         Verified against the digests. Nothing is read before the iterator is advanced; closing it early
         frees what it holds. `deadline_s` bounds the wait for each layer; passing it raises
         `DeadlineExceeded`."""
 
-    def stream_into(
-        self,
-        namespace: str,
-        keys: Sequence[ChunkKey],
-        layers: range,
-        heads: HeadRange,
-        deadline_s: float,
-        buffer_for: BufferFor,
-    ) -> Iterator[LayerFrame | ChunkLost]:
-        """As `stream`, with each frame in memory of the caller's, such as a pinned tensor.
+    def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        """Start to bring chunks into RAM without waiting; the number that are there or on their way."""
+        return sum(manifest is not None for manifest in self.lookup(namespace, keys))
 
-        `buffer_for(chunk, layer, size_bytes)` gives at least `size_bytes` writable bytes; a frame's data is
-        the part of them that it fills, verified there. The buffer of a lost chunk may hold anything. A store
-        that can write into them directly overrides this; here it costs one copy."""
-        for item in self.stream(namespace, keys, layers, heads, deadline_s):
-            if isinstance(item, LayerFrame):
-                target = buffer_for(item.chunk, item.layer, len(item.data))[: len(item.data)]
-                target[:] = item.data
-                yield LayerFrame(item.chunk, item.layer, target)
-            else:
-                yield item
+    def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
+        """Keep chunks from being evicted for `lease_s`. Raises `ResourceExhausted` beyond what may be pinned,
+        and `InvalidField` for a store that has no pins."""
+        raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
+
+    def unpin(self, lease_id: str) -> int:
+        """End a lease early; the number of chunks that it held. Raises as `pin` does."""
+        raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
 
     @abstractmethod
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; the number that was there. Streams already open stay whole. Raises `Unavailable`
-        where one who may hold them did not answer; all others have forgotten them then."""
+        """Delete chunks; the number that was there. Streams already open stay whole. Raises `Unavailable`
+        where a shard that may hold some did not answer; all others have deleted them then."""
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        """Manifests in key order, for paging. Raises `Unavailable` where one who may hold some did not
-        answer."""
+        """The first `limit` manifests behind `after`, in key order. Raises `Unavailable` where a shard that
+        may hold some did not answer."""
 
     @abstractmethod
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Keep a small document (a calibration report) by fingerprint and name, unless the one that is kept
+        """Keep a small document (a calibration report) by fingerprint and name, unless the stored one
         supersedes it (`core.report.supersedes`). Raises `ResourceExhausted` beyond
         `core.report.REPORT_BYTES_MAX`, or where too many are kept."""
 
@@ -157,97 +148,12 @@ class ChunkStore(ABC):
     @property
     @abstractmethod
     def transport(self) -> str:
-        """Name of the path that bytes take to this client now, as in `StoreStats`. Never asks the store."""
+        """Name of the path that bytes take to this client now, as in `StoreStats`. Makes no call."""
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """What is used now."""
+        """The current usage."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; idempotent."""
-
-
-class AsyncChunkStore(ABC):
-    """A store beyond this process, as coroutines. Methods that `ChunkStore` has too are described there."""
-
-    @abstractmethod
-    async def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        """As `ChunkStore.lookup`."""
-
-    async def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        """As `ChunkStore.find`."""
-        source = ChunkSource(tier=self.transport)
-        return [None if m is None else Found(m, source) for m in await self.lookup(namespace, keys)]
-
-    @abstractmethod
-    async def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """As `ChunkStore.tiers`."""
-
-    @abstractmethod
-    async def lookup_anchors(
-        self, namespace: str, space_digest: bytes, anchors: Sequence[int]
-    ) -> dict[int, list[ChunkManifest]]:
-        """As `ChunkStore.lookup_anchors`."""
-
-    @abstractmethod
-    async def put(
-        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
-    ) -> bool:
-        """As `ChunkStore.put`."""
-
-    @abstractmethod
-    def stream(
-        self,
-        namespace: str,
-        keys: Sequence[ChunkKey],
-        layers: range,
-        heads: HeadRange,
-        deadline_s: float,
-        buffer_for: BufferFor | None = None,
-    ) -> AsyncGenerator[LayerFrame | ChunkLost, None]:
-        """As `ChunkStore.stream`, and as `stream_into` where `buffer_for` is given. Close it if you leave it
-        early (`contextlib.aclosing`)."""
-
-    @abstractmethod
-    async def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Start to bring chunks into RAM; how many are there or on their way. Returns at once."""
-
-    @abstractmethod
-    async def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
-        """Keep chunks from leaving for `lease_s`. Raises `ResourceExhausted` past what may be pinned."""
-
-    @abstractmethod
-    async def unpin(self, lease_id: str) -> int:
-        """End a lease early; how many chunks it held."""
-
-    @abstractmethod
-    async def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """As `ChunkStore.delete`."""
-
-    @abstractmethod
-    async def list(
-        self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
-    ) -> list[ChunkManifest]:
-        """As `ChunkStore.list`."""
-
-    @abstractmethod
-    async def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """As `ChunkStore.put_report`."""
-
-    @abstractmethod
-    async def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        """As `ChunkStore.get_report`."""
-
-    @property
-    @abstractmethod
-    def transport(self) -> str:
-        """As `ChunkStore.transport`."""
-
-    @abstractmethod
-    async def stats(self) -> StoreStats:
-        """As `ChunkStore.stats`."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """As `ChunkStore.close`."""
+        """Release connections and threads; calls under way fail. Idempotent."""

@@ -1,8 +1,8 @@
 """The one table between gRPC status and Kintsugi's errors.
 
-A status code names a family; the trailing metadata `kintsugi-error` names the class, so that an error
-crosses the wire as what it was. A shard that does not send it (a proxy in between, gRPC itself) is read
-by the code alone.
+A status code names a family; the trailing metadata `kintsugi-error` names the class, so that an error keeps
+its class across the wire. Where the metadata is missing (a proxy in between, gRPC itself), the code alone
+decides.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def status_of(error: errors.KintsugiError) -> Any:
 
 
 def error_name(error: errors.KintsugiError) -> str:
-    """What `ERROR_METADATA` carries: the nearest class of the table."""
+    """The value of `ERROR_METADATA`: the name of the nearest class in the table."""
     return next((cls.__name__ for cls, _ in _TABLE if isinstance(error, cls)), type(error).__name__)
 
 
@@ -85,7 +85,8 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
 
 
 class errors_of:  # noqa: N801 - reads as the statement it is used in
-    """gRPC's failures as ours, naming the address; what a watchdog cancelled is a deadline."""
+    """Raises gRPC's failures as ours, naming the address. Where `expired` says that a watchdog cancelled the
+    call, it is a deadline."""
 
     def __init__(self, address: str, expired: Callable[[], bool] = lambda: False) -> None:
         self._address = address

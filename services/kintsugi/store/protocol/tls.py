@@ -1,11 +1,11 @@
-"""Channels and servers with mutual TLS from files. These are read again when they change."""
+"""Channels and servers with mutual TLS. Certificate files are read again when they change."""
 
 from __future__ import annotations
 
 import ipaddress
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,16 @@ PORT_MAX = 65535
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of one side. Both sides show a certificate, and both must be signed by `ca`."""
+    """One side's PEM files. Both sides show a certificate, and `ca` must have signed both."""
 
     ca: Path
     cert: Path
     key: Path
     name: str = ""
-    """What the other side's certificate is for, if not its address: pods' addresses come and go."""
+    """The name in the other side's certificate, if it is not its address: pods' addresses change."""
 
     def options(self) -> tuple[tuple[str, Any], ...]:
-        """Of a client's channel."""
+        """The options of a client's channel."""
         return (
             (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", self.name)) if self.name else CLIENT_OPTIONS
         )
@@ -45,7 +45,7 @@ class TlsFiles:
         return _stamp((self.ca, self.cert, self.key))
 
     def channel_credentials(self) -> Any:
-        """For a client. Raises `InvalidField`."""
+        """Credentials of a client's channel. Raises `InvalidField`."""
         ca, cert, key = self.read()
         return grpc.ssl_channel_credentials(ca, key, cert)
 
@@ -94,27 +94,17 @@ def open_channel(address: str, tls: TlsFiles | None) -> Any:
     return grpc.secure_channel(address, tls.channel_credentials(), options=tls.options())
 
 
-def open_async_channel(address: str, tls: TlsFiles | None) -> Any:
-    """The same for the running event loop."""
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=tls.options())
-
-
 class ReloadingChannel:
-    """A channel to one address that is made anew once its TLS files have changed. Thread-safe."""
+    """A channel to one address, replaced when its TLS files change. Thread-safe."""
 
-    def __init__(
-        self, address: str, tls: TlsFiles | None, opened: Callable[[str, TlsFiles | None], Any]
-    ) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None) -> None:
         """Raises `InvalidField` where a file cannot be read."""
         self._address = address
         self._tls = tls
-        self._opened = opened
         self._lock = threading.Lock()
         self._checked_s = time.monotonic()
         self._stamp = () if tls is None else tls.stamp()
-        self._channel = opened(address, tls)
+        self._channel = open_channel(address, tls)
 
     def channel(self) -> Any:
         """The channel for the next call. Calls that are under way keep theirs."""
@@ -126,13 +116,13 @@ class ReloadingChannel:
                 stamp = self._tls.stamp()
                 if stamp and stamp != self._stamp:
                     with suppress(InvalidField):  # replaced just now: next time
-                        self._channel = self._opened(self._address, self._tls)
+                        self._channel = open_channel(self._address, self._tls)
                         self._stamp = stamp
             return self._channel
 
-    def close(self) -> Any:
-        """To be awaited where the channel is asynchronous."""
-        return self._channel.close()
+    def close(self) -> None:
+        """Calls under way fail. Idempotent."""
+        self._channel.close()
 
 
 class ServerTls:
@@ -154,7 +144,7 @@ class ServerTls:
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
     def _reload_if_changed(self) -> Any:
-        """What gRPC asks at each handshake: the new files, or None to go on with the old."""
+        """Called by gRPC at each handshake: the new files, or None to keep the old."""
         with self._lock:
             stamp = self._files.stamp()
             if not stamp or stamp == self._stamp:
@@ -179,7 +169,7 @@ def is_loopback(listen: str) -> bool:
 
 
 def parse_address(field: str, address: str) -> tuple[str, int]:
-    """Host and port of `host:port`. Raises `InvalidField`: gRPC makes up a port for what names none."""
+    """Host and port of `host:port`. Raises `InvalidField`: gRPC would make up a missing port."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > PORT_MAX:
         raise InvalidField(field, f"{address!r} is not host:port with a port of at most {PORT_MAX}")

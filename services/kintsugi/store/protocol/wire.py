@@ -1,4 +1,4 @@
-"""The store's wire: protobuf messages to and from core's types, and messages that end in a payload.
+"""The store's wire format: protobuf messages to and from core's types, and messages that end in a payload.
 
 Cost model of the payload messages: a sender joins a header of some ten bytes per frame and views of the
 frames (one copy, which gRPC needs anyway); a receiver parses the header alone and takes a view of the
@@ -29,15 +29,15 @@ MESSAGE_BYTES_TARGET = 2 << 20
 FRAME_BYTES_MAX = 64 << 20
 """A frame travels in one message, and both ends hold a message in memory."""
 DIGESTS_BYTES_MAX = 1 << 20
-"""Of one manifest, which a shard keeps in memory: 128 layers of 512 heads."""
+"""Maximum for one manifest, which a shard keeps in memory: 128 layers of 512 heads."""
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + (1 << 20)
 
 KEYS_MAX = 4096
 """Keys or anchors per call."""
 LIST_MAX = 10_000
 RESPONSE_BYTES_MAX = 32 << 20
-"""Of manifests in one response: a page of a listing ends there, candidates for anchors behind are misses, a
-lookup of more is refused."""
+"""Maximum size of the manifests in one response: a page of a listing ends there, anchor candidates beyond it
+are misses, and a larger lookup is refused."""
 LOOKUP_KEYS_BATCH = 256
 """Keys that this client asks for at once: a manifest of a large model has 128 KiB."""
 
@@ -50,8 +50,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
 CLIENT_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET))
-"""A client takes in a few messages ahead: otherwise a shard waits for each to be verified before it may send
-the next. Not the other way round: a shard would hold as much for every client that puts."""
+"""A client receives a few messages ahead: otherwise a shard waits until each is verified before it may send
+the next. A shard does not: it would hold as much for every client that puts."""
 
 
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:

@@ -19,10 +19,10 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.malloc import keep_large_buffers
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.local import ArenaDoor
+from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
 

@@ -108,7 +108,7 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
     with ShardServer(Shard(RamTier(128 << 20)), "127.0.0.1:0") as shard:
         engine = run(_engine(f"grpc://{shard.address}"))
         gateway = run(_gateway(engine, f"grpc://{shard.address}"))
-        server = HttpServer(HttpFront.of(gateway).app, "127.0.0.1", 0)
+        server = HttpServer(HttpFront(gateway).app, "127.0.0.1", 0)
         run(server.start())
         chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
         grpc = GatewayServer(gateway, GatewaySpec(grpc_port=0))

@@ -33,7 +33,7 @@ from kintsugi.fusor.control.forecast import (
 from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
 
 BYTES_PER_TOKEN = 128 << 10
-"""Of a Mistral-7B, all layers."""
+"""KV bytes of a token over all layers of a Mistral-7B."""
 SOURCES = (ChunkSource("a:1", "ram"), ChunkSource("a:1", "ssd"), ChunkSource("b:1", "ram"))
 CONTROLLER = LoadingController(Selection(0.15), ratio_max=0.5)
 GPU = EngineShape(num_layers=32, projection_share=0.2, step_tokens_max=8192, prefetch_layers=4)

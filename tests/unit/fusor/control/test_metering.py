@@ -32,7 +32,7 @@ def frames(clock: Clock, layers: int, wait_s: float) -> Iterator[LayerFrame | Ch
 def test_waits_belong_to_sources_and_the_rest_to_decoding() -> None:
     clock = Clock()
     meter = Meter([NEAR, FAR], layers_max=3, clock=clock)
-    for _ in meter.through(frames(clock, 6, 1.0)):
+    for _ in meter.measure(frames(clock, 6, 1.0)):
         clock.now_s += 0.25
     assert meter.transfers == [Transfer(NEAR, 6.0, 100, 2.0, 200), Transfer(FAR, 10.0, 100, 20.0, 200)]
     assert (meter.decode_s, meter.decode_bytes) == (1.0, 400)
@@ -42,7 +42,7 @@ def test_a_lost_chunk_is_passed_on_and_counts_for_nothing() -> None:
     clock = Clock()
     meter = Meter([NEAR], layers_max=3, clock=clock)
     lost = ChunkLost(0, 0, "absent")
-    assert list(meter.through(iter([lost]))) == [lost]
+    assert list(meter.measure(iter([lost]))) == [lost]
     assert meter.transfers == []
 
 
@@ -55,7 +55,7 @@ def test_a_stream_that_is_left_early_is_closed() -> None:
         finally:
             closed.append(True)
 
-    reading = Meter([NEAR, FAR], 3, clock).through(tracked())
+    reading = Meter([NEAR, FAR], 3, clock).measure(tracked())
     next(reading)
     reading.close()  # type: ignore[attr-defined]
     assert closed

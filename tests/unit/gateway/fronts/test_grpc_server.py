@@ -14,10 +14,10 @@ from google.protobuf.json_format import MessageToDict
 from kintsugi.core.exchange import TokenUsage
 from kintsugi.gateway.fronts.grpc_server import SERVICE, KintsugiService
 from kintsugi.gateway.fronts.wire import event_to_wire
-from kintsugi.gateway.gateway import Finished, Gateway
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.prompts import Finished
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.serving.stub import StubBackend
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 
 
@@ -76,7 +76,7 @@ class _Details:
 
 async def _generated(backend: StubBackend, context: StubContext, data: bytes = request()) -> None:
     """One call of `Generate`, as gRPC makes it."""
-    gateway = Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text])
+    gateway = Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text])
     handler = KintsugiService(gateway).generic_handler().service(_Details(f"/{SERVICE}/Generate"))
     try:
         await handler.unary_stream(data, context)

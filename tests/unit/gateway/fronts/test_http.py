@@ -17,13 +17,19 @@ import pytest
 
 from kintsugi.core import errors
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import recent_info
-from kintsugi.gateway.access import Access, Caller, OpenAccess
-from kintsugi.gateway.fronts import http
-from kintsugi.gateway.fronts.http import BODY_BYTES_MAX, HttpFront, Problem
+from kintsugi.gateway.access import Access, Caller
+from kintsugi.gateway.fill import FillConfig
+from kintsugi.gateway.fronts import limits
+from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
+from kintsugi.gateway.gateway import GatewayLimits
+from kintsugi.gateway.saves import ToSave
+from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.store.protocol.tls import ServedFiles, TlsFiles
-from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered
+from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.integration.store.test_tls import issue
 from tests.recorded_spans import recorded
 
@@ -45,14 +51,14 @@ class Tokens(Access):
                 raise errors.Unauthenticated("no such token")
 
 
-def client(backend: ScriptedBackend, access: Access | None = None, **front: Any) -> httpx.AsyncClient:
-    app = HttpFront(backend, access or OpenAccess(), **front).app
+def client(backend: ScriptedBackend, access: Access | None = None, **gateway: Any) -> httpx.AsyncClient:
+    app = HttpFront(gateway_over(backend, access=access, **gateway)).app
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
 @asynccontextmanager
 async def listening(backend: ScriptedBackend) -> AsyncIterator[str]:
-    server = HttpServer(HttpFront(backend, OpenAccess()).app, "127.0.0.1", 0)
+    server = HttpServer(HttpFront(gateway_over(backend)).app, "127.0.0.1", 0)
     await server.start()
     try:
         yield server.address
@@ -247,7 +253,7 @@ def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
         urgent = {**CHAT, "priority": -1}
         refused = await post(backend, urgent)
         assert (refused.status_code, error_of(refused)["param"], backend.calls) == (400, "priority", [])
-        async with client(backend, overtaking=True) as caller:
+        async with client(backend, allow_negative_priority=True) as caller:
             assert (await caller.post(CHAT_PATH, json=urgent)).status_code == 200
 
     run(body)
@@ -288,18 +294,17 @@ def test_a_large_body_is_refused_and_not_kept(declared: bool) -> None:
             response = await caller.post(url, content=pieces(), headers=headers)
             grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) >> 10
             assert response.status_code == 413
-            assert f"{BODY_BYTES_MAX >> 20} MiB" in error_of(response)["message"]
-            assert grown_mib < 4 * (BODY_BYTES_MAX >> 20)
+            assert f"{GatewayLimits().message_bytes_max >> 20} MiB" in error_of(response)["message"]
+            assert grown_mib < 4 * (GatewayLimits().message_bytes_max >> 20)
             assert (await caller.post(url, json=CHAT)).status_code == 200
 
     run(body)
 
 
-def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_bodies_together_are_bounded() -> None:
     async def body() -> None:
-        monkeypatch.setattr(http, "BODIES_BYTES_MAX", 3000)
         backend = scripted(0.05, *answered("slow"))
-        async with client(backend) as caller:
+        async with client(backend, limits=GatewayLimits(messages_bytes_max=3000)) as caller:
             large = {"messages": [{"role": "user", "content": "x" * 1000}]}
             responses = await asyncio.gather(*(caller.post(CHAT_PATH, json=large) for _ in range(4)))
             assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]
@@ -308,10 +313,10 @@ def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     run(body)
 
 
-def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_flight_are_bounded() -> None:
     async def body() -> None:
-        monkeypatch.setattr(http, "REQUESTS_MAX", 2)
-        async with client(scripted(0.05, *answered("slow"))) as caller:
+        limits = GatewayLimits(http_concurrent_max=2)
+        async with client(scripted(0.05, *answered("slow")), limits=limits) as caller:
             responses = await asyncio.gather(*(caller.post(CHAT_PATH, json=CHAT) for _ in range(3)))
             assert sorted(response.status_code for response in responses) == [200, 200, 429]
 
@@ -320,7 +325,7 @@ def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_body_that_does_not_come_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        monkeypatch.setattr(http, "BODY_READ_S", 0.05)
+        monkeypatch.setattr(limits, "BODY_READ_S", 0.05)
         async with listening(ScriptedBackend()) as address:
             host, port = address.split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -332,7 +337,7 @@ def test_a_body_that_does_not_come_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_caller_that_leaves_ends_the_work(stream: bool) -> None:
+def test_a_caller_that_leaves_ends_the_work(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         begun = asyncio.Event()
 
@@ -349,10 +354,29 @@ def test_a_caller_that_leaves_ends_the_work(stream: bool) -> None:
             while not backend.closed:
                 await asyncio.sleep(0.01)
             assert not backend.finished
+            left = f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="499"}} 1.0'
             async with httpx.AsyncClient() as caller:
-                assert (await caller.get(f"http://{address}/healthz")).status_code == 200
+                while left not in (await caller.get(f"http://{address}/metrics")).text:
+                    await asyncio.sleep(0.01)
 
     run(body)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_caller_that_leaves_before_the_body_came_is_no_defect(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with listening(ScriptedBackend()) as address, httpx.AsyncClient() as caller:
+            host, port = address.split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            await writer.drain()
+            writer.close()
+            left = f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="499"}} 1.0'
+            while left not in (await caller.get(f"http://{address}/metrics")).text:
+                await asyncio.sleep(0.01)
+
+    run(body)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -405,40 +429,48 @@ def test_without_tokens_clients_that_name_nothing_share_a_namespace() -> None:
     run(body)
 
 
-def test_chunks_that_were_computed_are_handed_on() -> None:
-    class Known:
-        def find(self, namespace: str, text: str) -> list[tuple[int, int]]:
-            return [(0, 5)] if text.startswith("hello") and namespace == "acme" else []
+def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a passage that is long enough to be found"
+    question = {"messages": [{"role": "user", "content": f"{text}: why?"}]}
 
     async def body() -> None:
-        missed: list[tuple[str, tuple[str, ...]]] = []
+        missed: list[tuple[str, tuple[bytes, ...]]] = []
         accounting: dict[str, object] = {"chunks_hit": 1, "tokens_hit": 5, "tokens_missed": 0}
         backend = ScriptedBackend(lambda call: answered("fine", accounting))
+        known = KnownChunks()
+        known.remember("acme", ChunkKey(bytes(32)), (1, 2), text)
+        gateway = gateway_over(backend, access=Tokens(), known=known, fill=FillConfig())
+        assert gateway._filler is not None
 
-        async def on_miss(namespace: str, texts: Sequence[str]) -> None:
-            missed.append((namespace, tuple(texts)))
-            raise errors.Unavailable("whatever becomes of it, the answer is out")
+        def suspect(namespace: str, chunks: Sequence[ToSave]) -> None:
+            missed.append((namespace, tuple(tokens for _, tokens in chunks)))
 
-        front = {"known": Known(), "on_miss": on_miss}
+        monkeypatch.setattr(gateway._filler, "suspect", suspect)
+        transport = httpx.ASGITransport(HttpFront(gateway).app)
 
-        async def asked(caller: httpx.AsyncClient, headers: dict[str, str]) -> None:
-            assert (await caller.post(CHAT_PATH, json=CHAT, headers=headers)).status_code == 200
-            await asyncio.sleep(0)  # the follow-up's turn
-
-        async with client(backend, Tokens(), **front) as caller:
+        async def ask(caller: httpx.AsyncClient) -> int:
+            """How many of the answers so far were handed on."""
             headers = {"authorization": "Bearer one"}
-            await asked(caller, headers)
-            assert missed == []
+            assert (await caller.post(CHAT_PATH, json=question, headers=headers)).status_code == 200
+            await asyncio.gather(*gateway.answers._follow_ups)
+            return len(missed)
+
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
+            assert await ask(caller) == 0
             accounting["tokens_missed"] = 3
-            await asked(caller, headers)
-            assert missed == [("acme", ("hello",))]
+            backend.info_error = errors.Unavailable("whatever becomes of it, the answer is out")
+            assert await ask(caller) == 0
+            backend.info_error = None
+            monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
+            assert await ask(caller) == 1
+            assert missed == [("acme", (TokenIds.of([ord(letter) for letter in text]),))]
             accounting |= {"outcome": "declined", "chunks_hit": 0, "tokens_missed": 0}
-            await asked(caller, headers)
-            assert len(missed) == 2
-            text = (await caller.get("/metrics")).text
-        assert 'kintsugi_http_chunk_tokens_total{result="missed"} 3.0' in text
-        assert f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="200"}} 3.0' in text
-        assert "kintsugi_http_requests_in_flight 0.0" in text
+            assert await ask(caller) == 2
+            metrics = (await caller.get("/metrics")).text
+        assert 'kintsugi_http_chunk_tokens_total{result="missed"} 6.0' in metrics
+        assert f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="200"}} 4.0' in metrics
+        assert "kintsugi_http_requests_in_flight 0.0" in metrics
+        await gateway.close()
 
     run(body)
 
@@ -469,7 +501,7 @@ def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_in_use_is_said() -> None:
     async def body() -> None:
         async with listening(ScriptedBackend()) as address:
-            other = HttpServer(HttpFront(ScriptedBackend(), OpenAccess()).app, "127.0.0.1", int(address[10:]))
+            other = HttpServer(HttpFront(gateway_over(ScriptedBackend())).app, "127.0.0.1", int(address[10:]))
             with pytest.raises(errors.Unavailable, match="free it"):
                 await other.start()
             await other.stop()
@@ -489,11 +521,6 @@ def test_a_response_that_broke_after_its_head_is_cut_off() -> None:
     run(body)
 
 
-def test_every_error_of_the_tree_has_a_problem() -> None:
-    assert Problem.of(errors.SelfTestFailed("x")).status == 500
-    assert Problem.of(errors.UnknownField("rato", ["ratio"])).field == "rato"
-
-
 @pytest.mark.parametrize("mutual", [True, False])
 def test_tls(tmp_path: Path, mutual: bool) -> None:
     files = issue(tmp_path / "tls")
@@ -502,7 +529,7 @@ def test_tls(tmp_path: Path, mutual: bool) -> None:
     known.load_cert_chain(files.cert, files.key)
 
     async def body() -> None:
-        app = HttpFront(ScriptedBackend(), OpenAccess()).app
+        app = HttpFront(gateway_over(ScriptedBackend())).app
         served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
         server = HttpServer(app, "127.0.0.1", 0, served)
         await server.start()
@@ -528,7 +555,7 @@ def test_tls_files_are_read_again_when_they_change(tmp_path: Path, mutual: bool)
         files = issue(tmp_path / "tls")
         before = client_context(files)
         served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
-        server = HttpServer(HttpFront(ScriptedBackend(), OpenAccess()).app, "127.0.0.1", 0, served)
+        server = HttpServer(HttpFront(gateway_over(ScriptedBackend())).app, "127.0.0.1", 0, served)
         await server.start()
         try:
             assert await is_served(server.address, before)
@@ -566,7 +593,7 @@ async def is_served(address: str, context: ssl.SSLContext) -> bool:
 def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
     files = issue(tmp_path / "tls")
     files.key.write_bytes(b"no key")
-    app = HttpFront(ScriptedBackend(), OpenAccess()).app
+    app = HttpFront(gateway_over(ScriptedBackend())).app
     for key, message in ((files.key, "what belongs to it"), (tmp_path / "missing", "cannot be read")):
         with pytest.raises(errors.InvalidField, match=message):
             HttpServer(app, "127.0.0.1", 0, ServedFiles(files.cert, key))

@@ -131,7 +131,9 @@ def test_nobody_goes_before_others_unless_that_is_allowed(priority: Any) -> None
     for fine in (0, 5, None):
         body = chat("q", priority=fine)
         assert parsed(body).body == body
-    allowed = parse_openai_call("r1", CHAT_PATH, chat("q", priority=-1), "acme", find, overtaking=True)
+    allowed = parse_openai_call(
+        "r1", CHAT_PATH, chat("q", priority=-1), "acme", find, allow_negative_priority=True
+    )
     assert allowed.body["priority"] == -1
 
 

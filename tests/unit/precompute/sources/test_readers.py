@@ -21,12 +21,12 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute.sources import files, readers
-from kintsugi.precompute.sources.files import FileRange, Format, listed
+from kintsugi.precompute.sources.files import FileRange, Format, list_source
 from kintsugi.precompute.sources.readers import Columns, Document, Failure, read
 
 
 def read_all(source: Path | str, columns: Columns | None = None) -> list[Document | Failure]:
-    return [item for piece in listed(str(source)).pieces for item in read(piece, columns or Columns())]
+    return [item for piece in list_source(str(source)).pieces for item in read(piece, columns or Columns())]
 
 
 def documents(source: Path | str) -> dict[str, str]:
@@ -106,7 +106,7 @@ def test_one_bad_line_costs_itself(tmp_path: Path) -> None:
     reasons = [item.reason for item in found if isinstance(item, Failure)]
     for reason, words in zip(
         reasons,
-        ("no JSON", "not an object", "there are 'id'", "not text", "no text", "UTF-8", "UTF-8"),
+        ("not JSON", "not an object", "there are 'id'", "not text", "no text", "UTF-8", "UTF-8"),
         strict=True,
     ):
         assert words in reason
@@ -146,16 +146,16 @@ def test_a_file_that_vanished_is_a_failure(tmp_path: Path) -> None:
 
 def test_sources_that_are_none_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotFound, match="check the path"):
-        listed(str(tmp_path / "nowhere"))
+        list_source(str(tmp_path / "nowhere"))
     (tmp_path / "x.bin").write_bytes(b"x")
-    with pytest.raises(InvalidField, match="name their format"):
-        listed(str(tmp_path))
-    assert listed(str(tmp_path), Format.TEXT).pieces[0].format is Format.TEXT
+    with pytest.raises(InvalidField, match="choose their format"):
+        list_source(str(tmp_path))
+    assert list_source(str(tmp_path), Format.TEXT).pieces[0].format is Format.TEXT
     with pytest.raises(InvalidField, match="cannot be opened"):
-        listed("nosuch://x")
+        list_source("nosuch://x")
     monkeypatch.setattr(files, "FILES_MAX", 0)
     with pytest.raises(ResourceExhausted, match="Parquet"):
-        listed(str(tmp_path))
+        list_source(str(tmp_path))
 
 
 def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> No
     (source / "other.bin").symlink_to("nowhere")
     (source / "deep/loop").symlink_to("..")
     (tmp_path / "link").symlink_to(source)
-    listing = listed(str(tmp_path / "link"))
+    listing = list_source(str(tmp_path / "link"))
     assert [piece.name for piece in listing.pieces] == ["a.txt"]
     at = f"file://{tmp_path}/link"
     assert listing.unlisted == {
@@ -180,9 +180,9 @@ def test_a_link_to_a_file_changes_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "source/b.txt").symlink_to(tmp_path / "a.txt")
-    (before,) = listed(str(tmp_path / "source")).pieces
+    (before,) = list_source(str(tmp_path / "source")).pieces
     os.utime(tmp_path / "a.txt", (1, 1))
-    (after,) = listed(str(tmp_path / "source")).pieces
+    (after,) = list_source(str(tmp_path / "source")).pieces
     assert documents(tmp_path / "source") == {"b.txt": "one"}
     assert before.stamp != after.stamp
 
@@ -192,9 +192,9 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
     (tmp_path / "open/a.txt").write_text("plain")
     (tmp_path / "shut").mkdir(mode=0)
     with as_nobody(tmp_path):
-        listing = listed(str(tmp_path))
+        listing = list_source(str(tmp_path))
         with pytest.raises(Unavailable, match="Permission denied"):
-            listed(str(tmp_path / "shut"))
+            list_source(str(tmp_path / "shut"))
     assert [piece.name for piece in listing.pieces] == ["open/a.txt"]
     ((url, reason),) = listing.unlisted.items()
     assert url == f"file://{tmp_path}/shut/"
@@ -217,11 +217,11 @@ def as_nobody(folder: Path) -> Iterator[None]:
 
 
 def test_secrets_and_archives_are_no_sources() -> None:
-    with pytest.raises(InvalidField, match="holds a password") as caught:
-        listed("https://me:hunter2@127.0.0.1/docs/")
+    with pytest.raises(InvalidField, match="contains a password") as caught:
+        list_source("https://me:hunter2@127.0.0.1/docs/")
     assert "hunter2" not in str(caught.value)
     with pytest.raises(InvalidField, match="unpack it first"):
-        listed("zip://::/tmp/a.zip")
+        list_source("zip://::/tmp/a.zip")
 
 
 class Web(SimpleHTTPRequestHandler):
@@ -254,10 +254,10 @@ def test_a_web_server_is_a_source(tmp_path: Path, web: str) -> None:
     expected = {row["id"]: row["text"] for row in ROWS}
     assert documents(f"{web}/corpus/a.jsonl") == expected
     assert documents(f"{web}/corpus") == {**expected, "p": "parquet", "deep/b%20c.md": "# Title"}
-    before = listed(f"{web}/corpus/a.jsonl").pieces[0].stamp
+    before = list_source(f"{web}/corpus/a.jsonl").pieces[0].stamp
     os.utime(tmp_path / "corpus/a.jsonl", (1, 1))
-    assert before != listed(f"{web}/corpus/a.jsonl").pieces[0].stamp != ""
+    assert before != list_source(f"{web}/corpus/a.jsonl").pieces[0].stamp != ""
     with pytest.raises(NotFound, match="check the path"):
-        listed(f"{web}/nowhere/")
+        list_source(f"{web}/nowhere/")
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1"):
-        listed("http://127.0.0.1:1/corpus/")
+        list_source("http://127.0.0.1:1/corpus/")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client import directory as directory_module
 from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.directory import (
     FileDirectory,
+    GrpcDirectory,
     ShardAddress,
     ShardMap,
     map_from_wire,
     map_to_wire,
-    ranked,
+    rank_shards,
 )
 
 SHARDS = tuple(ShardAddress(f"shard-{i}", f"10.0.0.{i}:7400") for i in range(5))
@@ -25,17 +27,17 @@ KEYS = [ChunkKey(i.to_bytes(32, "little")) for i in range(2000)]
 
 
 def test_chunks_spread_evenly_and_only_those_of_a_lost_shard_move() -> None:
-    before = {key: ranked(SHARDS, key)[0] for key in KEYS}
+    before = {key: rank_shards(SHARDS, key)[0] for key in KEYS}
     for shard in SHARDS:
         assert 300 < sum(owner == shard for owner in before.values()) < 500
-    after = {key: ranked(SHARDS[1:], key)[0] for key in KEYS}
+    after = {key: rank_shards(SHARDS[1:], key)[0] for key in KEYS}
     assert all(after[key] == owner for key, owner in before.items() if owner != SHARDS[0])
 
 
 def test_placement_follows_the_id_not_the_address() -> None:
     moved = tuple(ShardAddress(shard.shard_id, "elsewhere:1") for shard in SHARDS)
     for key in KEYS[:50]:
-        assert [s.shard_id for s in ranked(moved, key)] == [s.shard_id for s in ranked(SHARDS, key)]
+        assert [s.shard_id for s in rank_shards(moved, key)] == [s.shard_id for s in rank_shards(SHARDS, key)]
 
 
 def test_replicas_are_distinct() -> None:
@@ -114,14 +116,14 @@ def test_a_file_that_is_no_map_is_refused(tmp_path: Path, text: str, match: str)
 def test_the_breaker_opens_probes_once_and_closes() -> None:
     now = [0.0]
     breaker = CircuitBreaker(failures_max=2, open_s=5.0, clock=lambda: now[0])
-    breaker.failed()
+    breaker.record_failure()
     assert breaker.allows()
-    breaker.failed()
+    breaker.record_failure()
     assert not breaker.allows()
     now[0] = 5.0
     assert breaker.allows()
     assert not breaker.allows()
-    breaker.failed()
+    breaker.record_failure()
     now[0] = 9.0
     assert not breaker.allows()
     now[0] = 10.0
@@ -129,3 +131,12 @@ def test_the_breaker_opens_probes_once_and_closes() -> None:
     breaker.record_success()
     assert breaker.allows()
     assert breaker.allows()
+
+
+def test_closing_a_directory_ends_the_wait_for_its_first_map() -> None:
+    directory = GrpcDirectory("127.0.0.1:1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(directory.current)
+        directory.close()
+        with pytest.raises(Unavailable, match="no shard map"):
+            waiting.result(5.0)

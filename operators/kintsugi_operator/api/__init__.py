@@ -1,0 +1,1 @@
+"""What a user may ask for and what the operator answers: specs, statuses, their bounds and their CRDs."""

@@ -1,0 +1,297 @@
+"""The spec of a BlendService.
+
+What a service is told on one machine and on Kubernetes alike comes from `core.deploy`; here it is narrowed
+(`NARROWED`) and joined by what only Kubernetes has. Descriptions that a CRD must keep as they are stand in
+`description`; otherwise a field's docstring is its description.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from kintsugi.core.deploy import EngineSettings, GatewaySettings, ModelSpec, OpenAISpec, Scale, StoreSettings
+from kintsugi.core.layout import Codec
+from kintsugi.core.rules import Rule, before, this
+from kintsugi.core.settings import Settings, setting
+from kintsugi_operator.api.common import Image, Nodes
+from kintsugi_operator.api.environment import Variable
+from kintsugi_operator.api.patterns import CIDR, LABEL, MODEL, NAME, OPTIONAL_LABEL, OPTIONAL_NAME, QUANTITY
+
+SHARDS_MAX = 256
+RAY_VERSION = "2.60.0"
+
+
+class VolumeKind(StrEnum):
+    """What a shard's volumes are."""
+
+    PERSISTENT = "Persistent"
+    """Claims that outlive pods, upgrades and, unless `retain` is false, the service."""
+    EPHEMERAL = "Ephemeral"
+    """Generic ephemeral volumes: gone with the pod."""
+
+
+class ShardPlacement(StrEnum):
+    """Where shards run."""
+
+    BESIDE_ENGINES = "BesideEngines"
+    """Preferably on nodes with engines."""
+    APART = "Apart"
+    """Preferably on nodes without engines or other shards."""
+
+
+class ServiceType(StrEnum):
+    """How the gateway is reached."""
+
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+@dataclass(frozen=True)
+class Model(ModelSpec):
+    """What is served. Any change is a new revision: the old engines serve until the new ones may."""
+
+    NARROWED: ClassVar = {
+        "path": {
+            "maxLength": 1024,
+            "pattern": MODEL,
+            "description": "Folder of the checkpoint within the image or the claim, or a hub name, "
+            "org/model, that each pod downloads.",
+        },
+        "name": {"maxLength": 255},
+        "dtype": {"enum": ["auto", "bfloat16", "float16", "float32"]},
+        "system_prompt": {"maxLength": 65536},
+        "codec": {"enum": [codec.name.lower() for codec in Codec]},
+    }
+
+    volume_claim: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A PersistentVolumeClaim with checkpoints, mounted read-only at /models."""
+    token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret whose key `token` lets the model be downloaded."""
+
+
+@dataclass(frozen=True)
+class Replicas(Scale):
+    """How many; `min` = `max` is no autoscaling."""
+
+    NARROWED: ClassVar = {"min": {"maximum": 1024}, "max": {"maximum": 1024}}
+
+
+@dataclass(frozen=True)
+class OpenAI(OpenAISpec):
+    """vLLM's server flags that concern prompts and tools."""
+
+    NARROWED: ClassVar = {
+        "chat_template": {
+            "maxLength": 65536,
+            "description": "The template itself, or a file in the image; unset: the model's own.",
+        },
+        "tool_call_parser": {"maxLength": 64},
+        "reasoning_parser": {"maxLength": 64, "description": "vLLM's name of one."},
+    }
+
+
+@dataclass(frozen=True)
+class Engines(EngineSettings):
+    """vLLM with our plugin, one pod each."""
+
+    NARROWED: ClassVar = {
+        "kv_cache_gib": {"minimum": 0.1},
+        "shadow_share": {
+            "description": "Of the blended requests, computed once more in full while nobody waits, to see "
+            "whether blends are still what was calibrated."
+        },
+    }
+
+    replicas: Replicas = field(default_factory=Replicas)
+    cpus: float = setting(4.0, minimum=0.1, maximum=1024)
+    """Cores of each pod."""
+    memory: str = setting("16Gi", pattern=QUANTITY, maxLength=32, after="cpus", description="Of each pod.")
+    gpus: int = setting(0, minimum=0, maximum=16, description="Of each pod; 0 runs vLLM on the CPU.")
+    gpu_resource: str = setting("nvidia.com/gpu", minLength=1, maxLength=253, after="gpus")
+    shared_memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32, after="kv_cache_gib")
+    """/dev/shm: Ray's objects. Counts towards `memory`."""
+    scratch: str = setting("20Gi", pattern=QUANTITY, maxLength=32, after="shared_memory")
+    """Disk for downloads and compilation caches."""
+    calibrate: bool = setting(True, after="allow_uncalibrated")
+    """Calibrate a model without a report in a job of its own, and switch to a new model only after that."""
+    openai: OpenAI = field(default_factory=OpenAI)
+    env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
+    """Environment variables, also of the jobs that calibrate a model or fill a corpus."""
+    nodes: Nodes = field(default_factory=Nodes)
+
+
+@dataclass(frozen=True)
+class Tier(Settings):
+    """An SSD tier of each shard, on a volume of its own."""
+
+    RULES = (
+        Rule(this.gib >= before.gib, "a volume cannot shrink: add a tier under another name"),
+        Rule(
+            this.storage_class == before.storage_class,
+            "a volume keeps its storage class: add a tier under another name",
+        ),
+    )
+
+    name: str = setting(maxLength=20, pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$")
+    gib: float = setting(minimum=1, maximum=1048576)
+    storage_class: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """Empty: the cluster's default."""
+
+
+@dataclass(frozen=True)
+class Volumes(Settings):
+    """What shards keep their chunks on."""
+
+    RULES = (Rule(this.kind == before.kind, "volumes keep their kind: make a new service"),)
+
+    kind: VolumeKind = VolumeKind.PERSISTENT
+    retain: bool = True
+    """Whether persistent volumes outlive the service."""
+    data_gib: float = setting(1.0, minimum=0.1, maximum=1024)
+    """Identity, catalog of reports."""
+    storage_class: str = setting(
+        "",
+        pattern=OPTIONAL_NAME,
+        maxLength=253,
+        description="Of the data volume; empty: the cluster's default.",
+    )
+
+
+@dataclass(frozen=True)
+class Store(StoreSettings):
+    """The chunk KV-cache store."""
+
+    NARROWED: ClassVar = {
+        "shards": {"maximum": SHARDS_MAX},
+        "replication": {"maximum": 8},
+        "ramp_s": {"name": "rampSeconds", "maximum": 86400},
+        "ram_gib": {"minimum": 0.1, "maximum": 65536},
+    }
+
+    cpus: float = setting(1.0, minimum=0.1, maximum=1024, description="Of each shard.")
+    tiers: tuple[Tier, ...] = setting((), maxItems=8, mapKey="name", after="ram_gib")
+    """Fastest first, below RAM."""
+    volumes: Volumes = setting(Volumes, after="tiers")
+    image: Image | None = None
+    """Unset: the service's image as it was when the store was made. Shards restart, one at a time, only when
+    this or a figure of theirs changes."""
+    ray_version: str = setting("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
+    """The one in the store's image; unset: as the service's was when the store was made."""
+    tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret with ca.crt, tls.crt and tls.key: shards and their clients show each other certificates."""
+    tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
+    """The DNS name that tls.crt is for: pods are called by addresses that nobody knows beforehand."""
+    insecure: bool = False
+    """Plaintext, and no NetworkPolicies around it either."""
+    placement: ShardPlacement = ShardPlacement.APART
+    env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
+    """Environment variables of shards. They restart, one at a time, when these change."""
+    nodes: Nodes = field(default_factory=Nodes)
+
+
+@dataclass(frozen=True)
+class Gateways(GatewaySettings):
+    """gRPC and HTTP front end."""
+
+    NARROWED: ClassVar = {
+        "replicas": {"maximum": 64},
+        "grpc_port": {"minimum": 1024},
+        "http_port": {"minimum": 1024},
+    }
+    RULES = (Rule(this.grpc_port != this.http_port, "grpcPort and httpPort must differ", "http_port"),)
+
+    cpus: float = setting(1.0, minimum=0.1, maximum=64)
+    memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32, after="cpus")
+    service_type: ServiceType = setting(ServiceType.CLUSTER_IP, after="http_port")
+    tokens_secret: str = setting(
+        "",
+        pattern=OPTIONAL_NAME,
+        maxLength=253,
+        after="service_type",
+        description="A Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces.",
+    )
+    """A Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces, as JSON despite its
+    name."""
+    insecure: bool = setting(False, after="tokens_secret")
+    """Serve without tokens."""
+    env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
+    """Environment variables, OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT among them: see `network.egress`."""
+    nodes: Nodes = field(default_factory=Nodes)
+
+
+@dataclass(frozen=True)
+class Tls(Settings):
+    """Certificates of the gateway."""
+
+    secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret with tls.crt and tls.key; empty: plaintext."""
+    require_client: bool = False
+    """Clients must show a certificate that the Secret's ca.crt has signed."""
+
+
+@dataclass(frozen=True)
+class Egress(Settings):
+    """Something outside that may be called."""
+
+    RULES = (
+        Rule((this.namespace == "") | (this.cidr == ""), "name a namespace or a cidr, not both", "cidr"),
+    )
+
+    ports: tuple[int, ...] = setting(
+        minItems=1, maxItems=32, itemMinimum=1, itemMaximum=65535, description="Of TCP."
+    )
+    namespace: str = setting("", pattern=OPTIONAL_LABEL, maxLength=63)
+    """Its pods; without this and `cidr`: any address."""
+    cidr: str = setting("", pattern=CIDR, maxLength=43)
+    """Its addresses, such as 10.0.0.0/8."""
+
+
+@dataclass(frozen=True)
+class Network(Settings):
+    """NetworkPolicies: everything is denied but what follows."""
+
+    policies: bool = True
+    """Whether there are any."""
+    client_namespaces: tuple[str, ...] = setting((), maxItems=64, itemPattern=LABEL, itemLength=63)
+    """Namespaces that may call the gateway; empty: anybody who reaches it."""
+    monitoring_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
+    """Whose pods may read metrics."""
+    kuberay_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
+    """Where KubeRay's operator runs, which deploys through the dashboards of heads. Empty: this namespace."""
+    downloads: bool = True
+    """Whether engines and jobs may reach HTTPS outside: models and corpora."""
+    egress: tuple[Egress, ...] = setting((), maxItems=32)
+    """What else engines, gateways and jobs may call: a collector of traces, a proxy, a bucket's endpoint."""
+
+
+@dataclass(frozen=True)
+class BlendServiceSpec(Settings):
+    """A CacheBlend service: a store, engines, a gateway."""
+
+    # Not at the gateway: Kubernetes checks defaults against rules, and the gateway's default breaks this one.
+    RULES = (
+        Rule(
+            (this.gateway.tokens_secret != "") | this.gateway.insecure,
+            "gateway.tokensSecret is mandatory: name a Secret with hashed tokens, or set gateway.insecure "
+            "to serve anybody",
+        ),
+        Rule(
+            (this.store.tls_secret != "") | this.network.policies | this.store.insecure,
+            "without network.policies the store needs store.tlsSecret, or store.insecure to say that anybody "
+            "in the cluster may read it",
+        ),
+    )
+
+    model: Model
+    image: Image = setting(description="Of engines, gateway and jobs.")
+    engines: Engines = field(default_factory=Engines)
+    store: Store = field(default_factory=Store)
+    gateway: Gateways = field(default_factory=Gateways)
+    tls: Tls = field(default_factory=Tls)
+    network: Network = field(default_factory=Network)
+    ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
+    """The one in the images."""
+    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, itemPattern=NAME, itemLength=253)

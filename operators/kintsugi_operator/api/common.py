@@ -1,0 +1,59 @@
+"""What several specs hold: images, and the nodes that pods may run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kintsugi.core.rules import Rule, this
+from kintsugi.core.settings import Settings, setting
+from kintsugi_operator.api.patterns import HOST_AND_PATH
+
+
+class PullPolicy(StrEnum):
+    """When an image is pulled."""
+
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+@dataclass(frozen=True)
+class Toleration(Settings):
+    """As in a pod's spec."""
+
+    RULES = (
+        Rule((this.key != "") | (this.operator == "Exists"), "without a key, operator must be Exists"),
+        Rule((this.operator == "Equal") | (this.value == ""), "operator Exists takes no value"),
+    )
+
+    key: str = setting("", maxLength=316)
+    operator: str = setting("Equal", enum=["Equal", "Exists"])
+    value: str = setting("", maxLength=63)
+    effect: str = setting("", enum=["", "NoSchedule", "PreferNoSchedule", "NoExecute"])
+
+
+@dataclass(frozen=True)
+class Nodes(Settings):
+    """Which nodes pods may run on."""
+
+    selector: Mapping[str, str] = setting(dict, maxProperties=64, valueLength=63)
+    """Labels that a node must have."""
+    tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
+
+
+@dataclass(frozen=True)
+class Image(Settings):
+    """A container image."""
+
+    repository: str = setting(minLength=1, maxLength=255, pattern=rf"^{HOST_AND_PATH}$")
+    tag: str = setting("latest", maxLength=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    digest: str = setting("", maxLength=71, pattern=r"^(sha256:[0-9a-f]{64})?$")
+    """Wins over the tag."""
+    pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+
+    @property
+    def reference(self) -> str:
+        """What a container's `image` says."""
+        return f"{self.repository}@{self.digest}" if self.digest else f"{self.repository}:{self.tag}"

@@ -1,0 +1,19 @@
+"""Patterns of what fields hold. All are anchored at both ends."""
+
+from __future__ import annotations
+
+from kintsugi.core.spaces import NAMESPACE_PATTERN
+
+NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+OPTIONAL_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
+LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+OPTIONAL_LABEL = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$"
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
+CRON = r"^(\S+( \S+){4})?$"
+NAMESPACE = rf"^{NAMESPACE_PATTERN}$"
+"""A tenant's name."""
+HOST_AND_PATH = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?(/[a-z0-9]([a-z0-9._-]*[a-z0-9])?)*"
+"""An image's registry and repository, without a scheme or a tag."""
+HUB_NAME = r"[A-Za-z0-9][-A-Za-z0-9._]*/[-A-Za-z0-9._]+"
+MODEL = rf"^(/.*|{HUB_NAME})$"
+CIDR = r"^([0-9a-fA-F.:]+/[0-9]{1,3})?$"

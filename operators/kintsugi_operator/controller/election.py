@@ -1,0 +1,173 @@
+"""Leader election: a Lease names the operator that leads, and one that loses it exits.
+
+The library brings an election, but in version 37.0.2 its `LeaseLock` cannot make a Lease (it passes a bool
+where its own generated client wants text), lets errors of the connection through and waits five minutes for
+an answer. The rules are few, and pure: `decide_move` is what client-go does, with clocks compared on one
+machine only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi_operator.controller.cluster import LEASE, Cluster
+from kintsugi_operator.objects.pods import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Times of a lease, in seconds."""
+
+    lease_s: float = 15
+    """How long others wait after the last renewal that they saw."""
+    renew_deadline_s: float = 10
+    """How long a leader tries to renew before it gives up: less than `lease_s`, or there would be two."""
+    retry_s: float = 2
+    try_s: float = 5
+    """One request to the API server."""
+
+
+TERMS = Terms()
+
+
+class LeaseLost(Exception):
+    """Another operator may lead by now, so this process has to stop its work."""
+
+
+class Move(StrEnum):
+    """What a candidate does next."""
+
+    CREATE = "create"
+    TAKE = "take"
+    RENEW = "renew"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a candidate saw of the Lease, and since when that has not changed."""
+
+    holder: str = ""
+    renewed: str = ""
+    since_s: float = 0.0
+
+    def again(self, spec: Manifest, now_s: float) -> Sight:
+        """The sight after another look; a renewal restarts the wait."""
+        holder, renewed = str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or "")
+        if (holder, renewed) == (self.holder, self.renewed):
+            return self
+        return Sight(holder, renewed, now_s)
+
+
+def decide_move(there: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
+    """Decide from what was seen. The holder's clock is never compared with ours."""
+    if not there:
+        return Move.CREATE
+    if sight.holder == identity:
+        return Move.RENEW
+    if not sight.holder or now_s - sight.since_s >= lease_s:
+        return Move.TAKE
+    return Move.WAIT
+
+
+class Candidate:
+    """An operator that wants to lead."""
+
+    def __init__(self, cluster: Cluster, name: str, namespace: str, identity: str, terms: Terms) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._namespace = namespace
+        self._identity = identity
+        self._terms = terms
+        self._sight = Sight()
+
+    async def attempt(self, now_s: float) -> bool:
+        """Try to take or renew the lease; whether it is held now. False if the API server does not answer."""
+        try:
+            async with asyncio.timeout(self._terms.try_s):
+                return await self._attempt(now_s)
+        except (KintsugiError, TimeoutError) as error:
+            logger.warning("%s: %s", self, error or "the API server does not answer")
+            return False
+
+    async def release(self) -> None:
+        """Give the lease up, so that the next candidate need not wait."""
+        with suppress(KintsugiError, TimeoutError):
+            async with asyncio.timeout(self._terms.try_s):
+                live = await self._cluster.get(LEASE, self._namespace, self._name)
+                if live is not None and live["spec"].get("holderIdentity") == self._identity:
+                    await self._cluster.replace({**live, "spec": {**live["spec"], "holderIdentity": ""}})
+
+    async def _attempt(self, now_s: float) -> bool:
+        live = await self._cluster.get(LEASE, self._namespace, self._name)
+        if live is not None:
+            self._sight = self._sight.again(live.get("spec") or {}, now_s)
+        move = decide_move(live is not None, self._sight, self._identity, self._terms.lease_s, now_s)
+        if move is Move.WAIT:
+            return False
+        if live is None:
+            await self._cluster.create(self._manifest({}, move))
+        else:
+            # With the version that was read: of two who write, one is refused.
+            await self._cluster.replace({**live, **self._manifest(live, move)})
+        return True
+
+    def _manifest(self, live: Manifest, move: Move) -> Manifest:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        before = live.get("spec") or {}
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": round(self._terms.lease_s),
+            "acquireTime": before.get("acquireTime", now) if move is Move.RENEW else now,
+            "renewTime": now,
+            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (move is Move.TAKE),
+        }
+        metadata = live.get("metadata") or {"name": self._name, "namespace": self._namespace}
+        return {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata, "spec": spec}
+
+    def __str__(self) -> str:
+        return f"Lease {self._namespace}/{self._name}"
+
+
+async def lead(
+    cluster: Cluster,
+    name: str,
+    namespace: str,
+    identity: str,
+    work: Callable[[], Coroutine[Any, Any, None]],
+    terms: Terms = TERMS,
+) -> None:
+    """Wait for the lease, then work, as long as it can be renewed.
+
+    Raises `LeaseLost` where it cannot, and whatever the work raises.
+    """
+    clock = asyncio.get_running_loop().time
+    candidate = Candidate(cluster, name, namespace, identity, terms)
+    while not await candidate.attempt(clock()):
+        await asyncio.sleep(terms.retry_s)
+    working = asyncio.create_task(work())
+    renewed_s = clock()
+    try:
+        while not working.done():
+            await asyncio.wait({working}, timeout=terms.retry_s)
+            begun_s = clock()
+            if await candidate.attempt(begun_s):
+                renewed_s = begun_s
+            elif clock() - renewed_s >= terms.renew_deadline_s:
+                raise LeaseLost(f"{candidate} could not be renewed for {terms.renew_deadline_s:g} s")
+        working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        # Only after the work has ended.
+        await candidate.release()

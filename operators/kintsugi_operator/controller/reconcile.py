@@ -1,0 +1,420 @@
+"""Observe, decide, apply what differs: the I/O around `desired`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.manifest import API_VERSION, from_manifest, to_manifest
+from kintsugi_operator.api.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus
+from kintsugi_operator.controller.cluster import (
+    BLEND_SERVICE,
+    BY_KIND,
+    CLAIM,
+    CORPUS_PRECOMPUTE,
+    OWNED,
+    POD,
+    RAY_CLUSTER,
+    RAY_JOB,
+    RAY_SERVICE,
+    Cluster,
+    Refused,
+)
+from kintsugi_operator.controller.scrape import Web, fetch_all, figures
+from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
+from kintsugi_operator.desired.corpus import (
+    CorpusObserved,
+    Target,
+    figures_in,
+    plan_corpus,
+    revision_of_run,
+)
+from kintsugi_operator.desired.plan import Desired, plan_service, timestamp
+from kintsugi_operator.desired.shards import Action
+from kintsugi_operator.desired.teardown import next_teardown
+from kintsugi_operator.desired.validation import check_corpus, check_service
+from kintsugi_operator.objects.base import RAY_API_VERSION, Owner
+from kintsugi_operator.objects.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, EngineRevision
+from kintsugi_operator.objects.jobs import CALIBRATION, CORPUS
+from kintsugi_operator.objects.names import (
+    ANNOTATION_CLUSTER,
+    FINALIZER,
+    LABEL_CORPUS,
+    LABEL_PART,
+    LABEL_REVISION,
+    LABEL_ROLE,
+    LABEL_SERVICE,
+    join_name,
+    selector,
+)
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.objects.store import ray_service_name
+from kintsugi_operator.observed import conditions as c
+from kintsugi_operator.observed.troubles import troubles_of
+from kintsugi_operator.observed.views import (
+    CorpusView,
+    KubeRay,
+    Observed,
+    digest_of,
+    job_view,
+    ray_service_view,
+    revision_of,
+    shard_groups_of,
+    shard_pod,
+    store_image_of,
+)
+
+logger = logging.getLogger(__name__)
+S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
+
+SOON_S = 10.0
+"""Seconds until the next look while something is under way."""
+LATER_S = 60.0
+"""Seconds until the next look otherwise: unwatched objects that drifted are corrected within this time."""
+UNENFORCEABLE_MAX = 10_000
+
+
+class Reconciler:
+    """Brings one object after the other to its desired state. Holds nothing that must survive a restart."""
+
+    def __init__(self, cluster: Cluster, web: Web, clock: Callable[[], datetime], home: str = "") -> None:
+        """`home`: the namespace of the operator's own pods."""
+        self._cluster = cluster
+        self._web = web
+        self._clock = clock
+        self._home = home
+        self._unenforceable: dict[tuple[str, str, str], str] = {}
+        """Digest of what came back different after it was applied: applying it again would not help."""
+
+    async def service(self, namespace: str, name: str) -> float | None:
+        """Reconcile a BlendService. Returns the seconds until the next look; None once the object is gone."""
+        live = await self._cluster.get(BLEND_SERVICE, namespace, name)
+        if live is None:
+            return None
+        owner = _owner(live)
+        if "deletionTimestamp" in live["metadata"]:
+            return await self._teardown(live, owner)
+        before = _status_of(BlendServiceStatus, live)
+        try:
+            spec = from_manifest(BlendServiceSpec, live["spec"])
+            check_service(spec)
+        except InvalidField as error:
+            await self._write_status(live, before, before, [_invalid(error)])
+            return LATER_S
+        await self._ensure_finalizer(live)
+        kuberay = await self._kuberay()
+        owned = await self._list_owned(namespace, selector(name)) if kuberay.is_installed else []
+        observed = await self._observe_cluster(owner, owned, kuberay)
+        result = plan_service(spec, owner, before, observed, self._clock())
+        if not kuberay.is_installed:
+            await self._write_status(live, before, replace(before, conditions=result.status.conditions))
+            return SOON_S
+        mine = [one for one in owned if LABEL_CORPUS not in one["metadata"]["labels"]]
+        try:
+            await self._apply(result.objects, mine)
+            await self._prune(owner, result.objects, mine)
+            await self._upgrade(namespace, result)
+        except (InvalidField, Refused) as error:
+            await self._write_status(
+                live, before, result.status, [*result.status.conditions, _not_applied_condition(error)]
+            )
+            return SOON_S
+        conditions = (*result.status.conditions, c.true(c.RECONCILED, "Applied"))
+        await self._write_status(live, before, result.status, conditions)
+        return SOON_S if _is_under_way(conditions) else LATER_S
+
+    async def corpus(self, namespace: str, name: str) -> float | None:
+        """Reconcile a CorpusPrecompute likewise. Its objects are deleted with it; nothing has to drain."""
+        live = await self._cluster.get(CORPUS_PRECOMPUTE, namespace, name)
+        if live is None or "deletionTimestamp" in live["metadata"]:
+            return None
+        before = _status_of(CorpusPrecomputeStatus, live)
+        try:
+            spec = from_manifest(CorpusPrecomputeSpec, live["spec"])
+            check_corpus(spec)
+        except InvalidField as error:
+            await self._write_status(live, before, before, [_invalid(error)])
+            return LATER_S
+        owner = _owner(live)
+        tags = {LABEL_CORPUS: name}
+        owned = [
+            one
+            for resource in (CLAIM, RAY_JOB)
+            for one in await self._cluster.list(resource, namespace, tags)
+        ]
+        jobs = {one["metadata"]["name"]: job_view(one) for one in owned if one["kind"] == RAY_JOB.kind}
+        target = await self._target(namespace, spec.service)
+        report = await self._report(jobs.get(before.job))
+        pods = await self._cluster.list(POD, namespace, tags)
+        trouble = troubles_of(pods, self._clock()).get(CORPUS, "")
+        observed = CorpusObserved(target, jobs, report, trouble)
+        result = plan_corpus(spec, owner, before, observed, self._clock())
+        try:
+            await self._apply(result.objects, owned)
+            for job in result.superfluous:
+                await self._cluster.delete(RAY_JOB, namespace, job)
+        except (InvalidField, Refused) as error:
+            await self._write_status(
+                live, before, before, [c.true(c.VALID, "Accepted"), _not_applied_condition(error)]
+            )
+            return SOON_S
+        conditions = (*result.status.conditions, c.true(c.RECONCILED, "Applied"))
+        await self._write_status(live, before, result.status, conditions)
+        return LATER_S if result.status.phase in ("Succeeded", "Failed", "Suspended") else SOON_S
+
+    async def _teardown(self, live: Manifest, owner: Owner) -> float | None:
+        if FINALIZER not in live["metadata"].get("finalizers", []):
+            return None
+        tags = selector(owner.name)
+        ray = [
+            one
+            for resource in (RAY_SERVICE, RAY_JOB)
+            for one in await self._cluster.list(resource, owner.namespace, tags)
+        ]
+        pods = await self._cluster.list(POD, owner.namespace, tags)
+        since = datetime.fromisoformat(live["metadata"]["deletionTimestamp"])
+        step = next_teardown(ray, pods, (self._clock() - since).total_seconds())
+        for one in step.delete:
+            await self._cluster.delete(BY_KIND[one["kind"]], owner.namespace, one["metadata"]["name"])
+        if step.is_done:
+            finalizers = [one for one in live["metadata"]["finalizers"] if one != FINALIZER]
+            await self._set_finalizers(live, finalizers)
+            return None
+        before = _status_of(BlendServiceStatus, live)
+        await self._write_status(live, before, before, [c.false(c.READY, "Draining", step.message)])
+        return SOON_S
+
+    async def _ensure_finalizer(self, live: Manifest) -> None:
+        finalizers = live["metadata"].get("finalizers", [])
+        if FINALIZER not in finalizers:
+            await self._set_finalizers(live, [*finalizers, FINALIZER])
+
+    async def _set_finalizers(self, live: Manifest, finalizers: list[str]) -> None:
+        """Write the finalizers of the object as it was seen; refused if somebody has changed it since."""
+        metadata = live["metadata"]
+        patch = {"metadata": {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}}
+        await self._cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
+
+    async def _list_owned(self, namespace: str, tags: dict[str, str]) -> list[Manifest]:
+        """Objects with the service's label, whatever their field manager."""
+        lists = await asyncio.gather(*(self._cluster.list(one, namespace, tags) for one in OWNED))
+        return [one for found in lists for one in found]
+
+    async def _kuberay(self) -> KubeRay:
+        served = await self._cluster.list_served_kinds(RAY_API_VERSION)
+        needed = {RAY_SERVICE.plural, RAY_JOB.plural, RAY_CLUSTER.plural}
+        return KubeRay(needed <= served, "raycronjobs" in served)
+
+    async def _observe_cluster(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
+        pods = await self._cluster.list(POD, owner.namespace, selector(owner.name))
+        shards = tuple(shard_pod(one) for one in pods if _label(one, LABEL_ROLE) == "shard")
+        engines = Counter(
+            _label(one, LABEL_REVISION)
+            for one in pods
+            if _label(one, LABEL_ROLE) == "engine" and "deletionTimestamp" not in one["metadata"]
+        )
+        services = {_label(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
+        store = services.pop("", None)
+        view = ray_service_view(store) if store is not None else None
+        cluster_digest = ""
+        if view is not None and view.cluster:
+            cluster = await self._cluster.get(RAY_CLUSTER, owner.namespace, view.cluster)
+            cluster_digest = digest_of(cluster, ANNOTATION_CLUSTER) if cluster is not None else ""
+        remembered = [revision_of(one) for one in owned if one["kind"] == "ConfigMap"]
+        jobs = [
+            one for one in owned if one["kind"] == RAY_JOB.kind and _label(one, LABEL_PART) == CALIBRATION
+        ]
+        (front,) = [one for one in owned if _is(one, "Service", join_name(owner.name, "grpc"))] or [{}]
+        return Observed(
+            kuberay=kuberay,
+            store=view,
+            store_image=store_image_of(store) if store is not None else None,
+            shard_groups=shard_groups_of(store) if store is not None else 0,
+            cluster_digest=cluster_digest,
+            pods=shards,
+            services={revision: ray_service_view(one) for revision, one in services.items()},
+            engines=engines,
+            troubles=troubles_of(pods, self._clock()),
+            revisions=dict(one for one in remembered if one is not None),
+            selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
+            calibrations={_label(one, LABEL_REVISION): job_view(one) for one in jobs},
+            corpora=await self._corpora(owner),
+            figures=await self._figures(pods),
+            home=self._home,
+        )
+
+    async def _corpora(self, owner: Owner) -> tuple[CorpusView, ...]:
+        views = []
+        for one in await self._cluster.list(CORPUS_PRECOMPUTE, owner.namespace, {}):
+            if one["spec"].get("service") != owner.name or "deletionTimestamp" in one["metadata"]:
+                continue
+            status = one.get("status") or {}
+            views.append(
+                CorpusView(
+                    one["metadata"]["name"],
+                    revision_of_run(status.get("run", "")),
+                    status.get("phase") in ("Succeeded", "Failed"),
+                    bool(one["spec"].get("suspend")),
+                )
+            )
+        return tuple(views)
+
+    async def _figures(self, pods: Sequence[Manifest]) -> Any:
+        def urls(role: str, port: int) -> list[str]:
+            addresses = [
+                (one.get("status") or {}).get("podIP") for one in pods if _label(one, LABEL_ROLE) == role
+            ]
+            return [f"http://{_host(address)}:{port}/metrics" for address in addresses if address]
+
+        shards, engines = await asyncio.gather(
+            fetch_all(self._web, urls("shard", SHARD_METRICS_PORT)),
+            fetch_all(self._web, urls("engine", ENGINE_METRICS_PORT)),
+        )
+        return figures(shards, engines)
+
+    async def _target(self, namespace: str, service: str) -> Target | None:
+        """The service of a corpus, with the revision that its spec asks for; None where none could run."""
+        live = await self._cluster.get(BLEND_SERVICE, namespace, service)
+        if live is None or "deletionTimestamp" in live["metadata"]:
+            return None
+        try:
+            spec = from_manifest(BlendServiceSpec, live["spec"])
+            check_service(spec)
+        except InvalidField:
+            return None
+        store = await self._cluster.get(RAY_SERVICE, namespace, ray_service_name(service))
+        is_ready = store is not None and ray_service_view(store).is_ready
+        return Target(spec, EngineRevision.of(spec), is_ready)
+
+    async def _report(self, job: Any) -> Any:
+        if job is None or not (job.dashboard and job.job_id):
+            return {}
+        host = job.dashboard.removeprefix("http://")
+        return figures_in(await self._web.fetch(f"http://{host}/api/jobs/{job.job_id}/logs"))
+
+    async def _apply(self, wanted: Iterable[Manifest], live: Sequence[Manifest]) -> None:
+        """Apply what differs, in order: claims before what mounts them."""
+        by_name = {(one["kind"], one["metadata"]["name"]): one for one in live}
+        for asked in wanted:
+            metadata = asked["metadata"]
+            key = (asked["kind"], metadata["namespace"], metadata["name"])
+            found = by_name.get((asked["kind"], metadata["name"]))
+            one = not_shrunk(asked, found)
+            if not needs_write(one, found):
+                continue
+            if found is not None and self._unenforceable.get(key) == digest_of(one) == digest_of(found):
+                continue
+            if found is None:
+                await self._check_unowned(one)
+            applied = await self._cluster.apply(one)
+            logger.info("applied %s %s/%s", *key)
+            if (path := drift(one, applied)) is not None:
+                if len(self._unenforceable) >= UNENFORCEABLE_MAX:
+                    self._unenforceable.clear()
+                self._unenforceable[key] = digest_of(one)
+                logger.warning("%s %s/%s: something else decides about %s; it is left as it is", *key, path)
+
+    async def _check_unowned(self, wanted: Manifest) -> None:
+        """Raise `InvalidField` where somebody else's object has the name."""
+        metadata = wanted["metadata"]
+        there = await self._cluster.get(BY_KIND[wanted["kind"]], metadata["namespace"], metadata["name"])
+        if there is not None and _label(there, LABEL_SERVICE) != metadata["labels"][LABEL_SERVICE]:
+            raise InvalidField(
+                "metadata.name",
+                f"{wanted['kind']} {metadata['name']} is there already and is not this service's: choose "
+                "another name, or delete it",
+            )
+
+    async def _prune(self, owner: Owner, wanted: Sequence[Manifest], live: Sequence[Manifest]) -> None:
+        """Delete what the service owns and no longer needs: policies that are switched off, revisions that
+        retired. Never a claim, which may hold chunks, and nothing that KubeRay has made."""
+        kept = {(one["kind"], one["metadata"]["name"]) for one in wanted}
+        for one in live:
+            owners = [ref.get("uid") for ref in one["metadata"].get("ownerReferences", [])]
+            is_kept = (one["kind"], one["metadata"]["name"]) in kept or one["kind"] == CLAIM.kind
+            if is_kept or owner.uid not in owners or "deletionTimestamp" in one["metadata"]:
+                continue
+            await self._cluster.delete(BY_KIND[one["kind"]], owner.namespace, one["metadata"]["name"])
+            logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
+
+    async def _upgrade(self, namespace: str, result: Desired) -> None:
+        """Update the RayCluster first, so that pods restart from the new template."""
+        if result.cluster_patch is not None:
+            patch = result.cluster_patch
+            live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}
+            await self._cluster.merge(RAY_CLUSTER, namespace, patch.cluster, patch.over(live))
+            logger.info("updated RayCluster %s/%s", namespace, patch.cluster)
+        elif result.shard_step.action is Action.RESTART:
+            gone = await self._cluster.evict(namespace, result.shard_step.pod)
+            logger.info("%s %s/%s", "evicted" if gone else "may not evict", namespace, result.shard_step.pod)
+
+    async def _write_status(
+        self, live: Manifest, before: S, after: S, conditions: Sequence[Condition] | None = None
+    ) -> None:
+        """Write the status if it has changed."""
+        generation = int(live["metadata"].get("generation", 0))
+        now = timestamp(self._clock())
+        merged = c.merge_conditions(before.conditions, conditions or after.conditions, generation, now)
+        written = replace(after, observed_generation=generation, conditions=merged)
+        if to_manifest(written) == to_manifest(before):
+            return
+        metadata = {key: live["metadata"][key] for key in ("name", "namespace")}
+        await self._cluster.apply_status(
+            {
+                "apiVersion": API_VERSION,
+                "kind": live["kind"],
+                "metadata": metadata,
+                "status": to_manifest(written),
+            }
+        )
+
+
+def utc_now() -> datetime:
+    """Now, in UTC."""
+    return datetime.now(UTC)
+
+
+def _owner(live: Manifest) -> Owner:
+    metadata = live["metadata"]
+    return Owner(live["kind"], metadata["name"], metadata["namespace"], metadata["uid"])
+
+
+def _status_of(cls: type[S], live: Manifest) -> S:
+    """The status that was written last; an empty one where another version's cannot be read."""
+    try:
+        return from_manifest(cls, live.get("status") or {}, "status")
+    except InvalidField:
+        return cls()
+
+
+def _invalid(error: InvalidField) -> Condition:
+    return c.false(c.VALID, "InvalidSpec", f"{error}. Whatever runs continues unchanged")
+
+
+def _not_applied_condition(error: KintsugiError) -> Condition:
+    """Why an object could not be applied, in the API server's words."""
+    return c.false(c.RECONCILED, "NotApplied", str(error))
+
+
+def _is_under_way(conditions: Sequence[Condition]) -> bool:
+    return any(one.status == "False" for one in conditions)
+
+
+def _label(manifest: Manifest, key: str) -> str:
+    return str(manifest["metadata"].get("labels", {}).get(key, ""))
+
+
+def _is(manifest: Manifest, kind: str, name: str) -> bool:
+    return bool(manifest["kind"] == kind and manifest["metadata"]["name"] == name)
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,89 @@
+"""What metrics of pods say: bytes in the shards' tiers and the engines' hit rate."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from kintsugi_operator.api.status import TierStatus
+from kintsugi_operator.observed.views import Figures
+
+TIMEOUT_S = 2.0
+BYTES_MAX = 2 << 20
+AT_ONCE_MAX = 16
+GRAIN_BYTES = 1 << 26
+"""Bytes in a status change in steps of this, so that an idle service is not written to."""
+TIER_USED = "kintsugi_store_tier_used_bytes"
+TIER_CAPACITY = "kintsugi_store_tier_capacity_bytes"
+HIT = "kintsugi_blend_tokens_hit_total"
+MISSED = "kintsugi_blend_tokens_missed_total"
+
+
+class Web(ABC):
+    """Pages of pods."""
+
+    @abstractmethod
+    async def fetch(self, url: str) -> str:
+        """The page; empty where nobody answers in time, or with more than `BYTES_MAX`."""
+
+
+class HttpWeb(Web):
+    """Over HTTP."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._places = asyncio.Semaphore(AT_ONCE_MAX)
+
+    async def fetch(self, url: str) -> str:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with self._places, self._session.get(url, timeout=timeout) as answer:
+                if answer.status != 200:
+                    return ""
+                page = await answer.content.read(BYTES_MAX)
+                return page.decode(errors="replace") if answer.content.at_eof() else ""
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return ""
+
+
+async def fetch_all(web: Web, urls: Iterable[str]) -> list[str]:
+    """All at once, in order."""
+    return list(await asyncio.gather(*(web.fetch(url) for url in urls)))
+
+
+def figures(shards: Sequence[str], engines: Sequence[str]) -> Figures:
+    """From the pages of shards and engines."""
+    used, total = _sum_by_tier(shards, TIER_USED), _sum_by_tier(shards, TIER_CAPACITY)
+    hit, missed = (sum(sample.value for sample in _samples(engines, name)) for name in (HIT, MISSED))
+    tiers = tuple(TierStatus(name, _coarse(used[name]), int(total[name])) for name in sorted(total))
+    return Figures(tiers, round(hit / (hit + missed), 2) if hit + missed else None)
+
+
+def _sum_by_tier(pages: Sequence[str], name: str) -> dict[str, float]:
+    amounts: dict[str, float] = defaultdict(float)
+    for sample in _samples(pages, name):
+        amounts[sample.labels.get("tier", "")] += sample.value
+    return amounts
+
+
+def _coarse(value: float) -> int:
+    return int(value // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def _samples(pages: Sequence[str], name: str) -> Iterator[Sample]:
+    """Samples of one metric in pages of Prometheus' text format; a page with a malformed one has none.
+
+    Only the metric's lines are parsed: an engine's page has thousands of others, and the event loop waits.
+    """
+    for page in pages:
+        lines = [line for line in page.splitlines() if line.startswith(name)]
+        with suppress(ValueError):
+            families = list(text_string_to_metric_families("\n".join(lines)))
+            yield from (sample for family in families for sample in family.samples if sample.name == name)

@@ -1,0 +1,71 @@
+"""Whether a live object equals the wanted one, whatever form Kubernetes has given it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kintsugi_operator.objects.pods import Manifest, quantity
+from kintsugi_operator.observed.views import digest_of
+
+CLAIM = "PersistentVolumeClaim"
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
+"""Also suffixes that a spec may not use: Kubernetes writes 1024Ti as 1Pi."""
+
+
+def needs_write(wanted: Manifest, live: Manifest | None) -> bool:
+    """Whether an object has to be applied: it is missing, was last applied as something else, or has drifted.
+
+    Fields that others add, such as defaults, are no drift.
+    """
+    return live is None or digest_of(wanted) != digest_of(live) or drift(wanted, live) is not None
+
+
+def drift(wanted: Any, live: Any, path: str = "") -> str | None:
+    """Path of the first difference; None where everything wanted is there."""
+    if isinstance(wanted, Mapping):
+        if not isinstance(live, Mapping):
+            return None if not wanted and live is None else path
+        inner = (drift(value, live.get(key), f"{path}.{key}") for key, value in wanted.items())
+        return next((one for one in inner if one is not None), None)
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        if not isinstance(live, Sequence) or isinstance(live, str):
+            return None if not wanted and live is None else path
+        if len(wanted) != len(live):
+            return path
+        pairs = enumerate(zip(wanted, live, strict=True))
+        inner = (drift(one, other, f"{path}[{index}]") for index, (one, other) in pairs)
+        return next((one for one in inner if one is not None), None)
+    return None if _equal(wanted, live) else path
+
+
+def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
+    """A claim at least as large as the live one: Kubernetes shrinks none, and somebody may have enlarged
+    it by hand. Other objects as they are wanted."""
+    if live is None or wanted["kind"] != CLAIM:
+        return wanted
+    ours = wanted["spec"]["resources"]["requests"]["storage"]
+    theirs = str(live.get("spec", {}).get("resources", {}).get("requests", {}).get("storage", ""))
+    if not _QUANTITY.fullmatch(theirs) or quantity(theirs) <= quantity(ours):
+        return wanted
+    return {**wanted, "spec": {**wanted["spec"], "resources": {"requests": {"storage": theirs}}}}
+
+
+def replacement_patch(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
+    """A merge patch that turns `live` into `wanted`, removing all other keys."""
+    gone: Manifest = {key: None for key in live if key not in wanted}
+    for key, value in wanted.items():
+        former = live.get(key)
+        is_inner = isinstance(value, Mapping) and isinstance(former, Mapping)
+        gone[key] = replacement_patch(value, former) if is_inner else value  # type: ignore[arg-type]
+    return gone
+
+
+def _equal(wanted: Any, live: Any) -> bool:
+    if wanted == live:
+        return True
+    if isinstance(wanted, str) and isinstance(live, str):
+        both = _QUANTITY.fullmatch(wanted) and _QUANTITY.fullmatch(live)
+        return bool(both) and quantity(wanted) == quantity(live)
+    return False

@@ -1,0 +1,205 @@
+"""When a corpus is filled: once for every change and every model, and at each tick of its schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.manifest import non_default_manifest
+from kintsugi_operator.api.status import Condition, CorpusPrecomputeStatus
+from kintsugi_operator.desired.plan import sign, timestamp
+from kintsugi_operator.desired.schedule import last_tick
+from kintsugi_operator.objects.base import Owner
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.jobs import corpus_job, corpus_job_name, ledger_claim
+from kintsugi_operator.objects.names import digest
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed import conditions as c
+from kintsugi_operator.observed.views import JobState, JobView
+
+WITHOUT_RERUN = ("suspend", "ttlS", "schedule", "ledgerGib")
+"""What may change without the corpus being filled again."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The service that a corpus is for."""
+
+    spec: BlendServiceSpec
+    revision: EngineRevision
+    """The revision to fill the corpus for: a pending one serves once its corpora are filled."""
+    is_store_ready: bool
+
+
+@dataclass(frozen=True)
+class CorpusObserved:
+    """What the operator saw of a corpus."""
+
+    target: Target | None = None
+    """None: there is no such service, or none that works."""
+    jobs: Mapping[str, JobView] = field(default_factory=dict)
+    """By name."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of the current job, as `kintsugi precompute --json` prints them; empty before it has ended."""
+    trouble: str = ""
+    """Why a pod of a job does not start."""
+
+
+@dataclass(frozen=True)
+class CorpusDesired:
+    """What has to be there for a corpus, and its status."""
+
+    objects: tuple[Manifest, ...]
+    status: CorpusPrecomputeStatus
+    superfluous: tuple[str, ...] = ()
+    """Names of RayJobs of former runs, which are to be deleted."""
+
+
+def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
+    """Digest of everything that a corpus's chunks depend on."""
+    asked = {key: value for key, value in non_default_manifest(spec).items() if key not in WITHOUT_RERUN}
+    return digest([asked, revision.name])
+
+
+def next_run(
+    spec: CorpusPrecomputeSpec, revision: EngineRevision, run: str, job: JobView, now: datetime
+) -> str:
+    """The run that should be: `BASIS-REVISION-TICK`. A new tick waits for a job that still runs; a change of
+    what is asked for does not."""
+    tick = last_tick(spec.schedule, now) if spec.schedule else None
+    stamp = tick.strftime("%Y%m%d%H%M") if tick is not None else "once"
+    wanted = f"{basis_of(spec, revision)}-{revision.name}-{stamp}"
+    if not run or run.split("-")[0] != wanted.split("-")[0]:
+        return wanted
+    is_over = job.state.is_final or job.state is JobState.ABSENT
+    # An older tick comes up where a schedule was changed or taken away: nothing is run for it.
+    is_later = stamp != "once" and (run.endswith("-once") or stamp > run.rsplit("-", 1)[1])
+    return wanted if is_over and is_later else run
+
+
+def revision_of_run(run: str) -> str:
+    """The revision that a run was for; empty for a run without one."""
+    parts = run.split("-")
+    return parts[1] if len(parts) == 3 else ""
+
+
+def plan_corpus(
+    spec: CorpusPrecomputeSpec,
+    owner: Owner,
+    before: CorpusPrecomputeStatus,
+    observed: CorpusObserved,
+    now: datetime,
+) -> CorpusDesired:
+    """What follows for a corpus. Raises `InvalidField` for a schedule that `check_corpus` refuses."""
+    target = observed.target
+    if target is None:
+        missing = c.false(
+            c.READY,
+            "NoService",
+            f"there is no BlendService {spec.service} here that could run: make it, or name another",
+        )
+        status = replace(before, phase="Waiting", conditions=(c.true(c.VALID, "Accepted"), missing))
+        return CorpusDesired((), status)
+    former = observed.jobs.get(before.job, JobView())
+    run = next_run(spec, target.revision, before.run, former, now)
+    name = corpus_job_name(owner.name, digest(run))
+    job = observed.jobs.get(name, JobView(name=name))
+    was_done = run == before.run and before.phase in ("Succeeded", "Failed")
+    objects = [sign(ledger_claim(spec, owner))]
+    if job.state.is_final or was_done:
+        pass  # the job is a record now: nothing about it changes any more
+    elif job.state is not JobState.ABSENT or (target.is_store_ready and not spec.suspend):
+        objects.append(sign(corpus_job(spec, owner, target.spec, target.revision, digest(run))))
+    return CorpusDesired(
+        tuple(objects),
+        _status(spec, before, observed, run, job, was_done, now),
+        tuple(sorted(set(observed.jobs) - {name})),
+    )
+
+
+def _status(
+    spec: CorpusPrecomputeSpec,
+    before: CorpusPrecomputeStatus,
+    observed: CorpusObserved,
+    run: str,
+    job: JobView,
+    was_done: bool,
+    now: datetime,
+) -> CorpusPrecomputeStatus:
+    phase = before.phase if was_done and not job.state.is_final else _phase(spec, observed, job)
+    ended = phase == "Succeeded" and not (run == before.run and before.phase == "Succeeded")
+    figures = observed.figures
+    status = replace(before, run=run, job=job.name, phase=phase)
+    if run != before.run:
+        tick = run.rsplit("-", 1)[1]
+        scheduled = (
+            "" if tick == "once" else f"{tick[:4]}-{tick[4:6]}-{tick[6:8]}T{tick[8:10]}:{tick[10:]}:00Z"
+        )
+        status = replace(status, last_schedule_time=scheduled or before.last_schedule_time, progress=0.0)
+    if figures:
+        status = replace(
+            status,
+            documents=int(figures.get("documents", 0)),
+            documents_failed=int(figures.get("documents_failed", 0)),
+            chunks=int(figures.get("chunks", 0)),
+            chunks_failed=int(figures.get("chunks_failed", 0)),
+            coverage=round(float(figures.get("coverage", 0.0)), 4),
+        )
+    if phase == "Succeeded":
+        status = replace(status, progress=1.0)
+    if ended:
+        status = replace(status, last_success_time=timestamp(now))
+    conditions = (
+        c.true(c.VALID, "Accepted"),
+        c.true(c.READY, "ServiceFound"),
+        _complete(phase, job, observed.trouble),
+    )
+    return replace(status, conditions=conditions)
+
+
+def _phase(spec: CorpusPrecomputeSpec, observed: CorpusObserved, job: JobView) -> str:
+    if job.state is not JobState.ABSENT:
+        return str(job.state)
+    if spec.suspend:
+        return str(JobState.SUSPENDED)
+    if observed.target is not None and observed.target.is_store_ready:
+        return "Starting"
+    return "Waiting"
+
+
+def _complete(phase: str, job: JobView, trouble: str) -> Condition:
+    messages = {
+        "Waiting": "the service's store is not ready",
+        "Starting": f"RayJob {job.name} is made",
+        "Running": f"RayJob {job.name} runs" + (f"; {trouble}" if trouble else ""),
+        "Suspended": "suspend is set: unset it to go on",
+        "Failed": f"{job.message or 'the job failed'}. Look at RayJob {job.name}; what was prefilled stays, "
+        "and a changed spec starts it again",
+    }
+    if phase == "Succeeded":
+        return c.true(
+            c.COMPLETE, "Filled", "requests find its chunks by text or token ids, not by a document's id"
+        )
+    return c.false(c.COMPLETE, phase, messages.get(phase, phase))
+
+
+def figures_in(log: str) -> Mapping[str, Any]:
+    """The last report in a job's log, among whatever Ray wrote around it; empty where there is none."""
+    decoder = json.JSONDecoder()
+    start = log.rfind("\n{")
+    while start >= 0 or log.startswith("{"):
+        try:
+            value, _ = decoder.raw_decode(log[start + 1 :])
+        except ValueError:
+            value = None
+        if isinstance(value, dict) and "documents" in value and "chunks" in value:
+            return value
+        if start <= 0:
+            break
+        start = log.rfind("\n{", 0, start)
+    return {}

@@ -1,0 +1,310 @@
+"""What there has to be for a service: a function of its spec, its last status and what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
+from kintsugi_operator.desired.compare import replacement_patch
+from kintsugi_operator.desired.rollout import Phase, Rollout, from_status, step
+from kintsugi_operator.desired.shards import Action, ShardStep, next_step, ready_shards
+from kintsugi_operator.objects.base import Owner
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.jobs import calibration_job
+from kintsugi_operator.objects.names import ANNOTATION_CLUSTER, ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
+from kintsugi_operator.objects.network import budgets, policies
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.objects.service import account_objects, endpoints, revision_objects, service_objects
+from kintsugi_operator.objects.store import (
+    choose_store_image,
+    needs_restart,
+    ray_service_name,
+    shard_templates,
+    store_objects,
+)
+from kintsugi_operator.observed import conditions as c
+from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
+
+
+@dataclass(frozen=True)
+class ClusterPatch:
+    """A change of the store's RayCluster that KubeRay does not make by itself."""
+
+    cluster: str
+    patch: Manifest
+
+    def over(self, live: Manifest) -> Manifest:
+        """A merge patch that also removes the former head's keys, which a plain merge would keep."""
+        spec = self.patch["spec"]
+        former = live.get("spec", {}).get("headGroupSpec") or {}
+        return {
+            **self.patch,
+            "spec": {**spec, "headGroupSpec": replacement_patch(spec["headGroupSpec"], former)},
+        }
+
+
+@dataclass(frozen=True)
+class Desired:
+    """The objects, status and next step that follow from one look."""
+
+    objects: tuple[Manifest, ...]
+    """Objects with their digests. Whatever else the service owns is superfluous."""
+    status: BlendServiceStatus
+    shard_step: ShardStep
+    cluster_patch: ClusterPatch | None = None
+
+
+def plan_service(
+    spec: BlendServiceSpec,
+    owner: Owner,
+    before: BlendServiceStatus,
+    observed: Observed,
+    now: datetime,
+) -> Desired:
+    """Decide for a spec that `validation.check_service` has accepted."""
+    asked = EngineRevision.of(spec)
+    known = {**observed.revisions, asked.name: asked}
+    now_s = now.timestamp()
+    rollout = from_status(before.rollout, _seconds(before.rollout.retiring_since))
+    rollout = step(rollout, asked.name, spec.engines.calibrate, observed, now_s)
+    rollout = _with_known(rollout, known, asked.name)
+
+    image = choose_store_image(spec, observed.store_image)
+    groups = max(spec.store.shards, observed.shard_groups, before.shard_groups)
+    store = store_objects(spec, owner, image, groups)
+    templates = [
+        str(one["metadata"]["labels"][LABEL_TEMPLATE]) for one in shard_templates(spec, owner, image)
+    ]
+    shard_step = next_step(templates, observed.pods)
+    _hold_config(store, observed, shard_step)
+
+    objects = [
+        *account_objects(owner),
+        *store,
+        *(one for name in rollout.wanted for one in revision_objects(spec, owner, known[name])),
+        *_calibration(spec, owner, rollout, known, observed),
+        *service_objects(spec, owner, rollout.active),
+        *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
+        *policies(spec, owner, observed.home),
+    ]
+    signed_objects = tuple(sign(one) for one in objects)
+    status = replace(
+        _status(spec, owner, before, observed, rollout, shard_step, known, now),
+        shard_groups=groups,
+        store_image=image.image,
+    )
+    return Desired(signed_objects, status, shard_step, _cluster_patch(store[-1], observed))
+
+
+def sign(manifest: Manifest) -> Manifest:
+    """A manifest with its own digest, which tells an unchanged object."""
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), ANNOTATION_DIGEST: digest(manifest)}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) -> Rollout:
+    """Drop revisions that no ConfigMap remembers: their engines cannot be described. The requested revision
+    takes the place of a forgotten active one."""
+    if rollout.active not in known:
+        return Rollout(active=asked)
+    return replace(
+        rollout,
+        pending=rollout.pending if rollout.pending in known else "",
+        retiring=tuple(one for one in rollout.retiring if one in known),
+    )
+
+
+def _hold_config(store: Sequence[Manifest], observed: Observed, shard_step: ShardStep) -> None:
+    """Keep the Serve configuration until every pod has the new volumes or sizes."""
+    if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
+        store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
+
+
+def _calibration(
+    spec: BlendServiceSpec,
+    owner: Owner,
+    rollout: Rollout,
+    known: dict[str, EngineRevision],
+    observed: Observed,
+) -> list[Manifest]:
+    """The calibration job of the pending revision, else of the active one. It starts once the store is ready,
+    because it writes its report there."""
+    if not spec.engines.calibrate or observed.store is None or not observed.store.is_ready:
+        existing = observed.calibrations.get(rollout.calibrated)
+        if not spec.engines.calibrate or existing is None:
+            return []
+    return [calibration_job(spec, owner, known[rollout.calibrated])]
+
+
+def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
+    """A RayCluster carries the annotations of the RayService that it was made from, and so the digest of its
+    desired state. Another digest means that KubeRay has not updated the cluster."""
+    if observed.store is None or not observed.store.cluster or not observed.cluster_digest:
+        return None
+    wanted = store["metadata"]["annotations"][ANNOTATION_CLUSTER]
+    if wanted == observed.cluster_digest:
+        return None
+    cluster = store["spec"]["rayClusterConfig"]
+    patch = {
+        "metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}},
+        "spec": {
+            "headGroupSpec": cluster["headGroupSpec"],
+            "workerGroupSpecs": cluster["workerGroupSpecs"],
+        },
+    }
+    return ClusterPatch(observed.store.cluster, patch)
+
+
+def _status(
+    spec: BlendServiceSpec,
+    owner: Owner,
+    before: BlendServiceStatus,
+    observed: Observed,
+    rollout: Rollout,
+    shard_step: ShardStep,
+    known: dict[str, EngineRevision],
+    now: datetime,
+) -> BlendServiceStatus:
+    ready = ready_shards(spec.store.shards, observed.pods)
+    active = observed.services.get(rollout.active)
+    engines_ready = active is not None and active.is_ready
+    job = observed.calibrations.get(rollout.calibrated)
+    model = known[rollout.active].model
+    moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
+    return BlendServiceStatus(
+        observed_generation=before.observed_generation,
+        shards_ready=ready,
+        shards_desired=spec.store.shards,
+        engines_ready=engines_ready,
+        tiers=observed.figures.tiers,
+        hit_rate=observed.figures.hit_rate,
+        calibration=str(job.state) if job is not None else ("Absent" if spec.engines.calibrate else "Off"),
+        model=model.name or model.path.rstrip("/").rsplit("/", 1)[-1],
+        endpoints=endpoints(spec, owner.name, owner.namespace),
+        rollout=RolloutStatus(
+            active=rollout.active,
+            pending=rollout.pending,
+            phase=str(rollout.phase),
+            since=timestamp(now) if moved or not before.rollout.since else before.rollout.since,
+            retiring=rollout.retiring,
+            retiring_since=timestamp(datetime.fromtimestamp(rollout.retiring_since_s, UTC))
+            if rollout.retiring
+            else "",
+        ),
+        conditions=(
+            c.true(c.VALID, "Accepted"),
+            _kuberay(spec, owner, observed),
+            _store(spec, observed, ready),
+            _shards(spec, owner, observed, shard_step),
+            _calibration_condition(spec, rollout, observed),
+            _rollout_condition(rollout, observed),
+            _ready(ready, engines_ready, observed, rollout),
+        ),
+    )
+
+
+def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
+    if not observed.kuberay.is_installed:
+        return c.false(
+            c.KUBERAY,
+            "Missing",
+            "this cluster serves no RayService: install KubeRay 1.6 or newer, its CRDs included",
+        )
+    if not observed.kuberay.is_recent:
+        return c.false(
+            c.KUBERAY,
+            "TooOld",
+            "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs",
+        )
+    if not spec.network.policies:
+        return c.true(c.KUBERAY, "Installed")
+    home = spec.network.kuberay_namespace or owner.namespace
+    return c.true(c.KUBERAY, "Installed", f"let in from namespace {home} alone: network.kuberayNamespace")
+
+
+def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
+    if ready >= spec.store.shards:
+        return c.true(c.STORE, "AllShardsReady")
+    messages = _join_messages(observed.store, observed, "store")
+    return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{messages}")
+
+
+def _join_messages(service: RayServiceView | None, observed: Observed, part: str) -> str:
+    """The message of KubeRay about a RayService, and of Kubernetes about a pod that does not start."""
+    texts = (service.message if service is not None else "", observed.troubles.get(part, ""))
+    return "".join(f": {text}" for text in texts if text)
+
+
+def _shards(spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep) -> Condition:
+    if needs_restart(spec, observed.store_image):
+        return c.false(
+            c.SHARDS,
+            "RestartNeeded",
+            "another version of Ray cannot be rolled out shard by shard: delete the RayService "
+            f"{ray_service_name(owner.name)} when the store may be away; persistent volumes stay",
+        )
+    if shard_step.action is Action.NONE:
+        return c.true(c.SHARDS, "UpToDate")
+    return c.false(c.SHARDS, "Upgrading", f"{shard_step.message}; {shard_step.outdated} left")
+
+
+def _calibration_condition(spec: BlendServiceSpec, rollout: Rollout, observed: Observed) -> Condition:
+    if not spec.engines.calibrate:
+        return c.unknown(c.CALIBRATED, "Off", "engines.calibrate is false")
+    job = observed.calibrations.get(rollout.calibrated)
+    if job is None or job.state is JobState.ABSENT:
+        return c.unknown(c.CALIBRATED, "NotStarted", "starts once the store is ready")
+    if job.state is JobState.SUCCEEDED:
+        return c.true(c.CALIBRATED, "ReportWritten")
+    if job.state is JobState.FAILED:
+        return c.false(
+            c.CALIBRATED,
+            "Failed",
+            f"{job.message or 'the job failed'}. Look at RayJob {job.name}; delete it to try again, or set "
+            "engines.calibrate to false to serve this model without blending",
+        )
+    messages = _join_messages(None, observed, "calibration")
+    return c.false(
+        c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill{messages}"
+    )
+
+
+def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
+    if not rollout.pending:
+        return c.true(c.ROLLED_OUT, "Idle")
+    messages = {
+        Phase.STARTING: "its engines start",
+        Phase.CALIBRATING: "it is calibrated",
+        Phase.WARMING: "corpora are filled for it",
+        Phase.BLOCKED: "its calibration failed (see Calibrated)",
+    }
+    text = f"revision {rollout.active} serves until {rollout.pending} may: {messages.get(rollout.phase, '')}"
+    service = observed.services.get(rollout.pending)
+    if rollout.phase is Phase.STARTING:
+        text += _join_messages(service, observed, "service")
+    return c.false(c.ROLLED_OUT, str(rollout.phase), text)
+
+
+def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout) -> Condition:
+    if engines_ready and ready:
+        return c.true(c.READY, "Serving")
+    if engines_ready:
+        return c.true(c.READY, "ServingWithoutStore", "no shard is ready: answers are full prefill")
+    if not observed.kuberay.is_installed:
+        return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
+    active = observed.services.get(rollout.active)
+    messages = _join_messages(active, observed, "service")
+    return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{messages}")
+
+
+def timestamp(moment: datetime) -> str:
+    """A time as Kubernetes writes it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -1,0 +1,68 @@
+"""Which shard to restart next, so that the operator never has more than one down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kintsugi_operator.observed.views import ShardPod
+
+
+class Action(StrEnum):
+    """What to do next with the shards."""
+
+    NONE = "None"
+    WAIT = "Wait"
+    RESTART = "Restart"
+
+
+@dataclass(frozen=True)
+class ShardStep:
+    """One step of an upgrade."""
+
+    action: Action
+    pod: str = ""
+    """The pod to evict. It writes back what only RAM holds before it ends, and returns with its volumes."""
+    message: str = ""
+    outdated: int = 0
+    """Number of pods that do not run what they should."""
+
+
+def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
+    """Decide from the template digests that pods should have, by shard, and the pods that are there.
+
+    Evicts only while every shard has a ready pod, the outdated one included: a shard that is down for another
+    reason is not joined by a second one.
+    """
+    outdated = [
+        pod
+        for pod in sorted(pods, key=lambda one: (one.shard, one.name))
+        if 0 <= pod.shard < len(templates) and pod.template != templates[pod.shard]
+    ]
+    if not outdated:
+        return ShardStep(Action.NONE)
+    # A pod that is not ready is replaced first: nothing is lost by it.
+    for pod in outdated:
+        if not pod.is_ready and not pod.is_leaving and _all_ready(templates, pods, but=pod.shard):
+            return ShardStep(Action.RESTART, pod.name, f"restarting shard {pod.shard}", len(outdated))
+    if not _all_ready(templates, pods):
+        missing = [
+            str(index)
+            for index in range(len(templates))
+            if not any(pod.shard == index and pod.is_ready and not pod.is_leaving for pod in pods)
+        ]
+        text = f"waiting for shard {', '.join(missing)} before the next is restarted"
+        return ShardStep(Action.WAIT, message=text, outdated=len(outdated))
+    first = outdated[0]
+    return ShardStep(Action.RESTART, first.name, f"restarting shard {first.shard}", len(outdated))
+
+
+def ready_shards(shards: int, pods: Sequence[ShardPod]) -> int:
+    """Number of shards with a ready pod."""
+    return len({pod.shard for pod in pods if pod.is_ready and not pod.is_leaving and 0 <= pod.shard < shards})
+
+
+def _all_ready(templates: Sequence[str], pods: Sequence[ShardPod], but: int = -1) -> bool:
+    wanted = set(range(len(templates))) - {but}
+    return wanted <= {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}

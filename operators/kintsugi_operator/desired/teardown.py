@@ -1,0 +1,53 @@
+"""The order in which a service is removed: what takes requests, then what holds chunks, then claims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kintsugi_operator.objects.names import LABEL_PART
+from kintsugi_operator.objects.pods import Manifest
+
+DRAIN_S_MAX = 600.0
+"""A lost node must not keep a service from being removed."""
+USERS = ("service", "calibration", "corpus")
+
+
+@dataclass(frozen=True)
+class Teardown:
+    """One step of a removal."""
+
+    delete: tuple[Manifest, ...] = ()
+    message: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the finalizer may be removed; Kubernetes then deletes what the service owns."""
+        return not self.message
+
+
+def next_teardown(ray: Sequence[Manifest], pods: Sequence[Manifest], age_s: float) -> Teardown:
+    """Decide from a service's RayServices and RayJobs, its pods, and the seconds since its deletion.
+
+    Engines and jobs finish first, because they may still write chunks; then shards write back what only RAM
+    holds.
+    """
+    if age_s >= DRAIN_S_MAX:
+        return Teardown(delete=tuple(one for one in ray if not _is_leaving(one)))
+    for parts, what in ((USERS, "engines, gateways and jobs finish"), (("store",), "shards write back")):
+        objects = [one for one in ray if _part(one) in parts]
+        left = [one for one in pods if _part(one) in parts]
+        if objects or left:
+            return Teardown(
+                tuple(one for one in objects if not _is_leaving(one)),
+                f"{what}: {len(objects)} Ray objects and {len(left)} pods are left",
+            )
+    return Teardown()
+
+
+def _part(manifest: Manifest) -> str:
+    return str(manifest["metadata"].get("labels", {}).get(LABEL_PART, ""))
+
+
+def _is_leaving(manifest: Manifest) -> bool:
+    return "deletionTimestamp" in manifest["metadata"]

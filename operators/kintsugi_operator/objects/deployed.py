@@ -1,0 +1,146 @@
+"""From a `BlendService` to the `ServiceSpec` that runs within it, and its Serve configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kintsugi.core.deploy import (
+    SERVICE_APP,
+    STORE_APP,
+    EngineSpec,
+    GatewaySpec,
+    ModelSpec,
+    Placement,
+    ServiceSpec,
+    StoreSpec,
+    TierSpec,
+    directory_url,
+    serve_config,
+)
+from kintsugi.core.settings import Settings, convert_settings
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
+from kintsugi_operator.api.common import Image
+from kintsugi_operator.api.manifest import non_default_manifest
+from kintsugi_operator.objects.names import digest, join_name
+from kintsugi_operator.objects.pods import STORE_TLS, TLS, TOKENS, Manifest
+
+DIRECTORY_PORT = 7410
+SHARD_PORT = 7400
+SHARD_METRICS_PORT = 7480
+ENGINE_METRICS_PORT = 7580
+DATA = "/data"
+TIERS = "/tiers"
+SHARD_RESOURCE = "kintsugi_shard"
+ENGINE_RESOURCE = "kintsugi_engine"
+GATEWAY_RESOURCE = "kintsugi_gateway"
+ANY_HOST = "0.0.0.0"
+
+
+@dataclass(frozen=True)
+class EngineRevision(Settings):
+    """Everything that changes engines' answers. A new revision is calibrated and warmed beside the old."""
+
+    model: Model
+    image: Image
+    ray_version: str
+    connector: Mapping[str, Any] = field(default_factory=dict)
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    openai: OpenAI = field(default_factory=OpenAI)
+
+    @staticmethod
+    def of(spec: BlendServiceSpec) -> EngineRevision:
+        """The revision that a spec asks for."""
+        told = spec.engines
+        return EngineRevision(
+            spec.model, spec.image, spec.ray_version, told.connector, told.vllm, told.openai
+        )
+
+    @property
+    def name(self) -> str:
+        """Digest: the same inputs are the same revision."""
+        return digest(non_default_manifest(self))
+
+    def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
+        """The spec as it would be if it had asked for this revision; everything else stays as it is."""
+        engines = replace(spec.engines, connector=self.connector, vllm=self.vllm, openai=self.openai)
+        return replace(
+            spec, model=self.model, image=self.image, ray_version=self.ray_version, engines=engines
+        )
+
+
+def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
+    """The settings of the service's parts. Raises `InvalidField`."""
+    engines, gateway, tls = spec.engines, spec.gateway, spec.tls
+    vllm = dict(engines.vllm)
+    if engines.gpus > 1:
+        vllm.setdefault("tensor_parallel_size", engines.gpus)
+    return ServiceSpec(
+        model=convert_settings(ModelSpec, spec.model),
+        engines=convert_settings(
+            EngineSpec,
+            engines,
+            gpus=float(engines.gpus),
+            # A job of its own calibrates, so that engines do nothing but serve.
+            calibrate=False,
+            metrics_port=ENGINE_METRICS_PORT,
+            vllm=vllm,
+        ),
+        store=store_spec(spec),
+        gateway=convert_settings(
+            GatewaySpec,
+            gateway,
+            host=ANY_HOST,
+            tokens_file=f"{TOKENS}/tokens.yaml" if gateway.tokens_secret else "",
+            tls_cert=f"{TLS}/tls.crt" if tls.secret else "",
+            tls_key=f"{TLS}/tls.key" if tls.secret else "",
+            tls_client_ca=f"{TLS}/ca.crt" if tls.secret and tls.require_client else "",
+            # The API asks for tokens or `gateway.insecure`, and says that TLS is the user's to add.
+            insecure=not tls.secret or gateway.insecure,
+            data_dir=DATA,
+        ),
+    )
+
+
+def store_spec(spec: BlendServiceSpec) -> StoreSpec:
+    """The settings of shards, which depend on `spec.store` alone."""
+    store = spec.store
+    files = {"tls_ca": "ca.crt", "tls_cert": "tls.crt", "tls_key": "tls.key"} if store.tls_secret else {}
+    return convert_settings(
+        StoreSpec,
+        store,
+        tiers=tuple(TierSpec(f"{TIERS}/{tier.name}", tier.gib) for tier in store.tiers),
+        data_dir=DATA,
+        host=ANY_HOST,
+        directory_port=DIRECTORY_PORT,
+        port=SHARD_PORT,
+        metrics_port=SHARD_METRICS_PORT,
+        # Without TLS, network policies keep others away; where there are none, the spec has to say so.
+        insecure=not store.tls_secret,
+        # Engines are in other pods, which share no memory.
+        share_arena=False,
+        tls_name=store.tls_name if store.tls_secret else "",
+        **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
+    )
+
+
+def store_url(spec: BlendServiceSpec, name: str, namespace: str) -> str:
+    """Where engines and jobs find the shards."""
+    return directory_url(store_spec(spec), host=f"{join_name(name, 'directory')}.{namespace}.svc")
+
+
+def store_config(spec: BlendServiceSpec) -> Manifest:
+    """Serve's configuration of the shards, whatever model, engines and gateway are. Raises `InvalidField`."""
+    apart = ServiceSpec(ModelSpec("none"), store=store_spec(spec))
+    return serve_config(apart, Placement(shard={SHARD_RESOURCE: 1}), [STORE_APP])
+
+
+def service_config(spec: BlendServiceSpec, name: str, namespace: str) -> Manifest:
+    """Serve's configuration of engines and gateway. Raises `InvalidField`."""
+    placement = Placement(
+        engine={ENGINE_RESOURCE: 1},
+        gateway={GATEWAY_RESOURCE: 1},
+        store_url=store_url(spec, name, namespace),
+    )
+    return serve_config(service_spec(spec), placement, [SERVICE_APP])

@@ -1,0 +1,241 @@
+"""RayJobs: a revision's calibration, a corpus's precompute. Each brings a Ray cluster of its own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
+from kintsugi_operator.objects.deployed import EngineRevision, store_url
+from kintsugi_operator.objects.names import LABEL_CORPUS, join_name, labels, ray_named
+from kintsugi_operator.objects.pods import (
+    STORE_TLS,
+    Manifest,
+    Pod,
+    Volume,
+    claim_spec,
+    claim_volume,
+    secret,
+    template,
+)
+from kintsugi_operator.objects.service import engine_env, model_volumes, revision_map_name
+
+CALIBRATION = "calibration"
+CORPUS = "corpus"
+REVISION = "/etc/kintsugi/revision"
+STATE = "/state"
+CORPUS_FILES = "/corpus"
+CALIBRATION_TTL_S = 600
+BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
+"""Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
+LOADING = ("load_format", "trust_remote_code")
+"""Arguments without which some models cannot be loaded: corpora may override them."""
+SHARED = ("portable", "query_layers")
+"""Keys of the connector's configuration that decide how well a model blends."""
+RETRIES = 2
+"""Retries of a corpus's job: each continues where the last one stopped."""
+
+
+def calibration_name(name: str, revision: str) -> str:
+    """Name of the RayJob that calibrates a revision."""
+    return ray_named(name, "calibrate", revision)
+
+
+def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
+    """Measures how well a revision's model blends and writes the report that lets it."""
+    spec = revision.within(spec)
+    model = spec.model
+    command = ["kintsugi", "calibrate", "--model", model.path, "--codec", model.codec]
+    command += ["--dtype", model.dtype, "--store", store_url(spec, owner.name, owner.namespace), "--json"]
+    if arguments := engine_arguments(spec, spec.engines.gpus, spec.engines.vllm):
+        command += ["--engine", json.dumps(arguments, sort_keys=True)]
+    if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
+        command += ["--connector", json.dumps(shared, sort_keys=True)]
+    volumes = [*_store_tls(spec), *_system_prompt(owner.name, revision)]
+    command += _system_option(revision)
+    tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
+    engines = spec.engines
+    head = template(
+        Pod(
+            **_common(spec, owner.name, {**tags, **labels(owner.name, part=CALIBRATION, role="head")}),
+            cpus=engines.cpus,
+            memory=engines.memory,
+            gpus=engines.gpus,
+            gpu_resource=engines.gpu_resource,
+            shared_memory=engines.shared_memory,
+            env=engine_env(spec),
+            volumes=[*model_volumes(spec, engines.scratch), *volumes],
+            nodes=engines.nodes,
+            is_head=True,
+        )
+    )
+    cluster = ray_cluster(head, [], spec.ray_version, head_cpus=1)
+    body = _job(command, cluster, CALIBRATION_TTL_S, retries=0)
+    return make_object(
+        owner, "RayJob", calibration_name(owner.name, revision.name), tags, body, RAY_API_VERSION
+    )
+
+
+def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM arguments with which a job loads the model as the service does."""
+    arguments = {"max_model_len": spec.model.max_model_len} if spec.model.max_model_len is not None else {}
+    if gpus > 1:
+        arguments["tensor_parallel_size"] = gpus
+    return {**arguments, **more}
+
+
+def _system_option(revision: EngineRevision) -> list[str]:
+    return [] if revision.model.system_prompt is None else ["--system", f"{REVISION}/system-prompt.txt"]
+
+
+def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
+    """A file with what the revision's chunks are prefilled behind."""
+    if revision.model.system_prompt is None:
+        return []
+    source = {"configMap": {"name": revision_map_name(service, revision.name), "defaultMode": 0o444}}
+    return [Volume("revision", REVISION, source, read_only=True)]
+
+
+def corpus_job_name(name: str, run: str) -> str:
+    """Name of the RayJob of one run."""
+    return ray_named(name, run)
+
+
+def corpus_labels(service: str, corpus: str) -> dict[str, str]:
+    """Labels of everything that belongs to a corpus."""
+    return {**labels(service, part=CORPUS), LABEL_CORPUS: corpus}
+
+
+def ledger_claim(corpus: CorpusPrecomputeSpec, owner: Owner) -> Manifest:
+    """The claim of the ledger, which knows the chunks of every document and outlives jobs."""
+    body = {"spec": {**claim_spec(corpus.ledger_gib, ""), "volumeMode": "Filesystem"}}
+    tags = corpus_labels(corpus.service, owner.name)
+    return make_object(owner, "PersistentVolumeClaim", join_name(owner.name, "ledger"), tags, body)
+
+
+def corpus_job(
+    corpus: CorpusPrecomputeSpec,
+    owner: Owner,
+    service: BlendServiceSpec,
+    revision: EngineRevision,
+    run: str,
+) -> Manifest:
+    """Fills the store with a corpus, for one revision of a service. The driver runs on the head, with the
+    ledger; engines on workers."""
+    service = revision.within(service)
+    tags = corpus_labels(corpus.service, owner.name)
+    workers = corpus.workers
+    documents = []
+    if corpus.volume_claim:
+        documents.append(claim_volume("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
+    shared: dict[str, Any] = {"env": engine_env(service), "env_secret": corpus.credentials_secret}
+    head = template(
+        Pod(
+            **_common(service, corpus.service, _role(tags, "head")),
+            **shared,
+            cpus=2,
+            memory="8Gi",
+            volumes=[
+                claim_volume("state", STATE, join_name(owner.name, "ledger")),
+                *model_volumes(service, workers.scratch),
+                *documents,
+                *_store_tls(service),
+                *_system_prompt(corpus.service, revision),
+            ],
+            nodes=workers.nodes,
+            is_head=True,
+        )
+    )
+    pod = template(
+        Pod(
+            **_common(service, corpus.service, _role(tags, "worker")),
+            **shared,
+            cpus=workers.cpus,
+            memory=workers.memory,
+            gpus=workers.gpus,
+            gpu_resource=workers.gpu_resource,
+            shared_memory="2Gi",
+            volumes=[*model_volumes(service, workers.scratch), *documents, *_store_tls(service)],
+            nodes=workers.nodes,
+        )
+    )
+    group = Group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
+    # The head has no room for an engine.
+    cluster = ray_cluster(head, [group], service.ray_version)
+    body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.ttl_s, RETRIES)
+    if corpus.suspend:
+        # Never written as false: KubeRay drops it then, and a job queue may want to decide.
+        body["spec"]["suspend"] = True
+    return make_object(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)
+
+
+def corpus_command(
+    corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendServiceSpec, revision: EngineRevision
+) -> list[str]:
+    """The job's command: it makes chunks in the space in which the service looks for them."""
+    model, workers = service.model, corpus.workers
+    vllm = {name: value for name, value in service.engines.vllm.items() if name in (*BOUND, *LOADING)}
+    vllm = engine_arguments(service, workers.gpus, {**vllm, **workers.vllm})
+    options = {
+        "--model": model.path,
+        "--namespace": corpus.namespace,
+        "--store": store_url(service, corpus.service, owner.namespace),
+        "--corpus": owner.name,
+        "--state": STATE,
+        "--tokens-max": str(corpus.tokens_max),
+        "--overlap": str(corpus.overlap),
+        "--text-column": corpus.columns.text,
+        "--id-column": corpus.columns.id,
+        "--version-column": corpus.columns.version,
+        "--workers": str(workers.replicas),
+        "--gpus-per-worker": str(workers.gpus),
+        "--tokens-per-s": f"{corpus.tokens_per_s:g}",
+        "--errors-share": f"{corpus.errors_share:g}",
+        "--engine": json.dumps(vllm, sort_keys=True),
+        **({"--format": str(corpus.format)} if corpus.format else {}),
+        **({"--dtype": model.dtype} if model.dtype != "auto" else {}),
+        **({"--codec": model.codec} if model.codec != "raw" else {}),
+    }
+    # A source may look like an option or a command of its own: `run` and `--` say that it is neither.
+    flat = [part for pair in options.items() for part in pair] + _system_option(revision)
+    if service.engines.connector.get("portable") is False:
+        flat.append("--no-portable")
+    if corpus.retire_old_editions:
+        flat.append("--retire")
+    return ["kintsugi", "precompute", "run", *flat, "--replace-model", "--json", "--", corpus.source]
+
+
+def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) -> Manifest:
+    return {
+        "spec": {
+            "entrypoint": shlex.join(command),
+            # KubeRay submits the job over HTTP and needs no pod for it.
+            "submissionMode": "HTTPMode",
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": ttl_s,
+            "backoffLimit": retries,
+            "rayClusterSpec": cluster,
+        }
+    }
+
+
+def _common(spec: BlendServiceSpec, service: str, tags: dict[str, str]) -> dict[str, Any]:
+    return {
+        "labels": tags,
+        "image": spec.image.reference,
+        "pull_policy": str(spec.image.pull_policy),
+        "pull_secrets": spec.image_pull_secrets,
+        "service_account": join_name(service, "service"),
+    }
+
+
+def _role(tags: dict[str, str], role: str) -> dict[str, str]:
+    return {**tags, **labels(tags["app.kubernetes.io/instance"], part=CORPUS, role=role)}
+
+
+def _store_tls(spec: BlendServiceSpec) -> list[Volume]:
+    return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []

@@ -1,0 +1,217 @@
+"""Disruption budgets and network policies, which deny everything that is not named here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress
+from kintsugi_operator.objects.base import Owner, make_object
+from kintsugi_operator.objects.deployed import (
+    DIRECTORY_PORT,
+    ENGINE_METRICS_PORT,
+    SHARD_METRICS_PORT,
+    SHARD_PORT,
+)
+from kintsugi_operator.objects.names import LABEL_PART, join_name, labels, selector
+from kintsugi_operator.objects.pods import DASHBOARD_PORT, METRICS_PORT, Manifest
+
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+KUBERAY = {"app.kubernetes.io/name": "kuberay-operator"}
+OPERATOR = {"app.kubernetes.io/name": "kintsugi-operator"}
+PARTS = ("store", "service", "calibration", "corpus")
+POLICY = "networking.k8s.io/v1"
+
+
+def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> list[Manifest]:
+    """At most one shard at a time, and one engine or gateway, is taken away for a node's maintenance.
+    `engines`: pods that the autoscaler has made of them.
+
+    As `minAvailable`: Kubernetes counts what may be missing by the scale of the pods' controller, RayClusters
+    have none, and a budget that cannot be counted lets nothing go. What is not ready may go at any time, or a
+    pod that cannot start could never be replaced.
+    """
+    chosen = {
+        "shards": (spec.store.shards, selector(owner.name, part="store", role="shard")),
+        "engines": (
+            max(spec.engines.replicas.min, engines),
+            selector(owner.name, part="service", role="engine", revision=active),
+        ),
+        "gateways": (
+            spec.gateway.replicas,
+            selector(owner.name, part="service", role="gateway", revision=active),
+        ),
+    }
+    bodies = {
+        what: {
+            "minAvailable": max(pods - 1, 0),
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": match},
+        }
+        for what, (pods, match) in chosen.items()
+    }
+    return [
+        make_object(
+            owner,
+            "PodDisruptionBudget",
+            join_name(owner.name, what),
+            labels(owner.name),
+            {"spec": body},
+            "policy/v1",
+        )
+        for what, body in bodies.items()
+    ]
+
+
+def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
+    """None where the spec wants none. `home`: the operator's namespace; empty: any."""
+    if not spec.network.policies:
+        return []
+    return [
+        _policy(owner, "deny", {}, ingress=[], egress=[_dns()]),
+        *_within_clusters(owner),
+        _store_policy(spec, owner),
+        _gateway_policy(spec, owner),
+        _heads_policy(spec, owner, home),
+        _metrics_policy(spec, owner, home),
+        *_clients_of_the_store(owner),
+        *_downloads(spec, owner),
+        *_elsewhere(spec, owner),
+    ]
+
+
+def _within_clusters(owner: Owner) -> list[Manifest]:
+    """Ray's processes choose their ports: free within a cluster, closed around it."""
+    made_policies = []
+    for part in PARTS:
+        peers = _pods(selector(owner.name, part=part))
+        made_policies.append(
+            _policy(
+                owner, f"within-{part}", {"part": part}, ingress=[{"from": peers}], egress=[{"to": peers}]
+            )
+        )
+    return made_policies
+
+
+def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
+    """Engines, gateways and jobs may read and write chunks."""
+    users = [{"podSelector": _any_of(owner, LABEL_PART, [part for part in PARTS if part != "store"])}]
+    ingress = [{"from": users, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
+    return _policy(owner, "store", {"part": "store"}, ingress=ingress)
+
+
+def _clients_of_the_store(owner: Owner) -> list[Manifest]:
+    """Policies that let engines, gateways and jobs call the store."""
+    shards = _pods(selector(owner.name, part="store"))
+    egress = [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
+    return [
+        _policy(owner, f"to-store-{part}", {"part": part}, egress=egress) for part in PARTS if part != "store"
+    ]
+
+
+def _gateway_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
+    ports = _ports(spec.gateway.grpc_port, spec.gateway.http_port)
+    rule: Manifest = {"ports": ports}
+    if spec.network.client_namespaces:
+        names = list(spec.network.client_namespaces)
+        chosen = {"matchExpressions": [{"key": NAMESPACE_NAME, "operator": "In", "values": names}]}
+        rule["from"] = [{"namespaceSelector": chosen}]
+    return _policy(owner, "clients", {"part": "service", "role": "gateway"}, ingress=[rule])
+
+
+def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
+    """KubeRay deploys through the dashboards of heads; whoever reaches those may run code there. The operator
+    reads what jobs have written."""
+    kuberay = {
+        "namespaceSelector": _namespace(spec.network.kuberay_namespace or owner.namespace),
+        "podSelector": {"matchLabels": KUBERAY},
+    }
+    ingress = [{"from": [kuberay, _operator(home)], "ports": _ports(DASHBOARD_PORT)}]
+    # Ray's autoscaler, beside the head, asks Kubernetes.
+    egress = [{"ports": _ports(443, 6443)}]
+    return _policy(owner, "heads", {"role": "head"}, ingress=ingress, egress=egress)
+
+
+def _metrics_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
+    """The operator reads bytes and hit rates, Prometheus everything."""
+    peers = [_operator(home)]
+    if spec.network.monitoring_namespace:
+        peers.append({"namespaceSelector": _namespace(spec.network.monitoring_namespace)})
+    ports = _ports(SHARD_METRICS_PORT, ENGINE_METRICS_PORT, METRICS_PORT, spec.gateway.http_port)
+    return _policy(owner, "metrics", {}, ingress=[{"from": peers, "ports": ports}])
+
+
+def _operator(home: str) -> Manifest:
+    """The operator's pods. A label alone would let in anybody who may make a pod somewhere."""
+    return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
+
+
+def _downloads(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
+    """Policies that let engines, gateways and jobs download models and corpora."""
+    if not spec.network.downloads:
+        return []
+    egress = [{"ports": _ports(443)}]
+    return [
+        _policy(owner, f"downloads-{part}", {"part": part}, egress=egress)
+        for part in PARTS
+        if part != "store"
+    ]
+
+
+def _elsewhere(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
+    """Policies for whatever else the spec lets pods call."""
+    if not spec.network.egress:
+        return []
+    egress = [_egress_rule(one) for one in spec.network.egress]
+    return [
+        _policy(owner, f"egress-{part}", {"part": part}, egress=egress) for part in PARTS if part != "store"
+    ]
+
+
+def _egress_rule(egress: Egress) -> Manifest:
+    rule: Manifest = {"ports": _ports(*egress.ports)}
+    if egress.namespace:
+        rule["to"] = [{"namespaceSelector": _namespace(egress.namespace)}]
+    if egress.cidr:
+        rule["to"] = [{"ipBlock": {"cidr": egress.cidr}}]
+    return rule
+
+
+def _policy(
+    owner: Owner,
+    what: str,
+    chosen: Mapping[str, str],
+    ingress: Sequence[Manifest] | None = None,
+    egress: Sequence[Manifest] | None = None,
+) -> Manifest:
+    spec: Manifest = {"podSelector": {"matchLabels": selector(owner.name, **chosen)}, "policyTypes": []}
+    if ingress is not None:
+        spec["policyTypes"].append("Ingress")
+        spec["ingress"] = list(ingress)
+    if egress is not None:
+        spec["policyTypes"].append("Egress")
+        spec["egress"] = list(egress)
+    return make_object(
+        owner, "NetworkPolicy", join_name(owner.name, what), labels(owner.name), {"spec": spec}, POLICY
+    )
+
+
+def _dns() -> Manifest:
+    ports = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+    return {"to": [{"namespaceSelector": _namespace("kube-system")}], "ports": ports}
+
+
+def _ports(*ports: int) -> list[Manifest]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
+
+
+def _pods(match: Mapping[str, str]) -> list[Manifest]:
+    return [{"podSelector": {"matchLabels": dict(match)}}]
+
+
+def _any_of(owner: Owner, key: str, values: Sequence[str]) -> Manifest:
+    expression = {"key": key, "operator": "In", "values": list(values)}
+    return {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
+
+
+def _namespace(name: str) -> Manifest:
+    return {"matchLabels": {NAMESPACE_NAME: name}} if name else {}

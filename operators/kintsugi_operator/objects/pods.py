@@ -1,0 +1,238 @@
+"""Pod templates. Each passes the `restricted` pod security standard and names its requests and limits."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kintsugi_operator.api.common import Nodes
+from kintsugi_operator.api.environment import Variable
+from kintsugi_operator.api.manifest import to_manifest
+from kintsugi_operator.objects.names import LABEL_TEMPLATE, digest
+
+Manifest = dict[str, Any]
+Environment = Mapping[str, str | Mapping[str, Any]]
+"""Values, or `valueFrom` mappings, by name."""
+
+USER_ID = 10001
+"""Any user but root: images work with every one."""
+DASHBOARD_PORT = 8265
+AGENT_PORT = 52365
+METRICS_PORT = 8080
+"""Ray's own, as KubeRay sets it."""
+GCS_PORT = 6379
+TMP = "/tmp"
+SCRATCH = "/scratch"
+TLS = "/etc/kintsugi/tls"
+STORE_TLS = "/etc/kintsugi/store-tls"
+TOKENS = "/etc/kintsugi/tokens"
+MODELS = "/models"
+
+_SUFFIXES = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_SUFFIXES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+
+
+def quantity(text: str) -> float:
+    """Bytes or cores of a Kubernetes quantity."""
+    number, suffix = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", text).groups()  # type: ignore[union-attr]
+    return float(number) * _SUFFIXES.get(suffix, 1.0)
+
+
+def mebibytes(gib: float) -> str:
+    """A size as a quantity, rounded up."""
+    return f"{math.ceil(gib * 1024)}Mi"
+
+
+def cores(cpus: float) -> str:
+    """Cores as a quantity in thousandths, as Kubernetes writes them."""
+    return f"{math.ceil(cpus * 1000)}m"
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume and where it is mounted."""
+
+    name: str
+    path: str
+    source: Mapping[str, Any]
+    read_only: bool = False
+
+
+def scratch(name: str, path: str, size: str, in_memory: bool = False) -> Volume:
+    """A folder that is deleted with the pod."""
+    medium = {"medium": "Memory"} if in_memory else {}
+    return Volume(name, path, {"emptyDir": {**medium, "sizeLimit": size}})
+
+
+def secret(name: str, path: str, secret_name: str) -> Volume:
+    """A Secret's keys as files, readable by the pod's group alone."""
+    return Volume(name, path, {"secret": {"secretName": secret_name, "defaultMode": 0o440}}, read_only=True)
+
+
+def claim_volume(name: str, path: str, claim: str, read_only: bool = False) -> Volume:
+    """A PersistentVolumeClaim that exists."""
+    source = {"persistentVolumeClaim": {"claimName": claim, **({"readOnly": True} if read_only else {})}}
+    return Volume(name, path, source, read_only)
+
+
+def ephemeral(name: str, path: str, claim_spec: Manifest) -> Volume:
+    """A generic ephemeral volume: made for the pod, deleted with it."""
+    return Volume(name, path, {"ephemeral": {"volumeClaimTemplate": {"spec": claim_spec}}})
+
+
+def claim_spec(gib: float, storage_class: str) -> Manifest:
+    """The spec of a PersistentVolumeClaim or of a template of one."""
+    named = {"storageClassName": storage_class} if storage_class else {}
+    requests = {"storage": mebibytes(gib)}
+    return {"accessModes": ["ReadWriteOnce"], "resources": {"requests": requests}, **named}
+
+
+@dataclass(frozen=True)
+class Pod:
+    """The description of one pod of a Ray cluster."""
+
+    labels: Mapping[str, str]
+    image: str
+    pull_policy: str
+    cpus: float
+    memory: str
+    pull_secrets: Sequence[str] = ()
+    service_account: str = "default"
+    gpus: int = 0
+    gpu_resource: str = ""
+    shared_memory: str = "512Mi"
+    ports: Mapping[str, int] = field(default_factory=dict)
+    env: Environment = field(default_factory=dict)
+    env_secret: str = ""
+    volumes: Sequence[Volume] = ()
+    readiness: Mapping[str, Any] = field(default_factory=dict)
+    """Beside the default: Ray's own health."""
+    nodes: Nodes = field(default_factory=Nodes)
+    affinity: Mapping[str, Any] = field(default_factory=dict)
+    grace_s: int = 90
+    """Seconds for shards to write back, and for engines and gateways to finish requests."""
+    is_head: bool = False
+    has_autoscaler: bool = False
+    """Ray's, which KubeRay adds to a head: it asks Kubernetes for pods."""
+
+
+def environment(variables: Sequence[Variable]) -> Environment:
+    """The variables of a spec in their order: Kubernetes resolves `$(NAME)` from earlier ones."""
+    return {one.name: to_manifest(one.value_from) if one.value_from else one.value for one in variables}
+
+
+def security() -> Manifest:
+    """The security context of a container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def resources(cpus: float, memory: str, gpus: int = 0, gpu_resource: str = "") -> Manifest:
+    """Requests equal limits, so that a pod is never evicted for what a neighbour takes."""
+    both = {"cpu": cores(cpus), "memory": memory}
+    if gpus:
+        both[gpu_resource] = str(gpus)
+    return {"requests": dict(both), "limits": dict(both)}
+
+
+def template(pod: Pod) -> Manifest:
+    """A pod template for KubeRay, which adds Ray's command line to it."""
+    volumes = [
+        scratch("tmp", TMP, "10Gi"),
+        scratch("shared-memory", "/dev/shm", pod.shared_memory, in_memory=True),
+        *pod.volumes,
+    ]
+    spec: Manifest = {
+        "serviceAccountName": pod.service_account,
+        "automountServiceAccountToken": pod.has_autoscaler,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": pod.grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(pod, volumes)],
+        "volumes": [{"name": one.name, **one.source} for one in volumes],
+    }
+    if pod.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(pod.pull_secrets)]
+    if pod.nodes.selector:
+        spec["nodeSelector"] = dict(pod.nodes.selector)
+    if pod.nodes.tolerations:
+        spec["tolerations"] = [_toleration(one) for one in pod.nodes.tolerations]
+    if pod.affinity:
+        spec["affinity"] = dict(pod.affinity)
+    made = {"metadata": {"labels": dict(pod.labels)}, "spec": spec}
+    made["metadata"]["labels"][LABEL_TEMPLATE] = digest(made)
+    return made
+
+
+def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
+    env = {
+        "HOME": TMP,
+        "XDG_CACHE_HOME": f"{TMP}/cache",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        **pod.env,
+    }
+    ports = {"metrics": METRICS_PORT, **pod.ports}
+    if pod.is_head:
+        # KubeRay makes its head and serve Services from these names.
+        ports |= {"gcs": GCS_PORT, "dashboard": DASHBOARD_PORT, "client": 10001, "serve": 8000}
+    health = _health(pod.is_head)
+    container: Manifest = {
+        "name": "ray-head" if pod.is_head else "ray-worker",
+        "image": pod.image,
+        "imagePullPolicy": pod.pull_policy,
+        "securityContext": security(),
+        "resources": resources(pod.cpus, pod.memory, pod.gpus, pod.gpu_resource),
+        "env": [_variable(name, value) for name, value in env.items()],
+        # KubeRay's CRD keys ports by number and protocol.
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        "volumeMounts": [
+            {"name": one.name, "mountPath": one.path, **({"readOnly": True} if one.read_only else {})}
+            for one in volumes
+        ],
+        # Without probes of its own a pod gets KubeRay's, which call programs that an image may not have.
+        "startupProbe": {**health, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 120},
+        "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
+        "readinessProbe": {
+            **(pod.readiness or health),
+            "periodSeconds": 5,
+            "timeoutSeconds": 5,
+            "failureThreshold": 3,
+        },
+    }
+    if pod.env_secret:
+        container["envFrom"] = [{"secretRef": {"name": pod.env_secret}}]
+    return container
+
+
+def _health(is_head: bool) -> Manifest:
+    """A probe of Ray's health endpoint, which needs no program in the image."""
+    if is_head:
+        return {"httpGet": {"path": "/api/gcs_healthz", "port": DASHBOARD_PORT}}
+    return {"httpGet": {"path": "/api/local_raylet_healthz", "port": AGENT_PORT}}
+
+
+def _variable(name: str, value: str | Mapping[str, Any]) -> Manifest:
+    if isinstance(value, str):
+        # KubeRay drops an empty value when it writes.
+        return {"name": name, "value": value} if value else {"name": name}
+    return {"name": name, "valueFrom": value}
+
+
+def _toleration(toleration: Any) -> Manifest:
+    return {key: value for key, value in to_manifest(toleration).items() if value != ""}

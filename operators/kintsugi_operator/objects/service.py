@@ -1,0 +1,243 @@
+"""Objects of engines and gateway: a RayService for each revision, and Services that choose among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.manifest import non_default_manifest
+from kintsugi_operator.api.status import Endpoints
+from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
+from kintsugi_operator.objects.deployed import (
+    DATA,
+    DIRECTORY_PORT,
+    ENGINE_METRICS_PORT,
+    ENGINE_RESOURCE,
+    GATEWAY_RESOURCE,
+    EngineRevision,
+    service_config,
+    store_url,
+)
+from kintsugi_operator.objects.names import join_name, labels, ray_named, selector
+from kintsugi_operator.objects.pods import (
+    MODELS,
+    SCRATCH,
+    STORE_TLS,
+    TLS,
+    TOKENS,
+    Environment,
+    Manifest,
+    Pod,
+    Volume,
+    claim_volume,
+    environment,
+    scratch,
+    secret,
+    template,
+)
+
+PART = "service"
+REVISION_KEY = "revision.json"
+
+
+def ray_service_name(name: str, revision: str) -> str:
+    """Name of the RayService of a revision."""
+    return ray_named(name, revision)
+
+
+def head_account_name(name: str) -> str:
+    """Name of the ServiceAccount with which Ray's autoscaler asks for pods; KubeRay binds its role."""
+    return join_name(name, "head")
+
+
+def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> list[Manifest]:
+    """The RayService of a revision, and the ConfigMap that remembers what it is. Raises `InvalidField`.
+
+    A revision has to survive a change of the spec, because its engines continue as they were.
+    """
+    spec = revision.within(spec)
+    tags = labels(owner.name, part=PART, revision=revision.name)
+    cluster = ray_cluster(
+        _head(spec, owner, revision),
+        [_engines(spec, owner, revision), _gateways(spec, owner, revision)],
+        spec.ray_version,
+        autoscaled=True,
+    )
+    service = {
+        "spec": {
+            "serveConfigV2": serve_yaml(service_config(spec, owner.name, owner.namespace)),
+            "upgradeStrategy": {"type": "NewCluster"},
+            "excludeHeadPodFromServeSvc": True,
+            "rayClusterConfig": cluster,
+        }
+    }
+    name = ray_service_name(owner.name, revision.name)
+    remembered = {
+        "immutable": True,
+        "data": {
+            REVISION_KEY: serve_yaml(non_default_manifest(revision)),
+            "system-prompt.txt": revision.model.system_prompt or "",
+        },
+    }
+    return [
+        make_object(owner, "ConfigMap", revision_map_name(owner.name, revision.name), tags, remembered),
+        make_object(owner, "RayService", name, tags, service, RAY_API_VERSION),
+    ]
+
+
+def revision_map_name(name: str, revision: str) -> str:
+    """Name of the ConfigMap that remembers a revision."""
+    return join_name(name, "revision", revision)
+
+
+def account_objects(owner: Owner) -> list[Manifest]:
+    """ServiceAccounts: one whose token is mounted nowhere but in heads, and one without any."""
+    tags = labels(owner.name)
+    return [
+        make_object(owner, "ServiceAccount", head_account_name(owner.name), tags, {}),
+        *(
+            make_object(owner, "ServiceAccount", join_name(owner.name, part), tags, _TOKENLESS)
+            for part in ("store", PART)
+        ),
+    ]
+
+
+_TOKENLESS = {"automountServiceAccountToken": False}
+
+
+def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[Manifest]:
+    """gRPC and HTTP to the gateways of the active revision, and the store's directory."""
+    gateways = selector(owner.name, part=PART, role="gateway", revision=active)
+    public = str(spec.gateway.service_type)
+    grpc = {"name": "grpc", "port": spec.gateway.grpc_port, "targetPort": "grpc", "appProtocol": "grpc"}
+    http = {"name": "http", "port": spec.gateway.http_port, "targetPort": "http", "appProtocol": "http"}
+    directory = {"name": "directory", "port": DIRECTORY_PORT, "targetPort": "directory"}
+    heads = selector(owner.name, part="store", role="head")
+    return [
+        _service(owner, "grpc", public, gateways, grpc),
+        _service(owner, "http", public, gateways, http),
+        _service(owner, "directory", "ClusterIP", heads, directory),
+    ]
+
+
+def endpoints(spec: BlendServiceSpec, name: str, namespace: str) -> Endpoints:
+    """Addresses for clients within the cluster."""
+    scheme = "https" if spec.tls.secret else "http"
+    return Endpoints(
+        grpc=f"{join_name(name, 'grpc')}.{namespace}.svc:{spec.gateway.grpc_port}",
+        http=f"{scheme}://{join_name(name, 'http')}.{namespace}.svc:{spec.gateway.http_port}",
+        directory=store_url(spec, name, namespace),
+    )
+
+
+def _service(owner: Owner, what: str, kind: str, chosen: Mapping[str, str], port: Manifest) -> Manifest:
+    port = {"protocol": "TCP", **port}
+    body = {"spec": {"type": kind, "selector": dict(chosen), "ports": [port]}}
+    return make_object(owner, "Service", join_name(owner.name, what), labels(owner.name), body)
+
+
+def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
+    return template(
+        Pod(
+            **_common(spec, owner, revision, "head", account=head_account_name(owner.name)),
+            cpus=1,
+            memory="4Gi",
+            volumes=_store_tls(spec),
+            nodes=spec.gateway.nodes,
+            is_head=True,
+            has_autoscaler=True,
+        )
+    )
+
+
+def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
+    engines = spec.engines
+    pod = Pod(
+        **_common(spec, owner, revision, "engine"),
+        cpus=engines.cpus,
+        memory=engines.memory,
+        gpus=engines.gpus,
+        gpu_resource=engines.gpu_resource,
+        shared_memory=engines.shared_memory,
+        ports={"engine-metrics": ENGINE_METRICS_PORT},
+        env=engine_env(spec),
+        volumes=[*model_volumes(spec, engines.scratch), *_store_tls(spec)],
+        nodes=engines.nodes,
+    )
+    resources = {ENGINE_RESOURCE: 1}
+    return Group("engine", template(pod), engines.replicas.min, resources, engines.cpus, engines.gpus)
+
+
+def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
+    gateway, tls = spec.gateway, spec.tls
+    volumes = [scratch("data", DATA, "2Gi"), *model_volumes(spec, "5Gi"), *_store_tls(spec)]
+    if tls.secret:
+        volumes.append(secret("tls", TLS, tls.secret))
+    if gateway.tokens_secret:
+        volumes.append(secret("tokens", TOKENS, gateway.tokens_secret))
+    pod = Pod(
+        **_common(spec, owner, revision, "gateway"),
+        cpus=gateway.cpus,
+        memory=gateway.memory,
+        ports={"grpc": gateway.grpc_port, "http": gateway.http_port},
+        env={**model_env(spec), **environment(gateway.env)},
+        volumes=volumes,
+        readiness=_readiness(spec),
+        nodes=gateway.nodes,
+    )
+    return Group("gateway", template(pod), gateway.replicas, {GATEWAY_RESOURCE: 1}, gateway.cpus)
+
+
+def _readiness(spec: BlendServiceSpec) -> Manifest:
+    """A probe that asks whether the gateway has engines. It cannot show a client certificate: where one is
+    mandatory, it checks for an open port."""
+    if spec.tls.require_client:
+        return {"tcpSocket": {"port": "http"}}
+    scheme = "HTTPS" if spec.tls.secret else "HTTP"
+    return {"httpGet": {"path": "/readyz", "port": "http", "scheme": scheme}}
+
+
+def _common(
+    spec: BlendServiceSpec, owner: Owner, revision: EngineRevision, role: str, account: str = ""
+) -> dict[str, Any]:
+    return {
+        "labels": labels(owner.name, part=PART, role=role, revision=revision.name),
+        "image": spec.image.reference,
+        "pull_policy": str(spec.image.pull_policy),
+        "pull_secrets": spec.image_pull_secrets,
+        "service_account": account or join_name(owner.name, PART),
+    }
+
+
+def engine_env(spec: BlendServiceSpec) -> Environment:
+    """Environment of engines and of jobs that run some."""
+    return {**model_env(spec), **environment(spec.engines.env)}
+
+
+def model_env(spec: BlendServiceSpec) -> Environment:
+    """Environment of whatever reads the model: writable caches, and the token for downloads."""
+    env: dict[str, str | Mapping[str, Any]] = {
+        "HF_HOME": f"{SCRATCH}/huggingface",
+        "VLLM_CACHE_ROOT": f"{SCRATCH}/vllm",
+        "TRITON_CACHE_DIR": f"{SCRATCH}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
+    }
+    if spec.engines.gpus == 0:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(spec.engines.kv_cache_gib or 2))
+    if spec.model.token_secret:
+        env["HF_TOKEN"] = {"secretKeyRef": {"name": spec.model.token_secret, "key": "token"}}
+    return env
+
+
+def model_volumes(spec: BlendServiceSpec, size: str) -> list[Volume]:
+    """Scratch space for downloads and caches, and the claim with checkpoints where there is one."""
+    volumes = [scratch("scratch", SCRATCH, size)]
+    if spec.model.volume_claim:
+        volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))
+    return volumes
+
+
+def _store_tls(spec: BlendServiceSpec) -> list[Volume]:
+    return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []

@@ -1,0 +1,222 @@
+"""Objects of the store: one RayService, whose worker groups are the shards, and their volumes.
+
+Nothing here depends on the model, the engines or their image, so nothing about those restarts a shard.
+KubeRay is told not to upgrade (`upgradeStrategy: None`): a second cluster would want the same volumes. What
+KubeRay then leaves undone, `shards` does, one pod at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
+from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
+from kintsugi_operator.objects.deployed import (
+    DATA,
+    DIRECTORY_PORT,
+    SHARD_METRICS_PORT,
+    SHARD_PORT,
+    SHARD_RESOURCE,
+    TIERS,
+    store_config,
+)
+from kintsugi_operator.objects.names import (
+    ANNOTATION_CLUSTER,
+    LABEL_ROLE,
+    digest,
+    join_name,
+    labels,
+    ray_named,
+    selector,
+)
+from kintsugi_operator.objects.pods import (
+    STORE_TLS,
+    Manifest,
+    Pod,
+    Volume,
+    claim_spec,
+    claim_volume,
+    environment,
+    ephemeral,
+    mebibytes,
+    secret,
+    template,
+)
+
+PART = "store"
+OVERHEAD_GIB = 2.0
+"""Memory of a shard's pod beyond the RAM tier, for Ray, gRPC's buffers and /dev/shm."""
+HOSTNAME = "kubernetes.io/hostname"
+
+
+@dataclass(frozen=True)
+class StoreImage:
+    """The image that shards run, which stays until the store's own image changes."""
+
+    image: str
+    pull_policy: str
+    ray_version: str
+
+
+def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
+    """The image to run: the store's own, else the one that runs, else the service's.
+
+    Ray accepts no worker of another version, so another one cannot be rolled out shard by shard: what runs
+    stays until the RayService is deleted (`needs_restart` says so).
+    """
+    own = spec.store.image
+    version = spec.store.ray_version or (running.ray_version if running else spec.ray_version)
+    if running is not None and (own is None or version != running.ray_version):
+        return running
+    image = own or spec.image
+    return StoreImage(image.reference, str(image.pull_policy), version)
+
+
+def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
+    """Whether another version of Ray is asked for than the shards run."""
+    wanted = spec.store.ray_version
+    return running is not None and bool(wanted) and wanted != running.ray_version
+
+
+def shard_name(index: int) -> str:
+    """Name of a shard's worker group."""
+    return f"shard-{index}"
+
+
+def ray_service_name(name: str) -> str:
+    """Name of the store's RayService."""
+    return ray_named(name, PART)
+
+
+def claim_names(spec: BlendServiceSpec, name: str, index: int) -> dict[str, tuple[str, float, str]]:
+    """Name, GiB and storage class of a shard's claims, by volume."""
+    volumes = spec.store.volumes
+    claims = {"data": (join_name(name, "data", str(index)), volumes.data_gib, volumes.storage_class)}
+    for tier in spec.store.tiers:
+        claims[f"tier-{tier.name}"] = (join_name(name, tier.name, str(index)), tier.gib, tier.storage_class)
+    return claims
+
+
+def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, groups: int) -> list[Manifest]:
+    """The RayService and its claims. `groups`: worker groups there ever were; those beyond the shards are
+    empty. Raises `InvalidField`."""
+    objects = []
+    if spec.store.volumes.kind is VolumeKind.PERSISTENT:
+        for index in range(spec.store.shards):
+            for claim, gib, storage_class in claim_names(spec, owner.name, index).values():
+                body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
+                tags = labels(owner.name, part=PART, shard=str(index))
+                kept = spec.store.volumes.retain
+                objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=not kept))
+    cluster = ray_cluster(
+        _head(spec, owner, image),
+        [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
+        image.ray_version,
+    )
+    body = {
+        "spec": {
+            "serveConfigV2": serve_yaml(store_config(spec)),
+            "upgradeStrategy": {"type": "None"},
+            "excludeHeadPodFromServeSvc": True,
+            "rayClusterConfig": cluster,
+        }
+    }
+    tags = labels(owner.name, part=PART)
+    name = ray_service_name(owner.name)
+    service = make_object(owner, "RayService", name, tags, body, RAY_API_VERSION)
+    service["metadata"]["annotations"] = {ANNOTATION_CLUSTER: digest(cluster)}
+    return [*objects, service]
+
+
+def shard_templates(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> list[Manifest]:
+    """Pod templates of the shards, by index."""
+    return [_shard(spec, owner, image, index) for index in range(spec.store.shards)]
+
+
+def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Group:
+    return Group(
+        name=shard_name(index),
+        template=_shard(spec, owner, image, index),
+        replicas=int(index < spec.store.shards),
+        resources={SHARD_RESOURCE: 1},
+        cpus=spec.store.cpus,
+        fixed=True,
+    )
+
+
+def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
+    """Head of the store's Ray cluster. The directory runs here."""
+    return template(
+        Pod(
+            labels=labels(owner.name, part=PART, role="head"),
+            image=image.image,
+            pull_policy=image.pull_policy,
+            cpus=1,
+            memory="3Gi",
+            pull_secrets=spec.image_pull_secrets,
+            service_account=join_name(owner.name, PART),
+            ports={"directory": DIRECTORY_PORT},
+            volumes=_store_tls(spec),
+            nodes=spec.store.nodes,
+            is_head=True,
+        )
+    )
+
+
+def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Manifest:
+    return template(
+        Pod(
+            labels=labels(owner.name, part=PART, role="shard", shard=str(index)),
+            image=image.image,
+            pull_policy=image.pull_policy,
+            cpus=spec.store.cpus,
+            memory=mebibytes(spec.store.ram_gib + OVERHEAD_GIB),
+            pull_secrets=spec.image_pull_secrets,
+            service_account=join_name(owner.name, PART),
+            ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
+            env=environment(spec.store.env),
+            volumes=[*_volumes(spec, owner, index), *_store_tls(spec)],
+            nodes=spec.store.nodes,
+            affinity=_affinity(spec, owner.name),
+        )
+    )
+
+
+def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
+    volumes = []
+    for volume, (claim, gib, storage_class) in claim_names(spec, owner.name, index).items():
+        path = DATA if volume == "data" else f"{TIERS}/{volume.removeprefix('tier-')}"
+        if spec.store.volumes.kind is VolumeKind.PERSISTENT:
+            volumes.append(claim_volume(volume, path, claim))
+        else:
+            volumes.append(ephemeral(volume, path, claim_spec(gib, storage_class)))
+    return volumes
+
+
+def _store_tls(spec: BlendServiceSpec) -> list[Volume]:
+    return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
+
+
+def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
+    """Shards keep apart from each other, and near or away from engines. These are preferences: a shard that
+    runs anywhere is better than one that waits."""
+
+    def near(weight: int, match: Manifest) -> Manifest:
+        term = {"topologyKey": HOSTNAME, "labelSelector": match}
+        return {"weight": weight, "podAffinityTerm": term}
+
+    shards = near(100, {"matchLabels": selector(name, role="shard")})
+    if spec.store.placement is ShardPlacement.BESIDE_ENGINES:
+        engines = near(50, {"matchLabels": selector(name, role="engine")})
+        return {
+            "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [engines]},
+            "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards]},
+        }
+    others = near(
+        50,
+        {
+            "matchLabels": selector(name),
+            "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": ["engine"]}],
+        },
+    )
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards, others]}}

@@ -1,0 +1,1 @@
+"""What the operator has seen of a service: views of Kubernetes' objects, troubles, conditions. Pure."""

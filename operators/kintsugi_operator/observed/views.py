@@ -1,0 +1,209 @@
+"""What the operator saw of a service in the cluster, as plain values that decisions are functions of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.api.status import TierStatus
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.names import ANNOTATION_DIGEST, LABEL_REVISION, LABEL_SHARD, LABEL_TEMPLATE
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.objects.service import REVISION_KEY
+from kintsugi_operator.objects.store import StoreImage
+
+
+class JobState(StrEnum):
+    """The state of a RayJob."""
+
+    ABSENT = "Absent"
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED)
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A RayJob."""
+
+    state: JobState = JobState.ABSENT
+    message: str = ""
+    name: str = ""
+    dashboard: str = ""
+    """`host:port` of its Ray cluster's dashboard, empty before there is one."""
+    job_id: str = ""
+
+
+@dataclass(frozen=True)
+class KubeRay:
+    """What the API server serves of KubeRay."""
+
+    is_installed: bool = True
+    is_recent: bool = True
+    """1.6 or newer: it serves RayCronJobs."""
+
+
+@dataclass(frozen=True)
+class RayServiceView:
+    """A RayService."""
+
+    is_ready: bool = False
+    cluster: str = ""
+    """Name of the RayCluster that serves."""
+    message: str = ""
+    serve_config: str = ""
+
+
+@dataclass(frozen=True)
+class ShardPod:
+    """A pod of a shard."""
+
+    name: str
+    shard: int
+    template: str
+    """Digest of the template that the pod was made from."""
+    is_ready: bool
+    is_leaving: bool = False
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures from the metrics of shards and engines."""
+
+    tiers: tuple[TierStatus, ...] = ()
+    hit_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class CorpusView:
+    """The progress of one of the service's CorpusPrecomputes."""
+
+    name: str
+    revision: str
+    """The revision that the last job was for."""
+    is_finished: bool
+    is_suspended: bool = False
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Everything that the operator saw of a service."""
+
+    kuberay: KubeRay = field(default_factory=KubeRay)
+    store: RayServiceView | None = None
+    store_image: StoreImage | None = None
+    shard_groups: int = 0
+    cluster_digest: str = ""
+    """Digest of what the store's RayCluster was last made to be."""
+    pods: tuple[ShardPod, ...] = ()
+    services: Mapping[str, RayServiceView] = field(default_factory=dict)
+    """By revision."""
+    engines: Mapping[str, int] = field(default_factory=dict)
+    """Number of engine pods that are not being deleted, by revision."""
+    revisions: Mapping[str, EngineRevision] = field(default_factory=dict)
+    """Revisions that ConfigMaps remember, by name."""
+    selected: str = ""
+    """The revision that the gateway's Service selects."""
+    troubles: Mapping[str, str] = field(default_factory=dict)
+    """Why a pod does not start, by part."""
+    calibrations: Mapping[str, JobView] = field(default_factory=dict)
+    """By revision."""
+    corpora: tuple[CorpusView, ...] = ()
+    figures: Figures = field(default_factory=Figures)
+    home: str = ""
+    """Namespace of the operator's own pods; empty: not known."""
+
+
+def ray_service_view(manifest: Manifest) -> RayServiceView:
+    """The view of a RayService as the API server returned it."""
+    status = manifest.get("status") or {}
+    conditions = {one["type"]: one for one in status.get("conditions") or []}
+    ready = conditions.get("Ready", {})
+    active = status.get("activeServiceStatus") or {}
+    applications = active.get("applicationStatuses") or {}
+    said = [f"{name}: {app.get('message')}" for name, app in applications.items() if app.get("message")]
+    return RayServiceView(
+        is_ready=ready.get("status") == "True" or status.get("serviceStatus") == "Running",
+        cluster=active.get("rayClusterName", ""),
+        message="; ".join([*said, *([ready["message"]] if ready.get("message") else [])])[:1024],
+        serve_config=manifest.get("spec", {}).get("serveConfigV2", ""),
+    )
+
+
+def store_image_of(manifest: Manifest) -> StoreImage | None:
+    """The image that a store's RayService gives its shards; None where it names none."""
+    cluster = manifest.get("spec", {}).get("rayClusterConfig") or {}
+    groups = cluster.get("workerGroupSpecs") or []
+    try:
+        container = groups[0]["template"]["spec"]["containers"][0]
+        return StoreImage(container["image"], container["imagePullPolicy"], cluster["rayVersion"])
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def shard_groups_of(manifest: Manifest) -> int:
+    """Number of worker groups in a store's RayService."""
+    return len((manifest.get("spec", {}).get("rayClusterConfig") or {}).get("workerGroupSpecs") or [])
+
+
+def job_view(manifest: Manifest) -> JobView:
+    """The view of a RayJob."""
+    status = manifest.get("status") or {}
+    deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
+    state = JobState.RUNNING
+    # Between two attempts, and before a stop, the job's own status is that of the attempt that has ended.
+    is_between = deployment in ("Retrying", "Suspending")
+    if deployment == "Failed" or (job in ("FAILED", "STOPPED") and not is_between):
+        state = JobState.FAILED
+    elif deployment == "Complete" or job == "SUCCEEDED":
+        state = JobState.SUCCEEDED
+    elif deployment == "Suspended" or manifest.get("spec", {}).get("suspend"):
+        state = JobState.SUSPENDED
+    return JobView(
+        state,
+        str(status.get("message") or status.get("reason") or "")[:1024],
+        manifest["metadata"]["name"],
+        status.get("dashboardURL", ""),
+        status.get("jobId", ""),
+    )
+
+
+def shard_pod(manifest: Manifest) -> ShardPod:
+    """The view of a shard's pod."""
+    metadata, status = manifest["metadata"], manifest.get("status") or {}
+    conditions = {one["type"]: one["status"] for one in status.get("conditions") or []}
+    index = metadata.get("labels", {}).get(LABEL_SHARD, "-1")
+    return ShardPod(
+        name=metadata["name"],
+        shard=int(index) if index.lstrip("-").isdigit() else -1,
+        template=metadata.get("labels", {}).get(LABEL_TEMPLATE, ""),
+        is_ready=conditions.get("Ready") == "True",
+        is_leaving="deletionTimestamp" in metadata,
+        address=status.get("podIP", ""),
+    )
+
+
+def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
+    """Name and content of a remembered revision; None for a ConfigMap that holds none."""
+    name = manifest["metadata"].get("labels", {}).get(LABEL_REVISION, "")
+    try:
+        values: Mapping[str, Any] = json.loads(manifest["data"][REVISION_KEY])
+        return name, from_manifest(EngineRevision, values, "revision")
+    except (KeyError, ValueError, TypeError, KintsugiError):
+        return None
+
+
+def digest_of(manifest: Manifest, annotation: str = ANNOTATION_DIGEST) -> str:
+    """The digest of what the operator last applied; empty for an object that it did not write."""
+    return str((manifest["metadata"].get("annotations") or {}).get(annotation, ""))

@@ -1,0 +1,225 @@
+"""Settings of a deployment: frozen dataclasses whose fields carry their bounds, and what is done with those.
+
+A setting is defined once, with `setting`: its type, its default and its bounds, as keywords of JSON schema.
+`check` enforces bounds and rules in Python; the operator's CRDs and the chart's schema are generated from the
+same fields. A subclass may narrow what it inherits (`NARROWED`): Kubernetes wants limits that one machine
+does not need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import field
+from enum import StrEnum
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.rules import Rule
+from kintsugi.core.schema import STRICT
+
+T = TypeVar("T")
+Bounds = Mapping[str, Any]
+
+
+class Settings:
+    """Base of frozen dataclasses that are read from untrusted mappings with `core.schema.load`."""
+
+    __pydantic_config__: ClassVar = STRICT
+    RULES: ClassVar[tuple[Rule, ...]] = ()
+    """Conditions over several fields."""
+    NARROWED: ClassVar[Mapping[str, Bounds]] = {}
+    """Bounds of inherited fields that hold for this class in addition, by field."""
+
+
+def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
+    """A field of a `Settings` class. A type or function as `default` makes the default.
+
+    Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
+    maxLength, minItems, maxItems, maxProperties, format. For what a list or mapping holds: itemPattern,
+    itemLength, itemMinimum, itemMaximum, valueLength. Our own: `mapKey`, the field by which a list's items
+    differ; `reserved`, keys that a mapping must not have; `name`, the field's name in YAML where camelCase
+    would be another; `after`, the field behind which a CRD lists this one; `description`, what a CRD says of
+    the field instead of its docstring.
+    """
+    if callable(default):
+        return field(default_factory=default, metadata=bounds)
+    return field(default=default, metadata=bounds)
+
+
+def bounds_of(cls: type[Any], one: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Everything that holds for a field of `cls`: its own bounds and those that `cls` adds."""
+    bounds = {**one.metadata, **getattr(cls, "NARROWED", {}).get(one.name, {})}
+    if "minimum" in bounds:
+        bounds.pop("exclusiveMinimum", None)
+    return bounds
+
+
+def fields_in_order(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The fields of `cls`, each that names another in `after` directly behind that one."""
+    ordered: list[dataclasses.Field[Any]] = []
+    for one in dataclasses.fields(cls):
+        names = [other.name for other in ordered]
+        after = one.metadata.get("after")
+        ordered.insert(names.index(after) + 1 if after else len(names), one)
+    return ordered
+
+
+def field_name(cls: type[Any], one: dataclasses.Field[Any]) -> str:
+    """The name in Python."""
+    return one.name
+
+
+def default_of(one: dataclasses.Field[Any]) -> Any:
+    """What a field is where nothing is said; `dataclasses.MISSING` for a mandatory one."""
+    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+
+
+Naming = Callable[[type[Any], "dataclasses.Field[Any]"], str]
+
+
+def check(settings: Any, where: str = "", naming: Naming = field_name) -> None:
+    """Raise `InvalidField` where `settings`, or anything within, breaks a bound or a rule.
+
+    `where` is the path of `settings` in the user's input.
+    """
+    cls = type(settings)
+    names = {one.name: naming(cls, one) for one in dataclasses.fields(settings)}
+    for one in dataclasses.fields(settings):
+        value, bounds = getattr(settings, one.name), bounds_of(cls, one)
+        path = _join(where, names[one.name])
+        _check_value(value, bounds, path)
+        if dataclasses.is_dataclass(value):
+            check(value, path, naming)
+        elif isinstance(value, tuple):
+            _check_items(value, bounds, path, naming)
+        elif isinstance(value, Mapping):
+            _check_mapping(value, bounds, path)
+    for rule in getattr(cls, "RULES", ()):
+        if not rule.is_kept_by(settings):
+            got = f" (got {getattr(settings, rule.field)!r})" if rule.field else ""
+            raise InvalidField(_join(where, names.get(rule.field, "")), rule.message + got)
+
+
+def _check_items(items: tuple[Any, ...], bounds: Bounds, where: str, naming: Naming) -> None:
+    seen = set()
+    for index, item in enumerate(items):
+        path = _join(where, str(index))
+        _check_value(item, _inner_bounds(bounds), path)
+        if dataclasses.is_dataclass(item):
+            check(item, path, naming)
+        if key := bounds.get("mapKey"):
+            name = getattr(item, key)
+            if name in seen:
+                raise InvalidField(_join(path, key), f"{name} is there twice")
+            seen.add(name)
+
+
+def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str) -> None:
+    for key in sorted(set(bounds.get("reserved", ())) & set(mapping)):
+        raise InvalidField(_join(where, key), "follows from the rest of the configuration")
+    for key, value in mapping.items():
+        _check_value(value, _inner_bounds(bounds), _join(where, key))
+
+
+_INNER = {
+    "itemPattern": "pattern",
+    "itemLength": "maxLength",
+    "valueLength": "maxLength",
+    "itemMinimum": "minimum",
+    "itemMaximum": "maximum",
+}
+
+
+def _inner_bounds(bounds: Bounds) -> dict[str, Any]:
+    """Bounds of what a list or mapping holds."""
+    return {keyword: bounds[name] for name, keyword in _INNER.items() if name in bounds}
+
+
+def split_bounds(bounds: Bounds) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of JSON schema for a field itself, and for what it holds."""
+    ours = {*_INNER, "exclusiveMinimum", "mapKey", "reserved", "name", "after", "description"}
+    return {name: bound for name, bound in bounds.items() if name not in ours}, _inner_bounds(bounds)
+
+
+def _check_value(value: Any, bounds: Bounds, where: str) -> None:
+    """Numbers are bounded by size, text and containers by length. None is always allowed."""
+    if isinstance(value, (int, float)):
+        problem = _number_problem(value, bounds)
+    elif isinstance(value, (str, tuple, Mapping)):
+        problem = _length_problem(value, bounds)
+    else:
+        return
+    if not problem and "enum" in bounds and value not in bounds["enum"]:
+        problem = f"{value!r} is not one of {', '.join(map(repr, bounds['enum']))}"
+    if not problem and "pattern" in bounds and not re.fullmatch(bounds["pattern"], value):
+        problem = f"{value!r} does not match {bounds['pattern']}"
+    if problem:
+        raise InvalidField(where, problem)
+
+
+def _number_problem(value: float, bounds: Bounds) -> str:
+    if not math.isfinite(value):
+        return f"{value} must be a finite number"
+    if value < bounds.get("minimum", value):
+        return f"{value} must be at least {bounds['minimum']}"
+    if value <= bounds.get("exclusiveMinimum", -math.inf):
+        return f"{value} must be more than {bounds['exclusiveMinimum']}"
+    if value > bounds.get("maximum", value):
+        return f"{value} must be at most {bounds['maximum']}"
+    return ""
+
+
+def _length_problem(value: Sized, bounds: Bounds) -> str:
+    least = bounds.get("minLength", bounds.get("minItems", 0))
+    most = bounds.get("maxLength", bounds.get("maxItems", bounds.get("maxProperties", math.inf)))
+    unit = "characters" if isinstance(value, str) else "entries"
+    if len(value) < least:
+        return f"is mandatory: at least {least} {unit}"
+    return f"has {len(value)} {unit}, more than {most}" if len(value) > most else ""
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where and name else where or name
+
+
+def plain(
+    value: Any,
+    naming: Naming = field_name,
+    keep: Callable[[dataclasses.Field[Any], Any], bool] = lambda one, inner: True,
+) -> Any:
+    """`value` as JSON and YAML know it, settings with those fields that `keep` keeps."""
+    if dataclasses.is_dataclass(value):
+        pairs = [(one, getattr(value, one.name)) for one in fields_in_order(type(value))]
+        return {
+            naming(type(value), one): plain(inner, naming, keep) for one, inner in pairs if keep(one, inner)
+        }
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, naming, keep) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, naming, keep) for inner in value]
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def non_default_fields(settings: Any, *without: str, naming: Naming = field_name) -> dict[str, Any]:
+    """The fields that differ from their defaults, as plain values, but those in `without`.
+
+    A field that a later version adds changes nothing here, and so restarts nothing.
+    """
+    fields: dict[str, Any] = plain(settings, naming, lambda one, inner: inner != default_of(one))
+    return {name: value for name, value in fields.items() if name not in without}
+
+
+def convert_settings(cls: type[T], settings: Any, **others: Any) -> T:
+    """A `cls` with every setting that it inherits from the same class as `settings` does, and `others`."""
+    common = next(
+        base for base in cls.__mro__ if base in type(settings).__mro__ and dataclasses.is_dataclass(base)
+    )
+    hints = get_type_hints(cls)
+    shared = {one.name: getattr(settings, one.name) for one in dataclasses.fields(common)}
+    for name, value in shared.items():
+        if dataclasses.is_dataclass(value):
+            shared[name] = convert_settings(hints[name], value)
+    return cls(**{**shared, **others})

@@ -1,0 +1,178 @@
+"""The one way from a request to its answer, whichever front end it came through.
+
+A front end makes an `Ask`, sends on the events that `AnswerPipeline.stream` yields, and does nothing else.
+The pipeline counts answers under way, opens spans, asks an engine (and another one, if the first is gone
+before it answered), measures the time to the first event, gives the accounting to metrics and spans, and
+hands on missed chunks to be filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, ClassVar, Generic, TypeVar
+
+from kintsugi.core.accounting import Outcome
+from kintsugi.core.backend import EngineBackend
+from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.gateway.fill import Filler
+from kintsugi.gateway.metrics import FrontMetrics
+from kintsugi.gateway.saves import ToSave
+from kintsugi.gateway.tracing import Timelines, TraceSpan, add_layers, describe, span
+
+log = logging.getLogger("kintsugi.gateway")
+
+ATTEMPTS = 2
+"""Engines that are asked, one after the other, for an answer that has not begun."""
+RETRY_WAIT_S = 0.05
+FOLLOW_UPS_MAX = 64
+"""Answers whose missed chunks are being found; misses of further ones are dropped."""
+
+Event = TypeVar("Event")
+
+
+class Ask(ABC, Generic[Event]):
+    """What one request asks of the engines, and how their answer is read. Used for one answer, and holds what
+    was read of it."""
+
+    span_name: ClassVar[str]
+    """Name of the request's span."""
+
+    def __init__(
+        self, metrics: FrontMetrics, method: str, namespace: str, request_id: str, trace: Mapping[str, str]
+    ) -> None:
+        """``trace``: the W3C headers that came with the request."""
+        self.metrics = metrics
+        self.method = method
+        self.namespace = namespace
+        self.request_id = request_id
+        self.trace = trace
+        self.wants_times = False
+        """Whether the caller wants to know when each layer was computed."""
+        self.accounting: Mapping[str, Any] | None = None
+        """What the engine reported, once that was read."""
+
+    async def prepare(self, trace: TraceSpan) -> Sequence[Event]:
+        """Makes the request ready for an engine; the events that go out before the answer.
+
+        Raises what the caller is refused with.
+        """
+        return ()
+
+    @abstractmethod
+    def send(
+        self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
+    ) -> AsyncGenerator[Any, None]:
+        """Asks an engine, with ``trace`` as headers. ``timeline``: it reports when layers were computed."""
+
+    @abstractmethod
+    def read(self, item: Any) -> Sequence[Event]:
+        """The events that the caller gets for an item of the engine's answer. The first one begins it."""
+
+    @abstractmethod
+    def finish(self, first_s: float) -> Sequence[Event]:
+        """The last events, once the engine has ended; ``first_s`` is the time to the first event.
+
+        Raises `Unavailable` for an answer that is not complete.
+        """
+
+    @abstractmethod
+    async def find_missed(self) -> Sequence[ToSave]:
+        """The chunks of which the engine may have lacked some. Raises `KintsugiError`."""
+
+
+class AnswerPipeline:
+    """Answers asks. For one event loop."""
+
+    def __init__(self, backend: EngineBackend, filler: Filler | None = None) -> None:
+        """``filler`` is given missed chunks; None: misses are not followed up."""
+        self._backend = backend
+        self._filler = filler
+        self._timelines = Timelines()
+        self._follow_ups: set[asyncio.Task[None]] = set()
+        self.under_way = 0
+        """Answers that an engine is asked for or gives."""
+
+    async def stream(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
+        """The answer's events as they come. Closing the generator ends the work in the engine.
+
+        Raises what `Ask.prepare` and the engine raise, and `Unavailable` for an answer that breaks off.
+        """
+        began_s, first_s = time.perf_counter(), 0.0
+        with span(ask.span_name, ask.trace) as request:
+            request.set("kintsugi.namespace", ask.namespace)
+            request.set("kintsugi.request_id", ask.request_id)
+            before = await ask.prepare(request)
+            with self._track_answer(), span("gateway.engine", request.headers()) as engine:
+                timeline = ask.wants_times or self._timelines.should_trace_layers(engine)
+                for event in before:
+                    yield event
+                for attempt in range(1, ATTEMPTS + 1):
+                    try:
+                        async with aclosing(ask.send(self._backend, timeline, engine.headers())) as items:
+                            async for item in items:
+                                for event in ask.read(item):
+                                    if not first_s:
+                                        first_s = time.perf_counter() - began_s
+                                        ask.metrics.observe_first(ask.method, first_s)
+                                    yield event
+                        break
+                    except Unavailable as error:
+                        if first_s or attempt == ATTEMPTS:
+                            raise
+                        log.info("request %s is sent again: %s", ask.request_id, error)
+                    await asyncio.sleep(RETRY_WAIT_S)
+                after = ask.finish(first_s or time.perf_counter() - began_s)
+                accounting = ask.accounting or {}
+                describe(request, accounting)
+                add_layers(engine, accounting)
+                ask.metrics.count_accounting(accounting)
+                for event in after:
+                    yield event
+        self._follow_up(ask)
+
+    @contextmanager
+    def _track_answer(self) -> Iterator[None]:
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            if self._filler is not None and not self.under_way:
+                self._filler.wake()
+
+    def _follow_up(self, ask: Ask[Any]) -> None:
+        """Has the chunks of an answer looked up that it may have lacked."""
+        if self._filler is None or ask.accounting is None or not may_have_missed(ask.accounting):
+            return
+        if len(self._follow_ups) < FOLLOW_UPS_MAX:
+            task = asyncio.create_task(self._suspect_missed(ask, self._filler))
+            self._follow_ups.add(task)
+            task.add_done_callback(self._follow_ups.discard)
+
+    async def _suspect_missed(self, ask: Ask[Any], filler: Filler) -> None:
+        try:
+            filler.suspect(ask.namespace, await ask.find_missed())
+        except KintsugiError as error:
+            log.info("misses of request %s are not filled: %s", ask.request_id, error)
+
+    async def close(self) -> None:
+        """Ends what follows up on misses. Idempotent."""
+        tasks = list(self._follow_ups)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def may_have_missed(accounting: Mapping[str, Any]) -> bool:
+    """Whether a prompt had chunks that the engine did not load, as far as its accounting tells."""
+    return bool(
+        accounting.get("chunks_missed")
+        or accounting.get("tokens_missed")
+        or not accounting.get("chunks_hit")
+        or accounting.get("outcome") in (Outcome.DECLINED, Outcome.FAILED)
+    )

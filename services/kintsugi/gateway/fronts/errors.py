@@ -1,0 +1,88 @@
+"""How errors are reported over gRPC and HTTP.
+
+`store.protocol.status` has the gRPC half of the table, which every service uses; the HTTP half is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from kintsugi.core import errors
+from kintsugi.gateway.fronts.limits import BodyTooLarge, BodyTooSlow
+from kintsugi.store.protocol.status import status_of
+
+LEFT_STATUS = 499
+"""The caller left before the answer."""
+RETRY_AFTER_S = 1
+
+_HTTP: tuple[tuple[type[errors.KintsugiError], int, str], ...] = (
+    # HTTP status and OpenAI's error type. The first row that an error is an instance of counts.
+    (BodyTooLarge, 413, "RequestEntityTooLargeError"),
+    (BodyTooSlow, 408, "RequestTimeoutError"),
+    (errors.InvalidField, 400, "BadRequestError"),
+    (errors.Unauthenticated, 401, "AuthenticationError"),
+    (errors.PermissionDenied, 403, "PermissionDeniedError"),
+    (errors.NotFound, 404, "NotFoundError"),
+    (errors.ResourceExhausted, 429, "RateLimitError"),
+    (errors.Unavailable, 503, "ServiceUnavailableError"),
+    (errors.DeadlineExceeded, 504, "TimeoutError"),
+    (errors.Corrupted, 500, "InternalServerError"),
+    (errors.VersionMismatch, 400, "BadRequestError"),
+    (errors.NotBlendable, 500, "InternalServerError"),
+    (errors.SelfTestFailed, 500, "InternalServerError"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An error in OpenAI's form."""
+
+    status: int
+    kind: str
+    message: str
+    field: str | None = None
+
+    @staticmethod
+    def of(error: Exception, request_id: str = "") -> Problem:
+        """Defects are not explained to callers: their message names the request, which the log explains."""
+        for cls, status, kind in _HTTP:
+            if isinstance(error, cls):
+                field = error.field if isinstance(error, errors.InvalidField) else None
+                return Problem(status, kind, str(error), field)
+        text = f"the server failed; its log has the cause, under request {request_id}"
+        return Problem(500, "InternalServerError", text)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.field,
+                "code": self.status,
+            }
+        }
+
+    def response(self) -> Response:
+        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in (408, 413):
+            headers["connection"] = "close"
+        return JSONResponse(self.document, self.status, headers)
+
+
+def http_status_of(error: BaseException) -> int:
+    """The HTTP status of a request that ended with an error."""
+    return Problem.of(error).status if isinstance(error, Exception) else LEFT_STATUS
+
+
+def grpc_status_of(error: BaseException) -> str:
+    """The name of the gRPC status of a call that ended with an error."""
+    if isinstance(error, errors.KintsugiError):
+        return str(status_of(error).name)
+    return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"

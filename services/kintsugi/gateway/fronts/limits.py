@@ -1,0 +1,166 @@
+"""Bounds requests: what all of them hold together, and for HTTP how many at a time, how large, how slow.
+
+uvicorn bounds none of it. gRPC itself bounds the number and size of its messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, ResourceExhausted
+from kintsugi.gateway.gateway import GatewayLimits
+
+BODY_READ_S = 30.0
+"""Time in which a whole body has to arrive."""
+LINGER_BYTES_MAX = 256 << 20
+LINGER_S = 10.0
+"""The rest of a refused body is read and dropped for this long: a caller that is still writing would not see
+the answer otherwise."""
+
+
+class BodyTooLarge(InvalidField):
+    """A body larger than one request's may be."""
+
+
+class BodyTooSlow(DeadlineExceeded):
+    """A body that did not arrive in time."""
+
+
+class ByteBudget:
+    """Memory that requests share. For one event loop: bytes that are taken are given back, however the
+    request ends."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._held_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `ResourceExhausted`; then nothing is taken."""
+        if self._held_bytes + num_bytes > self._bytes_max:
+            raise ResourceExhausted("requests hold all memory that is meant for them; try again later")
+        self._held_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+
+    @contextmanager
+    def reserve(self, num_bytes: int) -> Iterator[None]:
+        """Takes bytes for as long as the block runs. Raises `ResourceExhausted`."""
+        self.take(num_bytes)
+        try:
+            yield
+        finally:
+            self.give_back(num_bytes)
+
+
+class RequestLimits:
+    """ASGI middleware. A request beyond a limit fails when the application asks for its body, with a typed
+    error: an application that authenticates first never reads a stranger's body. GET requests have no body
+    and pass unbounded."""
+
+    def __init__(self, app: ASGIApp, limits: GatewayLimits) -> None:
+        self._app = app
+        self._limits = limits
+        self._budget = ByteBudget(limits.messages_bytes_max)
+        self._requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        self._requests += 1
+        body = _Body(scope, receive, send, self._limits, self._budget)
+        body.has_place = self._requests <= self._limits.http_concurrent_max
+        try:
+            await self._app(scope, body.receive, body.send)
+        finally:
+            self._requests -= 1
+            body.give_back()
+
+
+class _Body:
+    """One request's body as it arrives, and the answer to it."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits, budget: ByteBudget
+    ) -> None:
+        self.has_place = True
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._budget = budget
+        self._declared = dict(scope["headers"]).get(b"content-length", b"0").decode("latin-1")
+        self._held_bytes = 0
+        self._deadline_s: float | None = None
+        self._is_over = False
+        """Nothing more comes, or is waited for."""
+
+    async def receive(self) -> Message:
+        """Raises `ResourceExhausted`, `BodyTooLarge` and `BodyTooSlow`; then the body counts no more."""
+        if self._is_over:  # what follows says that the caller left
+            return await self._receive()
+        try:
+            return await self._receive_piece()
+        except KintsugiError:
+            self.give_back()
+            raise
+
+    async def _receive_piece(self) -> Message:
+        if not self.has_place:
+            most = self._limits.http_concurrent_max
+            raise ResourceExhausted(f"{most} requests are being answered; try again later")
+        self._check_size(int(self._declared) if self._declared.isdecimal() else None)
+        if self._deadline_s is None:
+            self._deadline_s = asyncio.get_running_loop().time() + BODY_READ_S
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            self._is_over = True
+            raise BodyTooSlow(f"the body did not arrive within {BODY_READ_S:.0f} s; send it faster") from None
+        self._is_over = _ends_body(message)
+        size = len(message.get("body", b""))
+        self._check_size(self._held_bytes + size)
+        self._budget.take(size)
+        self._held_bytes += size
+        return message
+
+    def _check_size(self, num_bytes: int | None) -> None:
+        bytes_max = self._limits.message_bytes_max
+        if num_bytes is None or num_bytes > bytes_max:
+            raise BodyTooLarge(
+                "body", f"is larger than {bytes_max >> 20} MiB; send fewer or shorter messages"
+            )
+
+    def give_back(self) -> None:
+        """Idempotent."""
+        self._budget.give_back(self._held_bytes)
+        self._held_bytes = 0
+
+    async def send(self, message: Message) -> None:
+        """Servers stop reading once an answer is complete: while the body is not, the answer's end waits."""
+        if message["type"] == "http.response.body" and not message.get("more_body") and not self._is_over:
+            await self._send({**message, "more_body": True})
+            await self._linger()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def _linger(self) -> None:
+        """Reads and drops the rest of the body, for a bounded time."""
+        dropped = 0
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while dropped < LINGER_BYTES_MAX and not self._is_over:
+                    message = await self._receive()
+                    dropped += len(message.get("body", b""))
+                    self._is_over = _ends_body(message)
+        except TimeoutError:
+            self._is_over = True
+
+
+def _ends_body(message: Message) -> bool:
+    return message["type"] == "http.disconnect" or not message.get("more_body", False)

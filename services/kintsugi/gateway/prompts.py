@@ -1,0 +1,187 @@
+"""From the segments of a gRPC request to an engine's answer: what `Generate` asks, and its events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kintsugi.core.backend import EngineBackend
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.exchange import EngineDelta, EngineRequest, TokenUsage
+from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
+from kintsugi.core.spaces import Span
+from kintsugi.gateway.access import Caller
+from kintsugi.gateway.answers import Ask
+from kintsugi.gateway.metrics import GatewayMetrics
+from kintsugi.gateway.recent_info import Spaces
+from kintsugi.gateway.requests import choose_request_id
+from kintsugi.gateway.saves import ToSave
+from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
+from kintsugi.gateway.tracing import TraceSpan, span, without_times
+
+MAX_TOKENS_DEFAULT = 16
+"""vLLM's."""
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A question over segments."""
+
+    namespace: str
+    segments: tuple[Segment, ...]
+    question: Segment
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's `SamplingParams` by name."""
+    options: BlendOptions = field(default_factory=BlendOptions)
+    explain: bool = False
+    no_blend: bool = False
+    priority: int = 0
+    request_id: str = field(default_factory=choose_request_id)
+    """For logs; the same id may come twice."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """W3C headers that came with the request."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """First event of an answer: what the segments stand for."""
+
+    request_id: str
+    segments: tuple[Span, ...]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Last event of an answer."""
+
+    finish_reason: str
+    accounting: Mapping[str, Any]
+    usage: TokenUsage
+    ttft_ms: float
+
+
+class Prompts:
+    """Makes prompts out of what callers name."""
+
+    def __init__(
+        self,
+        spaces: Spaces,
+        resolver: SegmentResolver,
+        metrics: GatewayMetrics,
+        *,
+        segments_max: int,
+        allow_negative_priority: bool = False,
+    ) -> None:
+        """``segments_max``: the most that one prompt may have."""
+        self.metrics = metrics
+        self._spaces = spaces
+        self._resolver = resolver
+        self._segments_max = segments_max
+        self._allow_negative_priority = allow_negative_priority
+
+    async def resolve(self, call: GenerateCall) -> tuple[ResolvedPrompt, EngineRequest]:
+        """The prompt, and the request for an engine without request id and trace.
+
+        Raises `InvalidField` for what no engine would accept, `NotFound` and `Unavailable`.
+        """
+        if len(call.segments) > self._segments_max:
+            raise InvalidField(
+                "segments",
+                f"{len(call.segments)} segments; at most {self._segments_max} make a prompt: join some",
+            )
+        info, space = await self._spaces.info(), await self._spaces.find(call.namespace)
+        prompt = await self._resolver.prompt(space, call.segments, call.question, info.max_model_len)
+        max_tokens = call.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)
+        if isinstance(max_tokens, int) and max_tokens > info.max_model_len - len(prompt.token_ids):
+            raise InvalidField(
+                "segments",
+                f"the prompt has {len(prompt.token_ids)} tokens and max_tokens is {max_tokens}; the model "
+                f"reads {info.max_model_len} in all: send fewer segments, or ask for a shorter answer",
+            )
+        params = KintsugiParams(
+            namespace=call.namespace,
+            op=Op.OFF if call.no_blend else Op.BLEND,
+            spans=prompt.chunks,
+            explain=call.explain,
+            **call.options.chosen,
+        )
+        return prompt, EngineRequest(
+            call.request_id,
+            prompt.token_ids,
+            params,
+            {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
+            check_priority(call.priority, self._allow_negative_priority),
+            fingerprint=space.fingerprint.hex,
+        )
+
+    def learn(self, call: GenerateCall, prompt: ResolvedPrompt) -> None:
+        """Remembers the chunks of a request that an engine accepted."""
+        self._resolver.learn(prompt.space, call.segments, prompt.pieces)
+
+    async def learn_texts(self, namespace: str, texts: Sequence[str]) -> list[ToSave]:
+        """Remembers texts as chunks; their keys and tokens. Raises `InvalidField` for one that is too long,
+        and `Unavailable`."""
+        segments = [Segment(text=text) for text in texts]
+        space = await self._spaces.find(namespace)
+        pieces = await self._resolver.pieces(space, segments)
+        self._resolver.learn(space, segments, pieces)
+        return [(piece.key, piece.token_ids) for piece in pieces]
+
+
+class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
+    """`Generate`: a prompt made of segments, answered with tokens and text."""
+
+    span_name = "gateway.generate"
+
+    def __init__(self, prompts: Prompts, caller: Caller, call: GenerateCall) -> None:
+        super().__init__(prompts.metrics.grpc, "Generate", call.namespace, call.request_id, call.trace)
+        self.wants_times = call.explain
+        self._prompts = prompts
+        self._caller = caller
+        self._call = call
+        self._prompt: ResolvedPrompt
+        self._request: EngineRequest
+        self._last: EngineDelta | None = None
+
+    async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
+        began_s = time.perf_counter()
+        self._caller.authorize(self.namespace)
+        with span("gateway.resolve", trace.headers()):
+            self._prompt, self._request = await self._prompts.resolve(self._call)
+        prompt_tokens = len(self._prompt.token_ids)
+        trace.set("kintsugi.prompt_tokens", prompt_tokens)
+        self._prompts.metrics.resolve_s.observe(time.perf_counter() - began_s)
+        return (Resolved(self.request_id, self._prompt.spans, prompt_tokens),)
+
+    def send(
+        self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
+    ) -> AsyncGenerator[EngineDelta, None]:
+        # The client may send one id twice, and an attempt may not be over: in an engine they must differ.
+        request_id = f"{self.request_id}-{uuid.uuid4().hex[:8]}"
+        params = replace(self._request.params, timeline=timeline)
+        return backend.generate(replace(self._request, request_id=request_id, params=params, trace=trace))
+
+    def read(self, item: EngineDelta) -> Sequence[EngineDelta]:
+        if self._last is None:
+            self._prompts.learn(self._call, self._prompt)
+        self._last = item
+        self.accounting = item.accounting
+        return (item,) if item.token_ids or item.text else ()
+
+    def finish(self, first_s: float) -> Sequence[Finished]:
+        last = self._last
+        if last is None or last.finish_reason is None:
+            raise Unavailable("the engine ended the answer before it was complete; send the request again")
+        accounting = last.accounting or {}
+        if not self.wants_times:
+            accounting = without_times(accounting)
+        usage = last.usage or TokenUsage(len(self._prompt.token_ids), 0)
+        return (Finished(last.finish_reason, accounting, usage, first_s * 1e3),)
+
+    async def find_missed(self) -> Sequence[ToSave]:
+        placed = zip(self._prompt.spans, self._prompt.pieces, strict=True)
+        return [(piece.key, piece.token_ids) for span, piece in placed if span.key is not None]

@@ -1,0 +1,91 @@
+"""One request to a front end: its id and its caller, and what is counted and logged when it ends."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi.gateway.access import Access, Caller
+from kintsugi.gateway.logs import RequestLine
+from kintsugi.gateway.metrics import FrontMetrics
+from kintsugi.gateway.tracing import TRACE_HEADERS
+from kintsugi.store.protocol.status import DETAIL_CHARS_MAX
+
+log = logging.getLogger("kintsugi.gateway")
+
+REQUEST_ID = "x-request-id"
+"""Header or metadata key: the caller's id of a request, and ours in the answer."""
+_VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def choose_request_id(given: str = "") -> str:
+    """The caller's id if it is 1 to 128 letters, digits, dots, dashes and underscores, or else a new one."""
+    return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def parse_bearer(header: str | None) -> str | None:
+    """The token in `Bearer TOKEN`; None for anything else."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+@dataclass
+class ServedRequest:
+    """A request that is being served."""
+
+    method: str
+    """The RPC's name, or the path."""
+    headers: Mapping[str, str]
+    """HTTP headers or gRPC metadata, by their names in lower case."""
+    metrics: FrontMetrics
+    status: str | int
+    """How it ends unless it fails: a gRPC status name or an HTTP status."""
+    namespace: str = ""
+    failure: Exception | None = None
+    """Why it failed, for the log."""
+    request_id: str = field(init=False)
+    began_s: float = field(init=False, default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.request_id = choose_request_id(self.headers.get(REQUEST_ID, ""))
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """W3C trace headers."""
+        return {name: self.headers[name] for name in TRACE_HEADERS if name in self.headers}
+
+    def authenticate(self, access: Access) -> Caller:
+        """Raises `Unauthenticated`."""
+        return access.caller(parse_bearer(self.headers.get("authorization")))
+
+    @contextmanager
+    def record(self, status_of: Callable[[BaseException], str | int]) -> Iterator[None]:
+        """Counts and logs the request when the block ends. An error that the block raises passes through;
+        ``status_of`` gives its status. A defect is logged with its traceback."""
+        try:
+            yield
+        except BaseException as error:
+            self.status = status_of(error)
+            if isinstance(error, Exception):
+                self.failure = error
+                if not isinstance(error, KintsugiError):
+                    log.exception("request %s met a defect", self.request_id)
+            raise
+        finally:
+            self.metrics.count_request(self.method, self.status)
+            if log.isEnabledFor(logging.INFO):
+                log.info(self._line())
+
+    def _line(self) -> RequestLine:
+        ms = round((time.perf_counter() - self.began_s) * 1e3, 3)
+        line = RequestLine(request_id=self.request_id, method=self.method)
+        line |= {"namespace": self.namespace[:DETAIL_CHARS_MAX], "status": self.status, "ms": ms}
+        if self.failure is not None:
+            line["error"] = f"{type(self.failure).__name__}: {self.failure}"[:DETAIL_CHARS_MAX]
+        return line

@@ -1,0 +1,197 @@
+"""How the SDK reaches a gateway: one interface, with and without an event loop.
+
+The clients are one body of coroutines over a `Transport`. On `LoopTransport` they wait as coroutines do. On
+`BlockingTransport` every call is over before its await returns, so a coroutine runs from its beginning to its
+end in the caller's thread and never suspends: `run_to_completion` and `iterate` drive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.store.protocol.status import errors_of
+from kintsugi.store.protocol.tls import is_loopback, parse_address
+
+SERVICE = "kintsugi.rpc.v1.Kintsugi"
+MESSAGE_BYTES_MAX = 64 << 20
+"""Maximum size of a gateway's message."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How a client talks to a gateway."""
+
+    token: str | None = None
+    """Bearer token, made with `kintsugi token`."""
+    tls: bool = False
+    """Implied by `tls_ca` and `tls_cert`; alone it trusts the system's authorities."""
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    """Send the token in the clear beyond loopback."""
+    timeout_s: float = 60.0
+    """For a whole call with all its attempts. `put_chunks` with `wait` includes the prefill of its chunks."""
+    attempts: int = 5
+    """Attempts at a call that may be sent again, including the first: with the waits, at least 1.5 s."""
+    retry_wait_s_max: float = 2.0
+
+    @property
+    def encrypted(self) -> bool:
+        return self.tls or self.tls_ca is not None or self.tls_cert is not None
+
+    def checked(self, address: str) -> Self:
+        """Return the options. Raises `InvalidField` where they do not fit together or with `address`."""
+        parse_address("address", address)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidField("tls_cert", "and tls_key belong together")
+        if self.token and not (self.encrypted or self.insecure or is_loopback(address)):
+            raise InvalidField(
+                "token", f"would travel to {address} in the clear: give tls or tls_ca, or say insecure"
+            )
+        if not (self.timeout_s > 0 and self.attempts >= 1):
+            raise InvalidField("timeout_s", "must be above 0, and attempts at least 1")
+        return self
+
+    def credentials(self) -> Any:
+        """Raises `InvalidField` for a file that cannot be read."""
+        contents = []
+        for path in (self.tls_ca, self.tls_key, self.tls_cert):
+            try:
+                contents.append(None if path is None else path.read_bytes())
+            except OSError as error:
+                raise InvalidField("tls", f"{path} cannot be read ({error.strerror})") from error
+        return grpc.ssl_channel_credentials(*contents)
+
+
+class Transport(ABC):
+    """Calls to one gateway. Raises failures as `store.protocol.status` reads them."""
+
+    def __init__(self, address: str, options: ClientOptions) -> None:
+        self.address = address
+        self.options = options.checked(address)
+        limits = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),)
+        if options.encrypted:
+            self._channel = self._grpc().secure_channel(address, options.credentials(), options=limits)
+        else:
+            self._channel = self._grpc().insecure_channel(address, options=limits)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        token = self.options.token
+        bearer = (("authorization", f"Bearer {token}"),) if token else ()
+        return ("x-request-id", uuid.uuid4().hex), *bearer
+
+    def method(self, kind: str, name: str, request: Any, response: Any) -> Any:
+        make = getattr(self._channel, kind)
+        return make(f"/{SERVICE}/{name}", type(request).SerializeToString, response.FromString)
+
+    @abstractmethod
+    def _grpc(self) -> Any:
+        """`grpc` or `grpc.aio`."""
+
+    @abstractmethod
+    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        """One call's response."""
+
+    @abstractmethod
+    def stream(self, name: str, request: Any, response: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
+        """A call's messages; closing it cancels the call."""
+
+    @abstractmethod
+    async def pause(self, seconds: float) -> None:
+        """Wait."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Idempotent."""
+
+
+class LoopTransport(Transport):
+    def _grpc(self) -> Any:
+        return grpc.aio
+
+    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        with errors_of(self.address):
+            call = self.method("unary_unary", name, request, response)
+            return await call(request, timeout=timeout_s, metadata=self.metadata())
+
+    async def stream(
+        self, name: str, request: Any, response: Any, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
+        method = self.method("unary_stream", name, request, response)
+        with errors_of(self.address):
+            call = method(request, timeout=timeout_s, metadata=self.metadata())
+            try:
+                async for message in call:
+                    yield message
+            finally:
+                call.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class BlockingTransport(Transport):
+    def _grpc(self) -> Any:
+        return grpc
+
+    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        with errors_of(self.address):
+            call = self.method("unary_unary", name, request, response)
+            return call(request, timeout=timeout_s, metadata=self.metadata())
+
+    async def stream(
+        self, name: str, request: Any, response: Any, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
+        method = self.method("unary_stream", name, request, response)
+        with errors_of(self.address):
+            call = method(request, timeout=timeout_s, metadata=self.metadata())
+            try:
+                for message in call:
+                    yield message
+            finally:
+                call.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def close(self) -> None:
+        self._channel.close()
+
+
+def run_to_completion(coroutine: Coroutine[Any, Any, Item]) -> Item:
+    """The result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: Item = stop.value
+        return result
+    raise AssertionError("a coroutine over blocking calls suspended")
+
+
+def iterate(items: AsyncGenerator[Item, None]) -> Iterator[Item]:
+    """The items of an asynchronous generator that never suspends; closes it."""
+    try:
+        while True:
+            try:
+                item = run_to_completion(items.__anext__())
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        run_to_completion(items.aclose())
