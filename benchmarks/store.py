@@ -348,7 +348,7 @@ def durable_puts(scale: Scale, folder: Path) -> list[Figure]:
             rates.append(total / elapsed_s / GB)
             costs.append(cpu_s / (total / GB))
         shard.clear("bench")
-        for flushed in shard.flushed():
+        for flushed in shard.flush_writers():
             flushed.result(60.0)
     shard.close()
     rate = statistics.median(rates)

@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 
 from kintsugi.cli.commands.evaluate import EvaluateTask, run
-from kintsugi.cli.lists import floats, integers, selector_names
+from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import SelectorName
@@ -71,14 +71,14 @@ def task_of(dataset: str, arguments: argparse.Namespace) -> EvaluateTask:
         ),
         questions=arguments.data / f"{dataset}.jsonl",
         limit=arguments.limit,
-        selectors=selector_names(arguments.selectors),
-        ratios=floats("ratios", arguments.ratios),
-        check_layers=integers("check_layers", arguments.check_layers),
+        selectors=parse_selectors(arguments.selectors),
+        ratios=parse_floats("ratios", arguments.ratios),
+        check_layers=parse_integers("check_layers", arguments.check_layers),
         axes={
             "chunk_tokens": [arguments.chunk_tokens],
             "chunk_counts": [arguments.chunks],
             "batches": [1],
-            "rates_per_s": floats("rates", arguments.rates),
+            "rates_per_s": parse_floats("rates", arguments.rates),
         },
         plots=arguments.out / dataset,
         max_tokens=ANSWER_TOKENS.get(dataset, 32),

@@ -146,7 +146,7 @@ class Values:
     """All values that `helm install --set` accepts."""
 
     image: Images = field(default_factory=Images)
-    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, itemPattern=NAME, itemLength=253)
+    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})
     """Secrets of this namespace."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(

@@ -25,10 +25,16 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import map_from_wire
 from kintsugi.store.client.received import Received
 from kintsugi.store.protocol import wire
+from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.put import ChunkPut
 from kintsugi.store.shard.tiers import uses
-from kintsugi.store.shard.tiers.catalog import _CHECKSUM_BYTES, _decoded, _encoded, catalog_key
+from kintsugi.store.shard.tiers.catalog import (
+    _CHECKSUM_BYTES,
+    _decode_catalog_record,
+    _encode_catalog_record,
+    catalog_key,
+)
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.extents import stride_of
 from kintsugi.store.shard.tiers.home import Home
@@ -90,13 +96,13 @@ def catalog_value(data: bytes) -> None:
     key = catalog_key(("acme", MANIFEST.key))
     body = data[_CHECKSUM_BYTES:]
     checksum = xxhash.xxh3_128_digest(key + body)
-    assert _decoded(key, data) is None or data[:_CHECKSUM_BYTES] == checksum
-    record = _decoded(key, checksum + body)
+    assert _decode_catalog_record(key, data) is None or data[:_CHECKSUM_BYTES] == checksum
+    record = _decode_catalog_record(key, checksum + body)
     if record is None:
         return
     tier = _disk_tier()
     try:
-        found = tier._recover_entry(record)
+        found = tier._recover_entry(record, uses.UNKNOWN)
     except VersionMismatch:
         return
     if found is None:
@@ -119,7 +125,7 @@ def check_frames(data: bytes) -> None:
     ram = RamTier(1 << 20)
     residence = ram.allocate(MANIFEST)
     assert residence is not None
-    residence.acquire()
+    life.acquire(residence)
     put = ChunkPut(ChunkEntry(MANIFEST), residence, ram, "ram")
     size = MANIFEST.frame_bytes
     cut = data[0] * 256 % (size + 1) if data else 0
@@ -132,8 +138,8 @@ def check_frames(data: bytes) -> None:
     else:
         assert payload == b"".join(FRAMES[: len(payload) // size])
     finally:
-        residence.condemn()
-        residence.release()
+        life.condemn(residence)
+        life.release(residence)
         ram.arena.close()
 
 
@@ -149,10 +155,10 @@ def shard_map(data: bytes) -> None:
 def uses_file(data: bytes) -> None:
     """A snapshot of uses: nothing under a wrong checksum, whole rows under a right one."""
     with contextlib.suppress(ValueError):
-        uses.decoded(data)
+        uses.decode_uses(data)
     body = data[_CHECKSUM_BYTES:]
     try:
-        found = uses.decoded(xxhash.xxh3_128_digest(body) + body)
+        found = uses.decode_uses(xxhash.xxh3_128_digest(body) + body)
     except ValueError:
         return
     assert sum(14 + len(key) for key in found) <= len(body)
@@ -223,9 +229,9 @@ def seeds(name: str) -> list[bytes]:
             pb.StreamLayersResponse(frames=[lost, *frames]).SerializeToString(),
         ],
         "manifest": [message.SerializeToString()],
-        "catalog_value": [_encoded(catalog_key(("acme", MANIFEST.key)), record)],
+        "catalog_value": [_encode_catalog_record(catalog_key(("acme", MANIFEST.key)), record)],
         "shard_map": [shards.SerializeToString()],
-        "uses_file": [uses.encoded([ChunkEntry(MANIFEST, uses=3, used_at_s=1e9)])],
+        "uses_file": [uses.encode_uses([ChunkEntry(MANIFEST, uses=3, used_at_s=1e9)])],
         "keys": [bytes([32]) + bytes(64)],
         "report": [REPORT.to_bytes(), REPORT.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()],
     }

@@ -17,7 +17,7 @@ from kintsugi.core.deploy import (
     ServiceSpec,
     StoreSpec,
 )
-from kintsugi.core.exchange import EngineRequest, TokenUsage
+from kintsugi.core.exchange import EngineRequest, Usage
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.addresses import free_port
@@ -64,7 +64,7 @@ async def _asked(backend: RayBackend, conversations: int, turns: int) -> float:
     return sum(usage.cached_tokens for usage in later) / sum(usage.prompt_tokens for usage in later)
 
 
-async def _conversation(backend: RayBackend, number: int, turns: int) -> list[TokenUsage]:
+async def _conversation(backend: RayBackend, number: int, turns: int) -> list[Usage]:
     draw = random.Random(number)
     params = KintsugiParams("routing", op=Op.OFF)
     prompt: list[int] = []

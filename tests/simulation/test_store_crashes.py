@@ -24,7 +24,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.catalog import _decoded, _encoded
+from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
 from tests.contracts.store_contract import make_chunk
 
 pytestmark = pytest.mark.simulation
@@ -47,7 +47,7 @@ def live(folder: Path, seed: int) -> None:
         manifest, frames = make_chunk(range(start := chance.randrange(60) * 1000, start + tokens))
         if chance.random() < 0.25:
             shard.delete("acme", [manifest.key])
-            for flushed in shard.flushed():
+            for flushed in shard.flush_writers():
                 flushed.result(30.0)
             print(f"deleted {manifest.key.hex}", flush=True)
             continue
@@ -106,9 +106,9 @@ def check(folder: Path, said: list[str]) -> None:
     durable = [ChunkKey.from_hex(line.split()[1]) for line in said if line.startswith("durable")]
     shard = open_shard(spec(folder))
     try:
-        keys = {key for _, key in shard.addresses()}
+        keys = {entry.manifest.key for entry in shard.table.entries()}
         assert shard.verify("acme", sorted(keys)) == dict.fromkeys(keys, True)
-        assert shard.counters.quarantined == 0
+        assert shard.table.counters.quarantined == 0
         # A put that nobody acknowledged may have made it; only the very last operation can be one.
         assert len({key for key, word in last.items() if word == "deleted"} & keys) <= 1
         if durable and last[durable[-1]] == "durable":
@@ -212,7 +212,7 @@ def test_a_flipped_bit_in_a_catalog_value_costs_its_chunk(tmp_path: Path, seed: 
     shard = open_shard(spec(tmp_path))
     try:
         assert served_right(shard, chunks) == len(chunks) - 1
-        assert shard.counters.quarantined == 1
+        assert shard.table.counters.quarantined == 1
     finally:
         shard.close()
 
@@ -221,11 +221,11 @@ def test_records_that_claim_the_same_bytes_are_both_dropped(tmp_path: Path) -> N
     chunks = filled(tmp_path)
     catalog = lmdb.open(str(tmp_path / "fast/kintsugi-tier/catalog"))
     with catalog, catalog.begin(write=True) as transaction:
-        (_, first), (key, second) = [(k, _decoded(k, v)) for k, v in transaction.cursor()][:2]
+        (_, first), (key, second) = [(k, _decode_catalog_record(k, v)) for k, v in transaction.cursor()][:2]
         assert first is not None
         assert second is not None
         second.extents[0].offset = first.extents[0].offset
-        transaction.put(key, _encoded(key, second))
+        transaction.put(key, _encode_catalog_record(key, second))
     shard = open_shard(spec(tmp_path))
     try:
         assert served_right(shard, chunks) == len(chunks) - 2

@@ -20,13 +20,13 @@ import pytest
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.catalog import Catalog
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.tiers.slab import Slab
+from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import make_chunk
 from tests.simulation.test_store_crashes import filled, seeds, served_right, spec
 
@@ -94,6 +94,7 @@ class Life:
         except KintsugiError:
             self.refused += 1
         assert self.shard.failure is None
+        self.shard.table.check()
         assert self.shard.ram.allocator.used_bytes <= self.shard.ram.capacity_bytes
 
     def put(self) -> None:
@@ -149,7 +150,7 @@ class Life:
         if self.frames:
             key = self.chance.choice(list(self.frames))
             self.shard.delete("acme", [key])
-            for flushed in self.shard.flushed():
+            for flushed in self.shard.flush_writers():
                 flushed.result(10.0)
             self.deleted.add(key)
 
@@ -177,11 +178,11 @@ def test_a_sick_disk_harms_nothing_but_what_it_held(
     assert not any(tier.failure for tier in shard.disks)
     shard.close()
     shard = open_shard(spec(tmp_path))
-    found = {key for _, key in shard.addresses()}
+    found = {entry.manifest.key for entry in shard.table.entries()}
     assert last.key in found
     assert not found & life.deleted
     assert served_right(shard, {key: life.frames[key] for key in found}) == len(found)
-    assert shard.counters.quarantined == 0
+    assert shard.table.counters.quarantined == 0
     shard.close()
 
 
@@ -191,7 +192,7 @@ def test_a_slab_that_is_cut_while_it_is_used_loses_only_what_lay_there(tmp_path:
     os.truncate(tmp_path / "fast/kintsugi-tier/slab", 3 * 28672 * 2)
     try:
         assert served_right(shard, chunks) == 2
-        assert shard.counters.quarantined == len(chunks) - 2
+        assert shard.table.counters.quarantined == len(chunks) - 2
         assert len(shard) == 2
     finally:
         shard.close()
@@ -219,11 +220,11 @@ def test_clocks_that_jump_expire_only_what_has_a_term() -> None:
     wall_s -= 10 * 365 * 86400
     early = put(300, PutOptions(ttl_s=10))
     assert alive(forever, hour, pinned, early) == [True] * 4
-    assert len(shard._pins._pins) == 1
+    assert len(shard.table._leases) == 1
     wall_s += 20 * 365 * 86400
     assert alive(forever, hour, pinned, early) == [True, False, True, False]
-    assert len(shard._pins._pins) == 1, "leases follow a clock that does not jump"
+    assert len(shard.table._leases) == 1, "leases follow a clock that does not jump"
     monotonic_s += 61
     alive(forever)
-    assert len(shard._pins._pins) == 0
+    assert len(shard.table._leases) == 0
     shard.close()

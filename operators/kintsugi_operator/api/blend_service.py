@@ -241,7 +241,7 @@ class Egress(Settings):
     )
 
     ports: tuple[int, ...] = setting(
-        minItems=1, maxItems=32, itemMinimum=1, itemMaximum=65535, description="Of TCP."
+        minItems=1, maxItems=32, items={"minimum": 1, "maximum": 65535}, description="Of TCP."
     )
     namespace: str = setting("", pattern=OPTIONAL_LABEL, maxLength=63)
     """Its pods; without this and `cidr`: any address."""
@@ -255,7 +255,7 @@ class Network(Settings):
 
     policies: bool = True
     """Whether there are any."""
-    client_namespaces: tuple[str, ...] = setting((), maxItems=64, itemPattern=LABEL, itemLength=63)
+    client_namespaces: tuple[str, ...] = setting((), maxItems=64, items={"pattern": LABEL, "maxLength": 63})
     """Namespaces that may call the gateway; empty: anybody who reaches it."""
     monitoring_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
     """Whose pods may read metrics."""
@@ -294,4 +294,4 @@ class BlendServiceSpec(Settings):
     network: Network = field(default_factory=Network)
     ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
     """The one in the images."""
-    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, itemPattern=NAME, itemLength=253)
+    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})

@@ -38,7 +38,7 @@ class Toleration(Settings):
 class Nodes(Settings):
     """Which nodes pods may run on."""
 
-    selector: Mapping[str, str] = setting(dict, maxProperties=64, valueLength=63)
+    selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
     """Labels that a node must have."""
     tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
 

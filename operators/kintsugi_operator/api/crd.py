@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kintsugi.core.settings import bounds_of, default_of, fields_in_order, split_bounds
+from kintsugi.core.settings import bounds_of, default_of, fields_in_order, json_schema_bounds
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import GROUP, VERSION, to_manifest, yaml_name
@@ -50,17 +50,8 @@ COLUMNS = {
 def crds() -> dict[str, Schema]:
     """The CRDs by plural name."""
     return {
-        "blendservices": _crd(
-            "BlendService", "blendservices", "blendservice", "bs", BlendServiceSpec, BlendServiceStatus
-        ),
-        "corpusprecomputes": _crd(
-            "CorpusPrecompute",
-            "corpusprecomputes",
-            "corpusprecompute",
-            "cp",
-            CorpusPrecomputeSpec,
-            CorpusPrecomputeStatus,
-        ),
+        "blendservices": _crd("BlendService", "bs", BlendServiceSpec, BlendServiceStatus),
+        "corpusprecomputes": _crd("CorpusPrecompute", "cp", CorpusPrecomputeSpec, CorpusPrecomputeStatus),
     }
 
 
@@ -88,7 +79,9 @@ def schema_of(cls: type[Any]) -> Schema:
     return schema
 
 
-def _crd(kind: str, plural: str, singular: str, short: str, spec: type[Any], status: type[Any]) -> Schema:
+def _crd(kind: str, short: str, spec: type[Any], status: type[Any]) -> Schema:
+    singular = kind.lower()
+    plural = f"{singular}s"
     columns = [dict(zip(("name", "type", "jsonPath"), one, strict=True)) for one in COLUMNS[kind]]
     root: Schema = {
         "type": "object",
@@ -133,7 +126,7 @@ def _crd(kind: str, plural: str, singular: str, short: str, spec: type[Any], sta
 
 
 def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
-    own, inner = split_bounds(bounds)
+    own, inner = json_schema_bounds(bounds), bounds.get("items", {})
     if get_origin(annotation) in (types.UnionType, Union):
         (annotation,) = [one for one in get_args(annotation) if one is not type(None)]
     origin = get_origin(annotation)

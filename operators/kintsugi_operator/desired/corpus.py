@@ -16,8 +16,8 @@ from kintsugi_operator.desired.plan import sign, timestamp
 from kintsugi_operator.desired.schedule import last_tick
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
-from kintsugi_operator.objects.jobs import corpus_job, corpus_job_name, ledger_claim
-from kintsugi_operator.objects.names import digest
+from kintsugi_operator.objects.jobs import corpus_job, ledger_claim
+from kintsugi_operator.objects.names import digest, ray_named
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed import conditions as c
 from kintsugi_operator.observed.views import JobState, JobView
@@ -107,7 +107,7 @@ def plan_corpus(
         return CorpusDesired((), status)
     former = observed.jobs.get(before.job, JobView())
     run = next_run(spec, target.revision, before.run, former, now)
-    name = corpus_job_name(owner.name, digest(run))
+    name = ray_named(owner.name, digest(run))
     job = observed.jobs.get(name, JobView(name=name))
     was_done = run == before.run and before.phase in ("Succeeded", "Failed")
     objects = [sign(ledger_claim(spec, owner))]

@@ -24,7 +24,7 @@ from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
 from kintsugi_operator.api.common import Image
 from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.objects.names import digest, join_name
-from kintsugi_operator.objects.pods import STORE_TLS, TLS, TOKENS, Manifest
+from kintsugi_operator.objects.pods import STORE_TLS, TLS, TOKENS, Manifest, Volume, secret
 
 DIRECTORY_PORT = 7410
 SHARD_PORT = 7400
@@ -123,6 +123,24 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         tls_name=store.tls_name if store.tls_secret else "",
         **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
     )
+
+
+def store_tls_volumes(spec: BlendServiceSpec) -> list[Volume]:
+    """The store's certificates for a shard or one of its clients, where there are some."""
+    return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
+
+
+def pod_basics(
+    spec: BlendServiceSpec, service: str, labels: Mapping[str, str], account: str = "service"
+) -> dict[str, Any]:
+    """What pods that run the service's image have in common, as arguments of `Pod`."""
+    return {
+        "labels": labels,
+        "image": spec.image.reference,
+        "pull_policy": str(spec.image.pull_policy),
+        "pull_secrets": spec.image_pull_secrets,
+        "service_account": join_name(service, account),
+    }
 
 
 def store_url(spec: BlendServiceSpec, name: str, namespace: str) -> str:

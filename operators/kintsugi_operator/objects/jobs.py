@@ -10,19 +10,17 @@ from typing import Any
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
-from kintsugi_operator.objects.deployed import EngineRevision, store_url
+from kintsugi_operator.objects.deployed import EngineRevision, pod_basics, store_tls_volumes, store_url
 from kintsugi_operator.objects.names import LABEL_CORPUS, join_name, labels, ray_named
 from kintsugi_operator.objects.pods import (
-    STORE_TLS,
     Manifest,
     Pod,
     Volume,
     claim_spec,
     claim_volume,
-    secret,
     template,
 )
-from kintsugi_operator.objects.service import engine_env, model_volumes, revision_map_name
+from kintsugi_operator.objects.service import engine_env, engine_pod, model_volumes, revision_map_name
 
 CALIBRATION = "calibration"
 CORPUS = "corpus"
@@ -40,11 +38,6 @@ RETRIES = 2
 """Retries of a corpus's job: each continues where the last one stopped."""
 
 
-def calibration_name(name: str, revision: str) -> str:
-    """Name of the RayJob that calibrates a revision."""
-    return ray_named(name, "calibrate", revision)
-
-
 def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
     """Measures how well a revision's model blends and writes the report that lets it."""
     spec = revision.within(spec)
@@ -55,28 +48,21 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
         command += ["--engine", json.dumps(arguments, sort_keys=True)]
     if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
         command += ["--connector", json.dumps(shared, sort_keys=True)]
-    volumes = [*_store_tls(spec), *_system_prompt(owner.name, revision)]
+    volumes = [*store_tls_volumes(spec), *_system_prompt(owner.name, revision)]
     command += _system_option(revision)
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
-    engines = spec.engines
     head = template(
         Pod(
-            **_common(spec, owner.name, {**tags, **labels(owner.name, part=CALIBRATION, role="head")}),
-            cpus=engines.cpus,
-            memory=engines.memory,
-            gpus=engines.gpus,
-            gpu_resource=engines.gpu_resource,
-            shared_memory=engines.shared_memory,
-            env=engine_env(spec),
-            volumes=[*model_volumes(spec, engines.scratch), *volumes],
-            nodes=engines.nodes,
+            **pod_basics(spec, owner.name, {**tags, **labels(owner.name, part=CALIBRATION, role="head")}),
+            **engine_pod(spec),
+            volumes=[*model_volumes(spec, spec.engines.scratch), *volumes],
             is_head=True,
         )
     )
     cluster = ray_cluster(head, [], spec.ray_version, head_cpus=1)
     body = _job(command, cluster, CALIBRATION_TTL_S, retries=0)
     return make_object(
-        owner, "RayJob", calibration_name(owner.name, revision.name), tags, body, RAY_API_VERSION
+        owner, "RayJob", ray_named(owner.name, "calibrate", revision.name), tags, body, RAY_API_VERSION
     )
 
 
@@ -98,11 +84,6 @@ def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
         return []
     source = {"configMap": {"name": revision_map_name(service, revision.name), "defaultMode": 0o444}}
     return [Volume("revision", REVISION, source, read_only=True)]
-
-
-def corpus_job_name(name: str, run: str) -> str:
-    """Name of the RayJob of one run."""
-    return ray_named(name, run)
 
 
 def corpus_labels(service: str, corpus: str) -> dict[str, str]:
@@ -135,7 +116,7 @@ def corpus_job(
     shared: dict[str, Any] = {"env": engine_env(service), "env_secret": corpus.credentials_secret}
     head = template(
         Pod(
-            **_common(service, corpus.service, _role(tags, "head")),
+            **pod_basics(service, corpus.service, _role(tags, "head")),
             **shared,
             cpus=2,
             memory="8Gi",
@@ -143,7 +124,7 @@ def corpus_job(
                 claim_volume("state", STATE, join_name(owner.name, "ledger")),
                 *model_volumes(service, workers.scratch),
                 *documents,
-                *_store_tls(service),
+                *store_tls_volumes(service),
                 *_system_prompt(corpus.service, revision),
             ],
             nodes=workers.nodes,
@@ -152,14 +133,14 @@ def corpus_job(
     )
     pod = template(
         Pod(
-            **_common(service, corpus.service, _role(tags, "worker")),
+            **pod_basics(service, corpus.service, _role(tags, "worker")),
             **shared,
             cpus=workers.cpus,
             memory=workers.memory,
             gpus=workers.gpus,
             gpu_resource=workers.gpu_resource,
             shared_memory="2Gi",
-            volumes=[*model_volumes(service, workers.scratch), *documents, *_store_tls(service)],
+            volumes=[*model_volumes(service, workers.scratch), *documents, *store_tls_volumes(service)],
             nodes=workers.nodes,
         )
     )
@@ -170,7 +151,7 @@ def corpus_job(
     if corpus.suspend:
         # Never written as false: KubeRay drops it then, and a job queue may want to decide.
         body["spec"]["suspend"] = True
-    return make_object(owner, "RayJob", corpus_job_name(owner.name, run), tags, body, RAY_API_VERSION)
+    return make_object(owner, "RayJob", ray_named(owner.name, run), tags, body, RAY_API_VERSION)
 
 
 def corpus_command(
@@ -223,19 +204,5 @@ def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) ->
     }
 
 
-def _common(spec: BlendServiceSpec, service: str, tags: dict[str, str]) -> dict[str, Any]:
-    return {
-        "labels": tags,
-        "image": spec.image.reference,
-        "pull_policy": str(spec.image.pull_policy),
-        "pull_secrets": spec.image_pull_secrets,
-        "service_account": join_name(service, "service"),
-    }
-
-
 def _role(tags: dict[str, str], role: str) -> dict[str, str]:
     return {**tags, **labels(tags["app.kubernetes.io/instance"], part=CORPUS, role=role)}
-
-
-def _store_tls(spec: BlendServiceSpec) -> list[Volume]:
-    return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from kintsugi_operator.api.manifest import GROUP
@@ -73,8 +72,3 @@ def labels(service: str, **narrower: str) -> dict[str, str]:
         "app.kubernetes.io/managed-by": FIELD_MANAGER,
         **selector(service, **narrower),
     }
-
-
-def matches(chosen: Mapping[str, str], found: Mapping[str, str]) -> bool:
-    """Whether a selector's labels are all there."""
-    return all(found.get(key) == value for key, value in chosen.items())

@@ -17,14 +17,15 @@ from kintsugi_operator.objects.deployed import (
     ENGINE_RESOURCE,
     GATEWAY_RESOURCE,
     EngineRevision,
+    pod_basics,
     service_config,
+    store_tls_volumes,
     store_url,
 )
 from kintsugi_operator.objects.names import join_name, labels, ray_named, selector
 from kintsugi_operator.objects.pods import (
     MODELS,
     SCRATCH,
-    STORE_TLS,
     TLS,
     TOKENS,
     Environment,
@@ -40,16 +41,6 @@ from kintsugi_operator.objects.pods import (
 
 PART = "service"
 REVISION_KEY = "revision.json"
-
-
-def ray_service_name(name: str, revision: str) -> str:
-    """Name of the RayService of a revision."""
-    return ray_named(name, revision)
-
-
-def head_account_name(name: str) -> str:
-    """Name of the ServiceAccount with which Ray's autoscaler asks for pods; KubeRay binds its role."""
-    return join_name(name, "head")
 
 
 def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> list[Manifest]:
@@ -73,7 +64,7 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
             "rayClusterConfig": cluster,
         }
     }
-    name = ray_service_name(owner.name, revision.name)
+    name = ray_named(owner.name, revision.name)
     remembered = {
         "immutable": True,
         "data": {
@@ -96,7 +87,7 @@ def account_objects(owner: Owner) -> list[Manifest]:
     """ServiceAccounts: one whose token is mounted nowhere but in heads, and one without any."""
     tags = labels(owner.name)
     return [
-        make_object(owner, "ServiceAccount", head_account_name(owner.name), tags, {}),
+        make_object(owner, "ServiceAccount", join_name(owner.name, "head"), tags, {}),
         *(
             make_object(owner, "ServiceAccount", join_name(owner.name, part), tags, _TOKENLESS)
             for part in ("store", PART)
@@ -141,10 +132,10 @@ def _service(owner: Owner, what: str, kind: str, chosen: Mapping[str, str], port
 def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
     return template(
         Pod(
-            **_common(spec, owner, revision, "head", account=head_account_name(owner.name)),
+            **_basics(spec, owner, revision, "head", account="head"),
             cpus=1,
             memory="4Gi",
-            volumes=_store_tls(spec),
+            volumes=store_tls_volumes(spec),
             nodes=spec.gateway.nodes,
             is_head=True,
             has_autoscaler=True,
@@ -155,16 +146,10 @@ def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Man
 def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
     engines = spec.engines
     pod = Pod(
-        **_common(spec, owner, revision, "engine"),
-        cpus=engines.cpus,
-        memory=engines.memory,
-        gpus=engines.gpus,
-        gpu_resource=engines.gpu_resource,
-        shared_memory=engines.shared_memory,
+        **_basics(spec, owner, revision, "engine"),
+        **engine_pod(spec),
         ports={"engine-metrics": ENGINE_METRICS_PORT},
-        env=engine_env(spec),
-        volumes=[*model_volumes(spec, engines.scratch), *_store_tls(spec)],
-        nodes=engines.nodes,
+        volumes=[*model_volumes(spec, engines.scratch), *store_tls_volumes(spec)],
     )
     resources = {ENGINE_RESOURCE: 1}
     return Group("engine", template(pod), engines.replicas.min, resources, engines.cpus, engines.gpus)
@@ -172,13 +157,13 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> 
 
 def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
     gateway, tls = spec.gateway, spec.tls
-    volumes = [scratch("data", DATA, "2Gi"), *model_volumes(spec, "5Gi"), *_store_tls(spec)]
+    volumes = [scratch("data", DATA, "2Gi"), *model_volumes(spec, "5Gi"), *store_tls_volumes(spec)]
     if tls.secret:
         volumes.append(secret("tls", TLS, tls.secret))
     if gateway.tokens_secret:
         volumes.append(secret("tokens", TOKENS, gateway.tokens_secret))
     pod = Pod(
-        **_common(spec, owner, revision, "gateway"),
+        **_basics(spec, owner, revision, "gateway"),
         cpus=gateway.cpus,
         memory=gateway.memory,
         ports={"grpc": gateway.grpc_port, "http": gateway.http_port},
@@ -199,15 +184,24 @@ def _readiness(spec: BlendServiceSpec) -> Manifest:
     return {"httpGet": {"path": "/readyz", "port": "http", "scheme": scheme}}
 
 
-def _common(
-    spec: BlendServiceSpec, owner: Owner, revision: EngineRevision, role: str, account: str = ""
+def _basics(
+    spec: BlendServiceSpec, owner: Owner, revision: EngineRevision, role: str, account: str = PART
 ) -> dict[str, Any]:
+    tags = labels(owner.name, part=PART, role=role, revision=revision.name)
+    return pod_basics(spec, owner.name, tags, account)
+
+
+def engine_pod(spec: BlendServiceSpec) -> dict[str, Any]:
+    """What the pod of an engine needs, in the service or in a job, as arguments of `Pod`."""
+    engines = spec.engines
     return {
-        "labels": labels(owner.name, part=PART, role=role, revision=revision.name),
-        "image": spec.image.reference,
-        "pull_policy": str(spec.image.pull_policy),
-        "pull_secrets": spec.image_pull_secrets,
-        "service_account": account or join_name(owner.name, PART),
+        "cpus": engines.cpus,
+        "memory": engines.memory,
+        "gpus": engines.gpus,
+        "gpu_resource": engines.gpu_resource,
+        "shared_memory": engines.shared_memory,
+        "env": engine_env(spec),
+        "nodes": engines.nodes,
     }
 
 
@@ -237,7 +231,3 @@ def model_volumes(spec: BlendServiceSpec, size: str) -> list[Volume]:
     if spec.model.volume_claim:
         volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))
     return volumes
-
-
-def _store_tls(spec: BlendServiceSpec) -> list[Volume]:
-    return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []

@@ -8,6 +8,7 @@ KubeRay then leaves undone, `shards` does, one pod at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
@@ -18,7 +19,9 @@ from kintsugi_operator.objects.deployed import (
     SHARD_PORT,
     SHARD_RESOURCE,
     TIERS,
+    pod_basics,
     store_config,
+    store_tls_volumes,
 )
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
@@ -30,7 +33,6 @@ from kintsugi_operator.objects.names import (
     selector,
 )
 from kintsugi_operator.objects.pods import (
-    STORE_TLS,
     Manifest,
     Pod,
     Volume,
@@ -39,7 +41,6 @@ from kintsugi_operator.objects.pods import (
     environment,
     ephemeral,
     mebibytes,
-    secret,
     template,
 )
 
@@ -76,11 +77,6 @@ def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
     """Whether another version of Ray is asked for than the shards run."""
     wanted = spec.store.ray_version
     return running is not None and bool(wanted) and wanted != running.ray_version
-
-
-def shard_name(index: int) -> str:
-    """Name of a shard's worker group."""
-    return f"shard-{index}"
 
 
 def ray_service_name(name: str) -> str:
@@ -135,7 +131,7 @@ def shard_templates(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> 
 
 def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Group:
     return Group(
-        name=shard_name(index),
+        name=f"shard-{index}",
         template=_shard(spec, owner, image, index),
         replicas=int(index < spec.store.shards),
         resources={SHARD_RESOURCE: 1},
@@ -148,16 +144,11 @@ def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
     """Head of the store's Ray cluster. The directory runs here."""
     return template(
         Pod(
-            labels=labels(owner.name, part=PART, role="head"),
-            image=image.image,
-            pull_policy=image.pull_policy,
+            **_basics(spec, owner, image, role="head"),
             cpus=1,
             memory="3Gi",
-            pull_secrets=spec.image_pull_secrets,
-            service_account=join_name(owner.name, PART),
             ports={"directory": DIRECTORY_PORT},
-            volumes=_store_tls(spec),
-            nodes=spec.store.nodes,
+            volumes=store_tls_volumes(spec),
             is_head=True,
         )
     )
@@ -166,20 +157,20 @@ def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
 def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Manifest:
     return template(
         Pod(
-            labels=labels(owner.name, part=PART, role="shard", shard=str(index)),
-            image=image.image,
-            pull_policy=image.pull_policy,
+            **_basics(spec, owner, image, role="shard", shard=str(index)),
             cpus=spec.store.cpus,
             memory=mebibytes(spec.store.ram_gib + OVERHEAD_GIB),
-            pull_secrets=spec.image_pull_secrets,
-            service_account=join_name(owner.name, PART),
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
             env=environment(spec.store.env),
-            volumes=[*_volumes(spec, owner, index), *_store_tls(spec)],
-            nodes=spec.store.nodes,
+            volumes=[*_volumes(spec, owner, index), *store_tls_volumes(spec)],
             affinity=_affinity(spec, owner.name),
         )
     )
+
+
+def _basics(spec: BlendServiceSpec, owner: Owner, image: StoreImage, **narrower: str) -> dict[str, Any]:
+    basics = pod_basics(spec, owner.name, labels(owner.name, part=PART, **narrower), PART)
+    return basics | {"image": image.image, "pull_policy": image.pull_policy, "nodes": spec.store.nodes}
 
 
 def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
@@ -191,10 +182,6 @@ def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
         else:
             volumes.append(ephemeral(volume, path, claim_spec(gib, storage_class)))
     return volumes
-
-
-def _store_tls(spec: BlendServiceSpec) -> list[Volume]:
-    return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
 
 
 def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:

@@ -1,7 +1,7 @@
-"""What an open-loop load sends, and when. Pure: the same seed gives the same requests at the same times.
+"""Decides what an open-loop load sends, and when: the same seed gives the same requests at the same times.
 
-Open loop: requests come when they come, however long the endpoint takes. A loop that waits for answers slows
-down with the server it measures, and hides the queue.
+In an open loop requests arrive on schedule, however long the endpoint takes. A loop that waits for answers
+slows down with the server that it measures, and hides the queue.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.models.passages import read_bundled_passages
 
 TOKENS_PER_WORD = 1.4
-"""Where the endpoint's tokenizer is not at hand: a guess for English prose and a large vocabulary."""
+"""Estimate for English prose and a large vocabulary, used without the endpoint's tokenizer."""
 SENTENCE_WORDS = 12
 CHUNK_GAP = "\n\n"
 TRACE_BYTES_MAX = 256 << 20
@@ -29,14 +29,14 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class RagWorkload:
-    """A RAG service's questions: each over some documents' chunks, popular ones more often."""
+    """Questions to a RAG service, each over several documents. Popular documents occur more often."""
 
     documents: int = 200
-    """Chunks in the corpus; each is a document of its own."""
+    """Number of documents in the corpus; each is one chunk."""
     zipf: float = 0.9
-    """Exponent of their popularity: the k-th is asked for in proportion to k^-zipf. 0: all alike."""
+    """Exponent of their popularity: the k-th document is chosen in proportion to k^-zipf. 0: uniformly."""
     chunks: int = 6
-    """Of a prompt, all different."""
+    """Number of chunks in a prompt, all different."""
     chunk_tokens: int = 512
     answer_tokens: int = 16
     seed: int = 0
@@ -47,7 +47,7 @@ class RagWorkload:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
         if self.chunks > self.documents:
             raise InvalidField(
-                "chunks", f"{self.chunks} of a prompt cannot differ in {self.documents} documents"
+                "chunks", f"{self.chunks} different chunks need more than {self.documents} documents"
             )
         if not 0.0 <= self.zipf <= 10.0:
             raise InvalidField("zipf", f"{self.zipf} is outside [0, 10]")
@@ -58,16 +58,16 @@ class Request:
     """One question."""
 
     at_s: float
-    """After the load began."""
+    """Arrival, in seconds after the start of the load."""
     documents: tuple[int, ...]
     """In prompt order."""
     question: str
 
 
 def corpus(workload: RagWorkload, count_tokens: CountTokens | None = None) -> list[str]:
-    """The documents' texts: made-up sentences of real words, each document as long as a chunk.
+    """The documents' texts: made-up sentences of real words.
 
-    With `count_tokens` the longest whole number of words that fits `chunk_tokens`; without, by a guess.
+    With `count_tokens`, each document has as many words as fit into `chunk_tokens`; without, about as many.
     """
     words = sorted({word for passage in read_bundled_passages() for word in passage.text.lower().split()})
     return [_document(words, workload, index, count_tokens) for index in range(workload.documents)]
@@ -95,7 +95,7 @@ def _sentences(words: Sequence[str]) -> str:
 
 
 def requests(workload: RagWorkload, arrivals_s: Sequence[float]) -> list[Request]:
-    """One request per arrival; which documents they ask for depends on the seed and their number alone."""
+    """One request per arrival. Its documents depend on the seed and its number alone."""
     ranks = list(range(workload.documents))
     random.Random(f"{workload.seed} ranks").shuffle(ranks)
     weights = list(itertools.accumulate((rank + 1) ** -workload.zipf for rank in range(workload.documents)))
@@ -112,28 +112,28 @@ def requests(workload: RagWorkload, arrivals_s: Sequence[float]) -> list[Request
 
 
 def prompt_of(request: Request, texts: Sequence[str]) -> str:
-    """As a stuff-documents chain writes it."""
+    """The prompt as a stuff-documents chain writes it."""
     return CHUNK_GAP.join([*(texts[document] for document in request.documents), request.question])
 
 
 def poisson_arrivals(rate_per_s: float, count: int, seed: int = 0) -> list[float]:
-    """Arrival times with exponential gaps, the first one gap after the beginning."""
+    """Arrival times in seconds with exponential gaps; the first gap starts at 0."""
     if not 0 < rate_per_s < float("inf"):
-        raise InvalidField("rate", f"{rate_per_s} is no rate above 0")
+        raise InvalidField("rate", f"{rate_per_s} must be finite and above 0")
     generator = random.Random(f"{seed} arrivals {rate_per_s}")
     return list(itertools.accumulate(generator.expovariate(rate_per_s) for _ in range(count)))
 
 
 def trace_arrivals(path: Path, speed: float = 1.0, count: int | None = None) -> list[float]:
-    """Arrival times of a trace, from its first request on, played `speed` times as fast.
+    """Arrival times of a trace in seconds after its first request, played `speed` times as fast.
 
-    JSON lines, each with a `timestamp` in milliseconds (as Mooncake's) or an `at_s` in seconds. Raises
-    `NotFound` and `InvalidField`.
+    The trace has JSON lines, each with a `timestamp` in milliseconds (as Mooncake's) or an `at_s` in seconds.
+    Raises `NotFound` and `InvalidField`.
     """
     if not 0 < speed < float("inf"):
-        raise InvalidField("speed", f"{speed} is no factor above 0")
+        raise InvalidField("speed", f"{speed} must be finite and above 0")
     if not path.is_file():
-        raise NotFound(f"{path} is not a file; name a trace of JSON lines")
+        raise NotFound(f"{path} is not a file; name a trace in JSON lines")
     if path.stat().st_size > TRACE_BYTES_MAX:
         raise InvalidField("trace", f"{path} exceeds {TRACE_BYTES_MAX >> 20} MiB; cut it")
     times_s: list[float] = []
@@ -141,16 +141,16 @@ def trace_arrivals(path: Path, speed: float = 1.0, count: int | None = None) -> 
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip() and len(times_s) < min(count or TRACE_REQUESTS_MAX, TRACE_REQUESTS_MAX):
-                    times_s.append(_time_in(line, f"{path}:{number}"))
+                    times_s.append(_parse_time(line, f"{path}:{number}"))
     except UnicodeDecodeError:
-        raise InvalidField("trace", f"{path} is not UTF-8 text; name a trace of JSON lines") from None
+        raise InvalidField("trace", f"{path} is not UTF-8 text; name a trace in JSON lines") from None
     if not times_s:
         raise InvalidField("trace", f"{path} has no requests")
     times_s.sort()
     return [(at_s - times_s[0]) / speed for at_s in times_s]
 
 
-def _time_in(line: str, where: str) -> float:
+def _parse_time(line: str, where: str) -> float:
     try:
         entry = json.loads(line)
         return float(entry["at_s"]) if "at_s" in entry else float(entry["timestamp"]) / 1e3

@@ -1,13 +1,20 @@
-"""What a load measured: percentiles, throughput, goodput, hit rates. Pure."""
+"""Reports what a load measured: percentiles, throughput, goodput, hit rates, and a plot of them."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kintsugi.quality.figures import create_figure, prepare_folder, save_figure
+
 PERCENTILES = (50, 90, 95, 99)
+COLOURS = ("#b8860b", "#222222", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b")
+MARKERS = "os^Dv*"
 
 
 @dataclass(frozen=True)
@@ -15,21 +22,21 @@ class Sample:
     """One request as the client saw it."""
 
     at_s: float
-    """When it was due, after the load began; everything counts from here."""
+    """When it was due, in seconds after the start of the load; its other times count from here."""
     ttft_s: float | None
-    """None: no token came."""
+    """Time to first token; None if no token came."""
     done_s: float
-    """From when it was due to its end."""
+    """Time to the end of the answer."""
     itl_s: tuple[float, ...] = ()
-    """Between each piece of the answer and the one before."""
+    """Time between each piece of the answer and the one before."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     text: str = ""
     error: str = ""
     accounting: Mapping[str, Any] | None = None
-    """Of endpoints that say it: see `core.accounting`."""
+    """`core.accounting.Accounting.to_mapping`, from endpoints that send it."""
     late_s: float = 0.0
-    """How much later than due it was sent: a client that cannot keep up measures itself."""
+    """How much later than due it was sent. A client that cannot keep up measures itself."""
 
     @property
     def is_ok(self) -> bool:
@@ -38,51 +45,41 @@ class Sample:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one load. Times in seconds; None where nothing was measured."""
+    """What one load measured. Times are in seconds; None where nothing was measured."""
 
     rate_per_s: float
-    """Requests that came per second."""
+    """Arrivals per second."""
     requests: int
     errors: int
     duration_s: float
-    """From the first arrival to the last answer's end."""
+    """Time from the first arrival to the end of the last answer."""
     ttft_s: dict[str, float]
-    """`mean`, `p50`, …"""
+    """By name: `mean`, `p50`, …"""
     itl_s: dict[str, float]
     requests_per_s: float
-    """Answered."""
+    """Answers per second."""
     output_tokens_per_s: float
     goodput_per_s: float | None
-    """Answered with the first token in time."""
+    """Answers per second whose first token came in time."""
     in_time_share: float | None
-    """Of all requests."""
+    """Share of all requests whose first token came in time."""
     hit_rate: float | None
-    """Tokens of chunks that were loaded, or in the prefix cache, ÷ tokens of all prompts' chunks."""
+    """See `hit_rate`."""
     client_late_p99_s: float
     error_kinds: dict[str, int] = field(default_factory=dict)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Interpolated linearly between the two nearest; nan of nothing."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """`mean` and percentiles; empty of nothing."""
+    """`mean` and `PERCENTILES`, interpolated linearly; empty without values."""
     if not values:
         return {}
-    named = {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
-    return {"mean": sum(values) / len(values), **named}
+    percentiles = np.percentile(values, PERCENTILES).tolist()
+    named = {f"p{percent}": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
+    return {"mean": float(np.mean(values)), **named}
 
 
 def summarize_samples(samples: Sequence[Sample], slo_s: float | None = None) -> Summary:
-    """``slo_s`` is what a first token may take."""
+    """Summarise a load. ``slo_s`` is the longest time to first token that counts as in time."""
     good = [sample for sample in samples if sample.is_ok]
     first_s = min((sample.at_s for sample in samples), default=0.0)
     last_s = max((sample.at_s for sample in samples), default=0.0)
@@ -91,11 +88,6 @@ def summarize_samples(samples: Sequence[Sample], slo_s: float | None = None) -> 
     in_time = (
         None if slo_s is None else sum(1 for one in good if one.ttft_s is not None and one.ttft_s <= slo_s)
     )
-    kinds: dict[str, int] = {}
-    for sample in samples:
-        if not sample.is_ok:
-            kind = sample.error or "no token"
-            kinds[kind] = kinds.get(kind, 0) + 1
     return Summary(
         rate_per_s=(len(samples) - 1) / (last_s - first_s) if last_s > first_s else 0.0,
         requests=len(samples),
@@ -108,16 +100,16 @@ def summarize_samples(samples: Sequence[Sample], slo_s: float | None = None) -> 
         goodput_per_s=None if in_time is None else in_time * per_s,
         in_time_share=None if in_time is None or not samples else in_time / len(samples),
         hit_rate=hit_rate([one.accounting for one in good if one.accounting is not None]),
-        client_late_p99_s=percentile([one.late_s for one in samples], 99) if samples else 0.0,
-        error_kinds=kinds,
+        client_late_p99_s=spread([one.late_s for one in samples]).get("p99", 0.0),
+        error_kinds=dict(Counter(one.error or "no token" for one in samples if not one.is_ok)),
     )
 
 
 def hit_rate(accountings: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens that were loaded or in the prefix cache, as a share of these and of those that were missed.
+    """Share of the chunks' tokens that were loaded from the store or found in the prefix cache.
 
-    An answer of which nothing was cached does not say how long its chunks are: it counts as long as the
-    others' mean. None where no answer says anything.
+    An answer without a cached chunk does not tell how long its chunks are: it counts with the mean length of
+    the others. None without accountings.
     """
     if not accountings:
         return None
@@ -125,3 +117,27 @@ def hit_rate(accountings: Sequence[Mapping[str, Any]]) -> float | None:
     totals = [hit + int(one.get("tokens_missed", 0)) for hit, one in zip(hits, accountings, strict=True)]
     counted = sum(1 for total in totals if total)
     return sum(hits) / sum(totals) * counted / len(accountings) if counted else 0.0
+
+
+def plot_ttft(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float | None = None) -> list[Path]:
+    """Plot time to first token against request rate, and return the files that `save_figure` wrote.
+
+    Medians are lines; shades reach up to the 95th percentile. ``series`` holds loads by endpoint. Raises
+    `Unavailable` without matplotlib.
+    """
+    prepare_folder(path.parent)
+    figure, axes = create_figure()
+    for number, (name, summaries) in enumerate(series.items()):
+        points = sorted((one for one in summaries if one.ttft_s), key=lambda one: one.rate_per_s)
+        rates = [one.rate_per_s for one in points]
+        medians, p95s = ([one.ttft_s[percentile] * 1e3 for one in points] for percentile in ("p50", "p95"))
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(rates, medians, color=colour, marker=marker, markersize=4.5, label=name)
+        axes.fill_between(rates, medians, p95s, color=colour, alpha=0.15, linewidth=0)
+    if slo_s is not None:
+        axes.axhline(slo_s * 1e3, color="#aa0000", linestyle="--", linewidth=1, label="SLO")
+    axes.set_xlabel("requests per second")
+    axes.set_ylabel("time to first token, ms (median to 95th percentile)")
+    axes.set_yscale("log")
+    axes.legend(fontsize=8, frameon=False)
+    return save_figure(path, figure)

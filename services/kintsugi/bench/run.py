@@ -26,27 +26,28 @@ _DONE = "[DONE]"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a load goes, and in which form. Raises `InvalidField` where that is no URL."""
+    """Where a load is sent, and in which form. Raises `InvalidField` for a bad URL."""
 
     url: str
-    """With its version: `http://127.0.0.1:8000/v1`."""
+    """Includes the version: `http://127.0.0.1:8000/v1`."""
     model: str = ""
-    """Empty: the first that the endpoint lists."""
+    """Empty: the first model that the endpoint lists."""
     api_key: str = ""
     namespace: str = ""
-    """Of a gateway of ours."""
+    """Namespace of the chunks, where the endpoint is a Kintsugi gateway."""
     chat: bool = False
-    """Chat completions instead of completions."""
+    """Whether to ask for chat completions instead of completions."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
             url = httpx.URL(self.url)
         except httpx.InvalidURL as error:
-            raise InvalidField("url", f"{self.url!r} is none ({error})") from None
+            raise InvalidField("url", f"{self.url!r} is not a URL ({error})") from None
         if url.scheme not in ("http", "https") or not url.host or (url.port or 1) > PORT_MAX:
             raise InvalidField(
-                "url", f"{self.url!r} is none of http:// or https://, a host and perhaps a port"
+                "url",
+                f"{self.url!r} must be http:// or https:// with a host, such as http://127.0.0.1:8000/v1",
             )
 
     @property
@@ -74,7 +75,7 @@ class Endpoint:
 
 @dataclass
 class _Answer:
-    """What of a streamed answer has come."""
+    """What has arrived of a streamed answer."""
 
     times_s: list[float] = field(default_factory=list)
     text: str = ""
@@ -84,8 +85,7 @@ class _Answer:
     error: str = ""
 
     def take(self, data: str, now_s: float) -> None:
-        """An event of any endpoint: what is not as OpenAI has it is as if it were not there. Raises
-        `ValueError` for what is no JSON."""
+        """Read one event. Ignores whatever does not have OpenAI's form. Raises `ValueError` for bad JSON."""
         event = _mapping(json.loads(data))
         if "error" in event:
             error = event["error"]
@@ -111,7 +111,7 @@ def _count(value: Any, otherwise: int) -> int:
 
 
 def client_of(endpoint: Endpoint) -> httpx.AsyncClient:
-    """As many connections as the load needs: a pool that is too small would be the queue."""
+    """A client without a limit on connections: a pool that is too small would become the queue."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S, pool=None)
     return httpx.AsyncClient(base_url=endpoint.url, headers=endpoint.headers, limits=limits, timeout=timeout)
@@ -123,7 +123,9 @@ async def fetch_model_name(client: httpx.AsyncClient) -> str:
         response = (await client.get("/models")).raise_for_status()
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, TypeError, LookupError) as error:
-        raise Unavailable(f"{client.base_url} lists no model ({error}); is it an OpenAI endpoint?") from error
+        raise Unavailable(
+            f"{client.base_url} lists no model ({error}); name the URL of an OpenAI endpoint"
+        ) from error
 
 
 async def run(
@@ -133,7 +135,7 @@ async def run(
     answer_tokens: int,
     say: Callable[[int], None] = lambda done: None,
 ) -> list[Sample]:
-    """Send each request when it is due; samples in their order. `say` is told how many ended."""
+    """Send each request when it is due; return the samples in order. Calls `say` with how many have ended."""
     ended = 0
 
     async def one(client: httpx.AsyncClient, request: Request, prompt: str, began_s: float) -> Sample:
@@ -162,7 +164,7 @@ async def measure_request(
     prompt: str,
     answer_tokens: int,
 ) -> Sample:
-    """One request, due `at_s` after `began_s` (`time.perf_counter`). Failures are in the sample."""
+    """Send one request, due `at_s` after `began_s` (`time.perf_counter`). Failures are in the sample."""
     due_s = began_s + at_s
     late_s = time.perf_counter() - due_s
     answer = _Answer()

@@ -1,4 +1,4 @@
-"""Exit codes, and how errors become them: one line that says what to do, never a traceback."""
+"""Exit codes, and the mapping of errors to them: one line that says what to do, never a traceback."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ R = TypeVar("R")
 
 
 class ExitCode(IntEnum):
-    """What a script can tell from `$?`."""
+    """The exit codes of every command."""
 
     OK = 0
     FAILURE = 1
-    """Something unforeseen; please report it."""
+    """An unexpected failure; please report it."""
     BAD_INPUT = 2
-    """An argument, file or model that is wrong or not there. Also what option parsing returns."""
+    """An argument, file or model is wrong or missing. Option parsing returns it, too."""
     NOT_BLENDABLE = 3
-    """The model or request cannot be blended, or the self-test failed. An answer, where there is one, is
-    an ordinary full prefill's."""
+    """The model or request cannot be blended, or the self-test failed. Any answer is from a full prefill."""
     UNAVAILABLE = 4
-    """An engine or store that did not start, did not answer in time, or is full."""
+    """An engine or store did not start, did not answer in time, or is full."""
     CORRUPTED = 5
-    """Bytes that fail their check, or that another version wrote."""
+    """Data failed its check, or another version wrote it."""
     INTERRUPTED = 130
 
 
@@ -64,17 +63,18 @@ _CODES: tuple[tuple[type[KintsugiError], ExitCode], ...] = (
 
 
 def exit_code_of(error: KintsugiError) -> ExitCode:
+    """The exit code of an error; `FAILURE` for a type without one."""
     return next((code for cls, code in _CODES if isinstance(error, cls)), ExitCode.FAILURE)
 
 
 def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
-    """A command whose `KintsugiError`s end it with one line on stderr and the right code.
+    """Let a `KintsugiError` end a command with one line on stderr and the right exit code.
 
-    A command with a parameter ``as_json`` also says it on stdout as ``{"error": {…}}`` where that is set.
+    A command called with ``as_json`` also prints ``{"error": {…}}`` on stdout.
     """
 
     @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run_or_exit(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except KintsugiError as error:
@@ -87,10 +87,11 @@ def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
             print("kintsugi: interrupted", file=sys.stderr)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
 
-    return wrapped
+    return run_or_exit
 
 
 def error_document(error: KintsugiError, code: ExitCode) -> dict[str, Any]:
+    """JSON form of an error: type, message, exit code, and the field where there is one."""
     document: dict[str, Any] = {
         "type": type(error).__name__,
         "message": _one_line(error),

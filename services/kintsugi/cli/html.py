@@ -1,4 +1,4 @@
-"""One self-contained page about one blend: tokens by how deep they were recomputed, and the timeline."""
+"""Renders one blend as a self-contained page: how deep each token was recomputed, and a timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kintsugi.cli.render import format_count
 from kintsugi.core.prompt import RagPrompt
 
 Decode = Callable[[int], str]
-"""Text of one token."""
+"""Maps a token id to its text."""
 
 _CHART_WIDTH = 860
 _CHART_LEFT = 130
@@ -28,7 +28,7 @@ _TICKS_MAX = 8
 
 @dataclass(frozen=True)
 class Token:
-    """`css` is empty for a token that was only loaded."""
+    """One token of the prompt. `css` is empty for a token that was only loaded."""
 
     text: str
     css: str
@@ -37,7 +37,7 @@ class Token:
 
 @dataclass(frozen=True)
 class PromptSection:
-    """A chunk, or what stands before or after the chunks."""
+    """A chunk, or the prompt's part before or after the chunks."""
 
     title: str
     note: str
@@ -46,19 +46,23 @@ class PromptSection:
 
 @dataclass(frozen=True)
 class LegendEntry:
+    """A colour and what it means."""
+
     css: str
     text: str
 
 
 @dataclass(frozen=True)
 class Tick:
+    """A mark on the time axis."""
+
     x: float
     label: str
 
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """One layer of the timeline, in the drawing's own units."""
+    """One layer of the timeline, in units of the drawing."""
 
     y: int
     label: str
@@ -72,6 +76,8 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class Timeline:
+    """When each layer was loaded and computed, as a drawing."""
+
     width: int
     height: int
     rows: list[TimelineRow]
@@ -81,7 +87,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything on the page, as text; the template escapes it."""
+    """The page's content as plain text; the template escapes it."""
 
     title: str
     subtitle: str
@@ -95,8 +101,8 @@ class Page:
     comparison: Sequence[Sequence[str]] = field(default=())
 
 
-def rendered(page: Page) -> str:
-    """The page as HTML. All text is escaped; nothing outside the file is referred to."""
+def render_page(page: Page) -> str:
+    """The page as HTML. All text is escaped, and the page refers to no other file."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = (files(__package__) / "templates" / "report.html").read_text(encoding="utf-8")
     return environment.from_string(source).render(page=page)
@@ -112,14 +118,14 @@ LEGEND = [
 
 
 def depths_of(accounting: dict[str, Any] | None) -> tuple[Counter[int], int]:
-    """Position -> number of layers in which it was computed, and the number of layers."""
+    """By position, the number of layers in which it was computed; and the number of layers."""
     by_layer = (accounting or {}).get("recomputed_positions") or {}
     depths = Counter(position for positions in by_layer.values() for position in positions)
     return depths, len(by_layer)
 
 
 def parts_of(prompt: RagPrompt, accounting: dict[str, Any] | None, decode: Decode) -> list[PromptSection]:
-    """The prompt cut at its chunks' borders."""
+    """The prompt, cut where chunks begin and end."""
     depths, num_layers = depths_of(accounting)
     cached = int((accounting or {}).get("tokens_prefix_cached", 0))
     titles = [f"{number}. {chunk.title}" for number, chunk in enumerate(prompt.chunks, start=1)]
@@ -152,7 +158,7 @@ def depth_class(depth: int, num_layers: int) -> str:
 
 
 def timeline_of(accounting: dict[str, Any] | None) -> Timeline | None:
-    """The drawing, or None where no blend ran or `explain` was off."""
+    """The timeline; None if no blend ran or `explain` was off."""
     layers: list[dict[str, float]] = (accounting or {}).get("timeline") or []
     if not layers:
         return None
@@ -168,8 +174,8 @@ def timeline_of(accounting: dict[str, Any] | None) -> Timeline | None:
     ]
     exposed_ms = _sum_exposed_ms(layers)
     summary = (
-        f"{format_count(len(layers), 'layer')} in {end_ms:.0f} ms; for {exposed_ms:.0f} ms of it the pass "
-        "computed nothing, waiting for loads or for the engine's other requests."
+        f"{format_count(len(layers), 'layer')} in {end_ms:.0f} ms. For {exposed_ms:.0f} ms the pass computed "
+        "nothing and waited for loads or for the engine's other requests."
     )
     height = _ROW_HEIGHT * len(rows) + _AXIS_HEIGHT
     return Timeline(_CHART_WIDTH, height, rows, ticks, summary)
@@ -182,7 +188,7 @@ def tick_step(end_ms: float) -> float:
 
 
 def _sum_exposed_ms(layers: list[dict[str, float]]) -> float:
-    """Time before the first and between computed layers."""
+    """Time in which nothing is computed: before the first layer, and between layers."""
     ends = [0.0, *(layer["compute_end_ms"] for layer in layers)]
     starts = [layer["compute_start_ms"] for layer in layers]
     return sum(max(0.0, start - end) for end, start in zip(ends, starts, strict=False))
@@ -209,5 +215,5 @@ def _x(time_ms: float, scale: float) -> float:
 
 
 def _width(interval_ms: tuple[float, float], scale: float) -> float:
-    """At least half a unit, so that a short interval can still be seen."""
+    """At least half a unit, so that a short interval stays visible."""
     return round(max(0.5, scale * (interval_ms[1] - interval_ms[0])), 1)

@@ -1,4 +1,4 @@
-"""The command line: arguments only. Each command's work is in the module of its name."""
+"""The command line: options only. What a command does is in the module of its name."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from typing import Annotated
 import typer
 
 from kintsugi import __version__
-from kintsugi.cli.arguments import engine_arguments, json_object
 from kintsugi.cli.commands.size import size
 from kintsugi.cli.exits import ExitCode, exit_on_error
+from kintsugi.cli.options import EngineArguments, Json, Model, SystemPrompt
 from kintsugi.cli.screen import Screen
 
 EXIT_CODES = (
-    "Exit codes: 0 done · 1 unforeseen failure · 2 bad input · 3 not blendable, or the self-test failed · "
-    "4 engine or store unavailable · 5 corrupted or of another version · 130 interrupted."
+    "Exit codes: 0 success · 1 unexpected failure · 2 bad input · 3 not blendable, or the self-test failed · "
+    "4 engine or store unavailable · 5 data corrupted or from another version · 130 interrupted."
 )
 
 app = typer.Typer(
     name="kintsugi",
-    help="Answer questions over chunks whose KV cache was computed before: CacheBlend on unmodified vLLM.",
+    help="Answer questions from chunks whose KV cache is already stored: CacheBlend on unmodified vLLM.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
-Repeat = Annotated[int, typer.Option(min=1, max=100, help="Timed runs per method; medians are shown.")]
+Repeat = Annotated[int, typer.Option(min=1, max=100, help="Time each method this often; print medians.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -44,21 +43,21 @@ def _root(
 @exit_on_error
 def demo(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Text files that are the chunks; needs --model.")
+        list[Path] | None, typer.Argument(help="Text files to use as chunks; requires --model.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint folder. Without it: a small trained model, and its question."),
+        typer.Option(help="Checkpoint folder. Default: a small trained model with its own question."),
     ] = None,
     random_weights: Annotated[
         bool,
-        typer.Option("--random-weights", help="A larger model with random weights: times alone are real."),
+        typer.Option("--random-weights", help="Use a larger model with random weights: only times are real."),
     ] = False,
-    question: Annotated[str | None, typer.Option(help="Ask this; needs --model.")] = None,
+    question: Annotated[str | None, typer.Option(help="Question to ask; requires --model.")] = None,
     repeat: Repeat = 1,
     as_json: Json = False,
 ) -> None:
-    """Answer one question over several chunks four ways, and compare answers and times to first token."""
+    """Answer one question from several chunks in four ways; compare the answers and times to first token."""
     from kintsugi.cli.commands import demo as command
 
     command.run(Screen(as_json), command.DemoTask(model, random_weights, files or [], question, repeat))
@@ -67,38 +66,40 @@ def demo(
 @app.command()
 @exit_on_error
 def generate(
-    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
-    chunk: Annotated[list[Path], typer.Option(help="Text file that is one chunk; repeat in prompt order.")],
-    question: Annotated[str, typer.Option(help="What to ask about the chunks.")],
+    model: Model,
+    chunk: Annotated[list[Path], typer.Option(help="Text file with one chunk; repeat in prompt order.")],
+    question: Annotated[str, typer.Option(help="Question to ask about the chunks.")],
     ratio: Annotated[
-        float | None, typer.Option(help="Share of the chunks' tokens to recompute, 0 to 1.")
+        float | None, typer.Option(help="Share of the chunks' tokens to recompute, from 0 to 1.")
     ] = None,
-    selector: Annotated[str | None, typer.Option(help="Which tokens to recompute: hkvd, random, …")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 32,
-    namespace: Annotated[str, typer.Option(help="Tenant whose chunks may be used.")] = "cli",
+    selector: Annotated[
+        str | None, typer.Option(help="How to choose the tokens to recompute: hkvd, …")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens in the answer.")] = 32,
+    namespace: Annotated[str, typer.Option(help="Namespace to store the chunks in.")] = "cli",
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also full prefill, prefix caching and full KV reuse.")
+        bool, typer.Option("--compare", help="Also run full prefill, prefix caching and full KV reuse.")
     ] = False,
     repeat: Repeat = 1,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page: tokens by recomputed depth, timeline per layer.")
+        Path | None, typer.Option(help="Write a page with each token's recomputed layers and a timeline.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Calibration report that allows blending (kintsugi calibrate --out).")
+        Path | None, typer.Option(help="Calibration report that permits blending (kintsugi calibrate --out).")
     ] = None,
     allow_uncalibrated: Annotated[
-        bool, typer.Option("--allow-uncalibrated", help="Blend without one. Answers may be wrong.")
+        bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Answer a question from chunks, blended, and say what it cost."""
+    """Answer a question from chunks by blending, and print what it cost."""
     from kintsugi.cli.commands import generate as command
     from kintsugi.cli.methods import BlendChoice
     from kintsugi.cli.session import Trust
     from kintsugi.core.request import KintsugiParams, parse_selector
 
     chosen = None if selector is None else parse_selector(selector)
-    KintsugiParams(namespace=namespace, ratio=ratio)  # Refuses bad values before an engine is started.
+    KintsugiParams(namespace=namespace, ratio=ratio)  # refuses bad values before an engine is started
     task = command.GenerateTask(
         model=model,
         chunks=chunk,
@@ -119,11 +120,11 @@ def generate(
 @exit_on_error
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Also start an engine on this checkpoint and run its self-test.")
+        str | None, typer.Option(help="Also start an engine with this checkpoint and run its self-test.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether this installation, and with --model a model, can blend."""
+    """Check whether this installation can blend, and with --model whether a model can."""
     from kintsugi.cli.commands import doctor as command
 
     code = command.run(Screen(as_json), model)
@@ -134,31 +135,32 @@ def doctor(
 @app.command()
 @exit_on_error
 def calibrate(
-    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
+    model: Model,
     questions: Annotated[
         Path | None,
-        typer.Option(help="JSON lines of {chunks, question, answers}. Without: the bundled passages."),
+        typer.Option(help="JSON lines of {chunks, question, answers}. Default: the bundled passages."),
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Publish here: the store that engines name.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the report to a file, for --report.")] = None,
-    codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
-    prompts: Annotated[int, typer.Option(help="Questions per confirmed configuration, at least 32.")] = 96,
-    seed: Annotated[int, typer.Option(help="Which questions, in which order. Same seed, same report.")] = 0,
-    dtype: Annotated[str, typer.Option(help="As the engine will serve: part of the fingerprint.")] = "auto",
+    store: Annotated[
+        str | None, typer.Option(help="Publish the report in this store, where engines look.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report to this file, for --report.")] = None,
+    codec: Annotated[str, typer.Option(help="Encoding of chunk KV in the store.")] = "raw",
+    prompts: Annotated[int, typer.Option(help="Questions per confirmed configuration; at least 32.")] = 96,
+    seed: Annotated[int, typer.Option(help="Seed for choosing questions. Same seed, same report.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Data type that engines will serve with.")] = "auto",
     chunk_store: Annotated[
-        str | None, typer.Option(help="Store for the chunks meanwhile. Without: this process's memory.")
+        str | None, typer.Option(help="Store for the chunks meanwhile. Default: this process's memory.")
     ] = None,
-    system: Annotated[
-        Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
-    ] = None,
-    engine: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as a JSON object.")] = "{}",
+    system: SystemPrompt = None,
+    engine: EngineArguments = "{}",
     connector: Annotated[
-        str, typer.Option(help="More of the connector's configuration, as a JSON object.")
+        str, typer.Option(help="Further configuration of the connector, as a JSON object.")
     ] = "{}",
     as_json: Json = False,
 ) -> None:
-    """Measure how well a model blends, and write the report that allows it to."""
+    """Measure how well a model blends, and write the report that permits it."""
     from kintsugi.cli.commands import calibrate as command
+    from kintsugi.cli.options import parse_engine_arguments, parse_json_object
     from kintsugi.core.report import Thresholds
     from kintsugi.quality.calibrate import Budget
     from kintsugi.quality.session import MeasuringEngineSpec, tokenize_prefix
@@ -168,8 +170,8 @@ def calibrate(
         codec=codec,
         store=chunk_store,
         prefix_token_ids=None if system is None else tokenize_prefix(model, system),
-        extra_config=json_object("connector", connector, '{"portable": false}'),
-        vllm_args={**engine_arguments(engine), "dtype": dtype},
+        extra_config=parse_json_object("connector", connector, '{"portable": false}'),
+        vllm_args={**parse_engine_arguments(engine), "dtype": dtype},
     )
     budget = Budget(prompts=prompts, seed=seed)
     code = command.run(
@@ -182,52 +184,59 @@ def calibrate(
 @app.command(name="eval")
 @exit_on_error
 def evaluate(
-    model: Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")],
+    model: Model,
     questions: Annotated[
-        Path, typer.Option(help="JSON lines of {chunks, question, answers}, ctxs, LongBench's, or a list.")
+        Path,
+        typer.Option(
+            help="JSON lines of {chunks, question, answers}, ctxs or LongBench's fields; or a list."
+        ),
     ],
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first questions.")] = None,
     selectors: Annotated[
-        str, typer.Option(help="Comma-separated.")
+        str, typer.Option(help="Comma-separated selectors to compare.")
     ] = "hkvd,hkvd_gradual,chunk_head,query,hybrid",
     ratios: Annotated[
         str, typer.Option(help="Comma-separated shares of tokens to recompute.")
     ] = "0.05,0.15,0.3",
-    check_layers: Annotated[str, typer.Option(help="Comma-separated. Default: a few by depth.")] = "",
-    codecs: Annotated[str, typer.Option(help="Comma-separated: raw, int8, fp8, …")] = "raw",
-    chunk_tokens: Annotated[str, typer.Option(help="Cut chunks anew, comma-separated sizes.")] = "",
-    chunks: Annotated[str, typer.Option(help="Keep the first so many chunks, comma-separated.")] = "",
-    batches: Annotated[str, typer.Option(help="Prompts submitted together, comma-separated.")] = "32",
-    tiers: Annotated[str, typer.Option(help="Bytes per second of a slower tier, comma-separated.")] = "",
-    rates: Annotated[str, typer.Option(help="Requests per second for TTFT, comma-separated.")] = "",
-    plots: Annotated[Path | None, typer.Option(help="Folder for the plots, SVG and PNG.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
-    dtype: Annotated[str, typer.Option(help="vLLM's.")] = "auto",
+    check_layers: Annotated[str, typer.Option(help="Comma-separated layers. Default: a few by depth.")] = "",
+    codecs: Annotated[str, typer.Option(help="Comma-separated codecs: raw, int8, fp8, …")] = "raw",
+    chunk_tokens: Annotated[str, typer.Option(help="Comma-separated sizes to cut chunks to.")] = "",
+    chunks: Annotated[str, typer.Option(help="Comma-separated numbers of chunks to keep.")] = "",
+    batches: Annotated[
+        str, typer.Option(help="Comma-separated numbers of prompts to submit at once.")
+    ] = "32",
+    tiers: Annotated[
+        str, typer.Option(help="Comma-separated speeds of slower tiers, in bytes per second.")
+    ] = "",
+    rates: Annotated[str, typer.Option(help="Comma-separated request rates per second, for TTFT.")] = "",
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots, as SVG and PNG.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens in an answer.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of the engine.")] = "auto",
     chunk_store: Annotated[
-        str | None, typer.Option(help="Store for the chunks. Without: this process's memory.")
+        str | None, typer.Option(help="Store for the chunks. Default: this process's memory.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare blended answers with full prefill's: quality, cost, time."""
+    """Compare blended answers with those of full prefill by quality, cost and time."""
     from kintsugi.cli.commands import evaluate as command
-    from kintsugi.cli.lists import floats, integers, selector_names
+    from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
     from kintsugi.quality.session import MeasuringEngineSpec
 
     axes = {
         "codecs": [codec.strip() for codec in codecs.split(",")],
-        "chunk_tokens": integers("chunk_tokens", chunk_tokens),
-        "chunk_counts": integers("chunks", chunks),
-        "batches": integers("batches", batches),
-        "tier_bytes_per_s": floats("tiers", tiers),
-        "rates_per_s": floats("rates", rates),
+        "chunk_tokens": parse_integers("chunk_tokens", chunk_tokens),
+        "chunk_counts": parse_integers("chunks", chunks),
+        "batches": parse_integers("batches", batches),
+        "tier_bytes_per_s": parse_floats("tiers", tiers),
+        "rates_per_s": parse_floats("rates", rates),
     }
     task = command.EvaluateTask(
         MeasuringEngineSpec(model, store=chunk_store, vllm_args={"dtype": dtype}),
         questions,
         limit,
-        selector_names(selectors),
-        floats("ratios", ratios),
-        integers("check_layers", check_layers) or None,
+        parse_selectors(selectors),
+        parse_floats("ratios", ratios),
+        parse_integers("check_layers", check_layers) or None,
         {name: values for name, values in axes.items() if values},
         plots,
         max_tokens,
@@ -240,18 +249,25 @@ def evaluate(
 @app.command()
 @exit_on_error
 def token(
-    name: Annotated[str, typer.Argument(help="Whose token it is: for logs, and to revoke it by.")],
+    name: Annotated[str, typer.Argument(help="Name of the caller, for logs and for revoking the token.")],
     namespace: Annotated[
         list[str],
-        typer.Option("--namespace", "-n", help="What it may use: a namespace, or a prefix and *; repeat."),
+        typer.Option("--namespace", "-n", help="Namespace that it may use, or a prefix and *; repeat."),
     ],
-    file: Annotated[Path, typer.Option(help="The gateway's file of tokens; made where it is missing.")],
+    file: Annotated[Path, typer.Option(help="The gateway's token file; created if missing.")],
     as_json: Json = False,
 ) -> None:
-    """Make a bearer token for a gateway. It is shown once; the file keeps its hash."""
-    from kintsugi.cli.commands import token as command
+    """Create a bearer token for a gateway. It is printed once; the file stores its hash."""
+    from kintsugi.gateway.access import add_grant, new_token
 
-    command.run(Screen(as_json), name, namespace, file)
+    screen = Screen(as_json)
+    text, grant = new_token(name, namespace)
+    add_grant(file, grant)
+    screen.show(
+        {"token": text, "name": name, "namespaces": namespace, "file": str(file)},
+        lambda console: console.print(text, highlight=False, soft_wrap=True, markup=False),
+    )
+    screen.note(f"{file} stores only its hash; this is the only time that the token is printed")
 
 
 app.command()(size)
@@ -273,34 +289,38 @@ if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml
     def serve(
         model: Annotated[
             str | None,
-            typer.Option(help="Checkpoint folder or a name that vLLM resolves. Without: the bundled one."),
+            typer.Option(help="Checkpoint folder, or a name that vLLM resolves. Default: the bundled model."),
         ] = None,
-        config: Annotated[Path | None, typer.Option(help="YAML file; see docs/SERVING.md.")] = None,
-        ram: Annotated[str | None, typer.Option(help="RAM of each shard, such as 8GiB.")] = None,
-        ssd: Annotated[list[str] | None, typer.Option(help="FOLDER:SIZE; repeat, fastest first.")] = None,
-        data_dir: Annotated[Path | None, typer.Option(help="Identities and reports of the shards.")] = None,
-        shards: Annotated[int | None, typer.Option(min=1, help="Store shards.")] = None,
-        engines: Annotated[int | None, typer.Option(min=1, help="Engine replicas.")] = None,
-        grpc_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
-        http_port: Annotated[int | None, typer.Option(help="Of the gateway; 0: any.")] = None,
-        tokens_file: Annotated[Path | None, typer.Option(help="Who may call; see kintsugi token.")] = None,
-        tls_cert: Annotated[Path | None, typer.Option(help="Of the gateway, with --tls-key.")] = None,
-        tls_key: Annotated[Path | None, typer.Option(help="Of the gateway, with --tls-cert.")] = None,
+        config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/SERVING.md.")] = None,
+        ram: Annotated[str | None, typer.Option(help="Size of each shard's RAM tier, such as 8GiB.")] = None,
+        ssd: Annotated[
+            list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")
+        ] = None,
+        data_dir: Annotated[
+            Path | None, typer.Option(help="Folder for the shards' identities and reports.")
+        ] = None,
+        shards: Annotated[int | None, typer.Option(min=1, help="Number of store shards.")] = None,
+        engines: Annotated[int | None, typer.Option(min=1, help="Number of engine replicas.")] = None,
+        grpc_port: Annotated[int | None, typer.Option(help="gRPC port of the gateway; 0: any free.")] = None,
+        http_port: Annotated[int | None, typer.Option(help="HTTP port of the gateway; 0: any free.")] = None,
+        tokens_file: Annotated[Path | None, typer.Option(help="Token file; see kintsugi token.")] = None,
+        tls_cert: Annotated[Path | None, typer.Option(help="The gateway's TLS certificate.")] = None,
+        tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert.")] = None,
         insecure: Annotated[
-            bool, typer.Option("--insecure", help="Let the gateway listen beyond loopback without these.")
+            bool, typer.Option("--insecure", help="Listen beyond loopback without tokens and TLS.")
         ] = False,
         read_only: Annotated[
-            bool, typer.Option("--read-only", help="Nobody stores or deletes chunks through the gateway.")
+            bool, typer.Option("--read-only", help="Refuse to store or delete chunks through the gateway.")
         ] = False,
         allow_uncalibrated: Annotated[
             bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
         ] = False,
         print_config: Annotated[
-            bool, typer.Option("--print-config", help="Print what `serve deploy` takes, and exit.")
+            bool, typer.Option("--print-config", help="Print the configuration for `serve deploy` and exit.")
         ] = False,
         as_json: Json = False,
     ) -> None:
-        """Serve a model with its chunk store and gateway on this machine until told to stop."""
+        """Serve a model with its chunk store and gateway on this machine until interrupted."""
         from kintsugi.cli.commands import serve as command
 
         task = command.ServeTask(

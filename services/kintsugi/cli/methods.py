@@ -1,4 +1,4 @@
-"""The four ways to prefill a RAG prompt that the paper compares, run on one engine."""
+"""Runs the four ways to prefill a RAG prompt that the paper compares on one engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kintsugi.engine.local import Generation, Prompt
 
 
 class Method(StrEnum):
-    """How a prompt's KV comes to be."""
+    """How a prompt's KV is obtained."""
 
     FULL = "full prefill"
     PREFIX = "prefix caching"
@@ -25,7 +25,7 @@ class Method(StrEnum):
 
 
 class DemoEngine(Protocol):
-    """What is needed of `engine.local.LocalEngine`."""
+    """The part of `engine.local.LocalEngine` that is used here."""
 
     def generate(self, prompts: list[Prompt]) -> list[Generation]: ...
 
@@ -36,7 +36,7 @@ class DemoEngine(Protocol):
 
 @dataclass(frozen=True)
 class BlendChoice:
-    """What the user asked of a blend."""
+    """The options of a blend."""
 
     namespace: str
     ratio: float | None = None
@@ -65,17 +65,17 @@ class Measurement:
     agreement: int
     """Leading answer tokens that equal full prefill's."""
     generation: Generation
-    """Of the last repetition."""
+    """The answer of the last repetition."""
 
     @property
     def chunks_hit(self) -> int | None:
-        """None where the method knows no chunks."""
+        """Chunks that were loaded; None for a method without chunks."""
         accounting = self.generation.accounting
         return None if accounting is None else int(accounting.get("chunks_hit", 0))
 
     @property
     def fell_back_because(self) -> str | None:
-        """Why a blend was an ordinary full prefill after all."""
+        """Why a blend became an ordinary full prefill; None if it did not."""
         accounting = self.generation.accounting
         if self.method not in (Method.REUSE, Method.BLEND):
             return None
@@ -108,9 +108,9 @@ def compare(
     repeat: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
-    """Every method, interleaved, `repeat` times. `say` hears what is being run.
+    """Run every method `repeat` times, interleaved. Calls `say` with what is running.
 
-    Each comes once before that is not timed: the first use of a kernel or a cache block costs extra.
+    Each method first runs once untimed: the first use of a kernel or a cache block costs extra.
     """
     for method in Method:
         say(f"warm-up, {method}")
@@ -121,19 +121,19 @@ def compare(
             say(f"run {number} of {repeat}, {method}")
             runs[method].append(_run(engine, prompt, choice, method, max_tokens))
     reference = runs[Method.FULL][-1].token_ids
-    return [_measured(method, runs[method], prompt, reference) for method in Method]
+    return [_summarize_method(method, runs[method], prompt, reference) for method in Method]
 
 
 def blend_once(engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, max_tokens: int) -> Measurement:
-    """Only the blend; nothing to compare with."""
+    """Run the blend alone."""
     generation = _run(engine, prompt, choice, Method.BLEND, max_tokens)
-    return _measured(Method.BLEND, [generation], prompt, generation.token_ids)
+    return _summarize_method(Method.BLEND, [generation], prompt, generation.token_ids)
 
 
 def _run(
     engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, method: Method, max_tokens: int
 ) -> Generation:
-    """One answer, from a cold prefix cache but for what the method itself put there."""
+    """Answer once. The prefix cache holds only what the method itself put there."""
     engine.reset_prefix_cache()
     if method is Method.PREFIX:
         engine.generate([Prompt(prompt.warm_up, max_tokens=1)])
@@ -142,13 +142,13 @@ def _run(
         params = choice.params(prompt, ratio=0.0)
     elif method is Method.BLEND:
         params = choice.params(prompt, choice.ratio)
-    # Full KV reuse is what no calibration lets pass; it is shown for what it is.
+    # No calibration permits full KV reuse; it runs here for comparison.
     with engine.unlimited() if method is Method.REUSE else nullcontext():
         (generation,) = engine.generate([Prompt(prompt.token_ids, params, max_tokens)])
     return generation
 
 
-def _measured(
+def _summarize_method(
     method: Method, generations: list[Generation], prompt: RagPrompt, reference: list[int]
 ) -> Measurement:
     last = generations[-1]
@@ -168,7 +168,7 @@ def _cost(generation: Generation, prompt_tokens: int) -> float:
 
 
 def count_equal_prefix(mine: list[int], reference: list[int]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     for index, (left, right) in enumerate(zip(mine, reference, strict=False)):
         if left != right:
             return index

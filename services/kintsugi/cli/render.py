@@ -1,4 +1,4 @@
-"""Results as a person reads them, in the terminal."""
+"""Prints results in the terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VERDICTS = {True: Text("right", style="green"), False: Text("wrong", style="red"
 
 
 def comparison_rows(measurements: Sequence[Measurement], num_chunks: int) -> list[list[str]]:
-    """Cells of the comparison, one row per method, in the order of `HEADINGS`."""
+    """The comparison's cells: one row per method, in the order of `HEADINGS`."""
     full = measurements[0]
     assert full.method is Method.FULL
     return [
         [
             measurement.method.value,
-            milliseconds(measurement.ttft_s),
+            format_milliseconds(measurement.ttft_s),
             f"{full.ttft_s / measurement.ttft_s:.1f}×",
             f"{measurement.cost:.0%}",
             "–" if measurement.chunks_hit is None else f"{measurement.chunks_hit} of {num_chunks}",
@@ -41,9 +41,9 @@ def print_comparison(
     num_chunks: int,
     right: Sequence[bool | None] | None = None,
 ) -> None:
-    """The figures as a table, and the answers below it, where they have room.
+    """Print the figures as a table, and the answers below it.
 
-    `right` says of each answer whether it is right, where that is known.
+    ``right`` tells for each answer whether it is right; None where that is unknown.
     """
     table = Table(header_style="bold")
     answers = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -59,7 +59,7 @@ def print_comparison(
     console.print(answers)
     console.print(
         "cost: share of a full prefill's token-layers that was computed. "
-        "agrees: leading answer tokens equal to full prefill's.",
+        "agrees: leading answer tokens that equal those of full prefill.",
         style="dim",
     )
 
@@ -72,7 +72,7 @@ def print_accounting(console: Console, accounting: dict[str, Any] | None) -> Non
 
 
 def facts_of(accounting: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The accounting in words."""
+    """The accounting as (name, text) pairs."""
     if accounting is None:
         return [("outcome", "no answer from the connector")]
     values: dict[str, Any] = {"cost": 1.0, **accounting}
@@ -102,8 +102,17 @@ def facts_of(accounting: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
 
 
-def milliseconds(seconds: float) -> str:
-    """`1,234 ms`, with a decimal below ten."""
+def format_bytes(size: float) -> str:
+    """`512 B`, `1.5 GiB`: four significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """`1,234 ms`; one decimal below ten."""
     value = seconds * 1e3
     return f"{value:.1f} ms" if value < 10 else f"{value:,.0f} ms"
 

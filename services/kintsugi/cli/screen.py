@@ -1,4 +1,4 @@
-"""Where output goes: results on stdout, progress on stderr, the engine's own chatter in a log file."""
+"""The output of a command: results on stdout, progress on stderr, the engine's own output in a log file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kintsugi.core.errors import Unavailable
 
 
 class Screen:
-    """One command's output."""
+    """The output of one command."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -26,9 +26,9 @@ class Screen:
 
     @contextmanager
     def step(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Show `text`, a spinner and the time while the body runs; it stays, ticked, when done.
+        """Show `text`, a spinner and the elapsed time while the body runs, and a tick afterwards.
 
-        The body may call what it is given to say which part it is at; only a terminal shows that.
+        Yields a function with which the body can name its current part; only a terminal shows it.
         """
         if not self._progress.is_terminal:
             started_s = time.monotonic()
@@ -50,22 +50,23 @@ class Screen:
             progress.update(task, description=text, completed=1)
 
     def show(self, document: Mapping[str, Any], render: Callable[[Console], None]) -> None:
-        """The command's result: `document` as JSON, or what `render` prints."""
+        """Print the command's result: `document` as JSON, or with `render`."""
         if self.as_json:
             print(json.dumps(document, indent=2, ensure_ascii=False))
         else:
             render(Console())
 
     def note(self, text: str) -> None:
-        """A remark beside the result."""
+        """Print a remark on stderr."""
         self._progress.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def engine_log(self) -> Iterator[None]:
-        """Send all that is written to stdout and stderr, by C libraries too, to a log file.
+        """Redirect everything written to stdout and stderr, also by C libraries, to a log file.
 
-        vLLM logs to stdout, which belongs to the result, and libraries draw progress bars of their own; ours
-        stays visible. The log is deleted unless the body fails; an `Unavailable` then says where it is.
+        vLLM logs to stdout, which belongs to the result, and libraries draw progress bars of their own. This
+        screen's progress stays visible. The log is deleted unless the body fails; an `Unavailable` then names
+        it.
         """
         descriptor, name = tempfile.mkstemp(prefix="kintsugi-engine-", suffix=".log")
         with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirect_output(log) as terminal:
@@ -81,7 +82,7 @@ class Screen:
 
 @contextmanager
 def _redirect_output(log: TextIO) -> Iterator[TextIO]:
-    """File descriptors 1 and 2 go to `log`; yields a stream on what descriptor 2 was."""
+    """Point file descriptors 1 and 2 to `log`; yields a stream to the previous descriptor 2."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)

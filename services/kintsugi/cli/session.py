@@ -1,29 +1,32 @@
-"""From a model and texts to a running engine whose store holds the chunks: what demo and generate share."""
+"""Opens a session for demo, generate and doctor: a running engine whose store holds the chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from kintsugi.cli.commands.shard import local_shard
-from kintsugi.cli.rag import build_prompt
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.core.prompt import RagPrompt
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.engine.local import LocalEngine
 from kintsugi.quality.session import load_tokenizer
 
 DEMO_SHAPE = "llama-210m"
+CHUNK_BYTES_MAX = 4 << 20
+CHUNKS_MAX = 256
+SHARD_RAM_BYTES = 4 << 30
+"""An upper bound: memory is taken as chunks come."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What answers."""
+    """The model that answers."""
 
     path: str
     """A checkpoint folder, or a name that vLLM resolves."""
@@ -32,14 +35,14 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Trust:
-    """Why this model may be blended: a calibration report, or because the user says so."""
+    """Why this model may be blended: a calibration report, or the user's word."""
 
     report: Path | None = None
     regardless: bool = False
 
     @property
     def extra_config(self) -> dict[str, object]:
-        """For the engine."""
+        """The connector's configuration."""
         if self.regardless:
             return {"allow_uncalibrated": True}
         return {} if self.report is None else {"report": str(self.report.resolve())}
@@ -47,8 +50,8 @@ class Trust:
 
 REGARDLESS = Trust(regardless=True)
 UNCALIBRATED_NOTE = (
-    "Blended without a calibration report (--allow-uncalibrated): nothing says that these answers are as "
-    "good as full prefill's. Run kintsugi calibrate, and give its file with --report."
+    "Blended without a calibration report (--allow-uncalibrated): nothing shows that these answers are as "
+    "good as those of full prefill. Run kintsugi calibrate, and pass its file with --report."
 )
 
 
@@ -60,7 +63,7 @@ class Session:
     tokenizer: Any
     prompt: RagPrompt
     not_saved_because: str | None
-    """Why chunks could not be stored; None where all were."""
+    """Why chunks could not be stored; None if all were stored."""
 
 
 def resolve_model_argument(model: str) -> ModelSource:
@@ -70,16 +73,62 @@ def resolve_model_argument(model: str) -> ModelSource:
     return ModelSource(model, Path(model).name or model)
 
 
-def random_model(screen: Screen) -> ModelSource:
-    """One of a real model's proportions, made on first use: its times are real, its answers gibberish."""
+def make_random_model(screen: Screen) -> ModelSource:
+    """A model of realistic proportions, made on first use: its times are real, its answers gibberish."""
     with screen.engine_log(), screen.step(f"Preparing the model {DEMO_SHAPE} (random weights)"):
         from kintsugi.models.factory import make_checkpoint_once
 
         return ModelSource(str(make_checkpoint_once(DEMO_SHAPE)), DEMO_SHAPE)
 
 
+def read_chunk(path: Path) -> tuple[str, str]:
+    """(title, text) of a file the user named. Raises `NotFound` or `InvalidField`."""
+    if not path.is_file():
+        raise NotFound(f"{path} is not a file; name a text file")
+    if path.stat().st_size > CHUNK_BYTES_MAX:
+        raise InvalidField("chunk", f"{path} exceeds {CHUNK_BYTES_MAX >> 20} MiB; split it into chunks")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidField("chunk", f"{path} is not UTF-8 text; convert it first") from None
+    if not text.strip():
+        raise InvalidField("chunk", f"{path} is empty; name a file with text")
+    return path.name, text
+
+
+def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], ending: str) -> RagPrompt:
+    """A RAG prompt from (title, text) pairs and the question as it ends the prompt.
+
+    Chunks are tokenised one by one, as they were when they were stored. Raises `InvalidField`.
+    """
+    if not 0 < len(texts) <= CHUNKS_MAX:
+        raise InvalidField("chunk", f"{len(texts)} chunks; give between 1 and {CHUNKS_MAX}")
+
+    def tokenize(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+    return RagPrompt(
+        prefix=tuple(tokenizer("").input_ids),  # what starts any prompt: BOS, or nothing
+        chunks=tuple(PromptChunk(title, tokenize(text)) for title, text in texts),
+        question=tokenize(ending),
+    )
+
+
 @contextmanager
-def opened(
+def local_shard() -> Iterator[str]:
+    """The URL of a store shard on loopback, in this process. Its folder and chunks are deleted at the end."""
+    # Only commands that run an engine need a server.
+    from kintsugi.store.shard.opening import ShardSpec, open_shard
+    from kintsugi.store.shard.server import ShardServer
+
+    with TemporaryDirectory(prefix="kintsugi-shard-") as folder:
+        spec = ShardSpec(SHARD_RAM_BYTES, data_dir=Path(folder))
+        with closing(open_shard(spec)) as shard, ShardServer(shard, "127.0.0.1:0") as server:
+            yield f"grpc://{server.address}"
+
+
+@contextmanager
+def open_session(
     screen: Screen,
     model: ModelSource,
     texts: Sequence[tuple[str, str]],
@@ -88,7 +137,7 @@ def opened(
     max_tokens: int,
     trust: Trust,
 ) -> Iterator[Session]:
-    """Tokenise, start a shard and the engine, store the chunks; close both afterwards."""
+    """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end."""
     with screen.step("Reading the tokenizer"):
         tokenizer, positions_max = load_tokenizer(model.path)
         prompt = build_prompt(tokenizer, texts, ending)
@@ -96,8 +145,8 @@ def opened(
     if length > positions_max:
         raise InvalidField(
             "chunk",
-            f"the prompt has {len(prompt.token_ids)} tokens and {max_tokens} are to be generated, but "
-            f"{model.name} reads at most {positions_max}; use fewer or shorter chunks",
+            f"the prompt has {len(prompt.token_ids)} tokens and the answer {max_tokens}, but {model.name} "
+            f"reads at most {positions_max} in all; use fewer or shorter chunks",
         )
     with screen.engine_log(), ExitStack() as stack:
         with screen.step("Starting a store shard"):
@@ -108,7 +157,7 @@ def opened(
                 extra_config={
                     "store": store,
                     "prefix_token_ids": list(prompt.prefix),
-                    "loading_controller": False,  # one prompt, to be shown blended whatever it takes
+                    "loading_controller": False,  # the one prompt is blended, whatever it takes
                     **trust.extra_config,
                 },
                 max_model_len=length,
@@ -120,7 +169,7 @@ def opened(
 
 
 def _store_chunks(engine: LocalEngine, prompt: RagPrompt, namespace: str) -> str | None:
-    """Store every chunk once. The reason of the first that could not be stored, or None."""
+    """Store every chunk once. Returns why the first failed that could not be stored, or None."""
     distinct = list(dict.fromkeys(chunk.token_ids for chunk in prompt.chunks))
     for generation in engine.save(prompt.prefix, distinct, namespace):
         accounting = generation.accounting or {}

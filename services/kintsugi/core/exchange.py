@@ -34,12 +34,12 @@ class EngineRequest:
 
 
 @dataclass(frozen=True)
-class TokenUsage:
+class Usage:
     """Tokens, as OpenAI counts them."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0
+    cached_tokens: int
     """Prompt tokens that the engine did not compute itself: prefix cache and chunks."""
 
 
@@ -52,7 +52,7 @@ class EngineDelta:
     finish_reason: str | None = None
     accounting: Mapping[str, Any] | None = None
     """`core.accounting.Accounting.to_mapping`."""
-    usage: TokenUsage | None = None
+    usage: Usage | None = None
 
 
 class SaveState(StrEnum):

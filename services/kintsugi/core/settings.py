@@ -38,11 +38,10 @@ def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     """A field of a `Settings` class. A type or function as `default` makes the default.
 
     Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
-    maxLength, minItems, maxItems, maxProperties, format. For what a list or mapping holds: itemPattern,
-    itemLength, itemMinimum, itemMaximum, valueLength. Our own: `mapKey`, the field by which a list's items
-    differ; `reserved`, keys that a mapping must not have; `name`, the field's name in YAML where camelCase
-    would be another; `after`, the field behind which a CRD lists this one; `description`, what a CRD says of
-    the field instead of its docstring.
+    maxLength, minItems, maxItems, maxProperties, format, and `items`, the bounds of what a list or mapping
+    holds. Our own: `mapKey`, the field by which a list's items differ; `reserved`, keys that a mapping must
+    not have; `name`, the field's name in YAML where camelCase would be another; `after`, the field behind
+    which a CRD lists this one; `description`, what a CRD says of the field instead of its docstring.
     """
     if callable(default):
         return field(default_factory=default, metadata=bounds)
@@ -107,7 +106,7 @@ def _check_items(items: tuple[Any, ...], bounds: Bounds, where: str, naming: Nam
     seen = set()
     for index, item in enumerate(items):
         path = _join(where, str(index))
-        _check_value(item, _inner_bounds(bounds), path)
+        _check_value(item, bounds.get("items", {}), path)
         if dataclasses.is_dataclass(item):
             check(item, path, naming)
         if key := bounds.get("mapKey"):
@@ -121,27 +120,13 @@ def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str) -> No
     for key in sorted(set(bounds.get("reserved", ())) & set(mapping)):
         raise InvalidField(_join(where, key), "follows from the rest of the configuration")
     for key, value in mapping.items():
-        _check_value(value, _inner_bounds(bounds), _join(where, key))
+        _check_value(value, bounds.get("items", {}), _join(where, key))
 
 
-_INNER = {
-    "itemPattern": "pattern",
-    "itemLength": "maxLength",
-    "valueLength": "maxLength",
-    "itemMinimum": "minimum",
-    "itemMaximum": "maximum",
-}
-
-
-def _inner_bounds(bounds: Bounds) -> dict[str, Any]:
-    """Bounds of what a list or mapping holds."""
-    return {keyword: bounds[name] for name, keyword in _INNER.items() if name in bounds}
-
-
-def split_bounds(bounds: Bounds) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of JSON schema for a field itself, and for what it holds."""
-    ours = {*_INNER, "exclusiveMinimum", "mapKey", "reserved", "name", "after", "description"}
-    return {name: bound for name, bound in bounds.items() if name not in ours}, _inner_bounds(bounds)
+def json_schema_bounds(bounds: Bounds) -> dict[str, Any]:
+    """The keywords of JSON schema that hold for a field itself."""
+    ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "name", "after", "description")
+    return {keyword: bound for keyword, bound in bounds.items() if keyword not in ours}
 
 
 def _check_value(value: Any, bounds: Bounds, where: str) -> None:

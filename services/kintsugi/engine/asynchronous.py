@@ -27,7 +27,7 @@ from kintsugi.core.exchange import (
     OpenAIHead,
     SaveOutcome,
     SaveState,
-    TokenUsage,
+    Usage,
 )
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
@@ -413,7 +413,7 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
         delta,
         finish_reason=output.outputs[0].finish_reason,
         accounting=(output.kv_transfer_params or {}).get(PARAMS_KEY),
-        usage=TokenUsage(len(output.prompt_token_ids), completed, output.num_cached_tokens or 0),
+        usage=Usage(len(output.prompt_token_ids), completed, output.num_cached_tokens or 0),
     )
 
 

@@ -73,6 +73,10 @@ class Ask(ABC, Generic[Event]):
     def read(self, item: Any) -> Sequence[Event]:
         """The events that the caller gets for an item of the engine's answer. The first one begins it."""
 
+    async def learn(self) -> None:
+        """Remembers what the request named. Called once an engine has accepted it, after its first event."""
+        return
+
     @abstractmethod
     def finish(self, first_s: float) -> Sequence[Event]:
         """The last events, once the engine has ended; ``first_s`` is the time to the first event.
@@ -102,7 +106,7 @@ class AnswerPipeline:
 
         Raises what `Ask.prepare` and the engine raise, and `Unavailable` for an answer that breaks off.
         """
-        began_s, first_s = time.perf_counter(), 0.0
+        began_s, first_s, is_accepted = time.perf_counter(), 0.0, False
         with span(ask.span_name, ask.trace) as request:
             request.set("kintsugi.namespace", ask.namespace)
             request.set("kintsugi.request_id", ask.request_id)
@@ -120,6 +124,9 @@ class AnswerPipeline:
                                         first_s = time.perf_counter() - began_s
                                         ask.metrics.observe_first(ask.method, first_s)
                                     yield event
+                                if not is_accepted:  # the first event does not wait for a disk
+                                    is_accepted = True
+                                    await ask.learn()
                         break
                     except Unavailable as error:
                         if first_s or attempt == ATTEMPTS:

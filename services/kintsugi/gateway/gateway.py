@@ -217,7 +217,7 @@ class Gateway:
         tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
         missing = [(p.key, p.token_ids) for p, held in zip(pieces, tiers, strict=True) if held is None]
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
-        self._resolver.learn(space, chunks, pieces)
+        await self._resolver.learn(space, chunks, pieces)
         states: dict[ChunkKey, tuple[PutState, str]] = {}
         for (key, _), future in zip(missing, futures, strict=True):
             outcome = await asyncio.shield(future) if wait else None
@@ -254,7 +254,7 @@ class Gateway:
         try:
             return await self._store.run(lambda store: store.delete(namespace, [key])) > 0
         finally:  # even if a shard still holds it: it must not be found or filled meanwhile
-            self.known.forget(namespace, [key])
+            await asyncio.to_thread(self.known.forget, namespace, [key])
             if self._filler is not None:
                 self._filler.forget(namespace, [key])
 
@@ -278,7 +278,7 @@ class Gateway:
         keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
         accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
-        self._resolver.learn(space, segments, pieces)
+        await self._resolver.learn(space, segments, pieces)
         return keys, accepted
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:

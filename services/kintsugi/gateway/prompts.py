@@ -10,7 +10,7 @@ from typing import Any
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.core.exchange import EngineDelta, EngineRequest, TokenUsage
+from kintsugi.core.exchange import EngineDelta, EngineRequest, Usage
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import Span
 from kintsugi.gateway.access import Caller
@@ -60,7 +60,7 @@ class Finished:
 
     finish_reason: str
     accounting: Mapping[str, Any]
-    usage: TokenUsage
+    usage: Usage
     ttft_ms: float
 
 
@@ -118,9 +118,9 @@ class Prompts:
             fingerprint=space.fingerprint.hex,
         )
 
-    def learn(self, call: GenerateCall, prompt: ResolvedPrompt) -> None:
+    async def learn(self, call: GenerateCall, prompt: ResolvedPrompt) -> None:
         """Remembers the chunks of a request that an engine accepted."""
-        self._resolver.learn(prompt.space, call.segments, prompt.pieces)
+        await self._resolver.learn(prompt.space, call.segments, prompt.pieces)
 
     async def learn_texts(self, namespace: str, texts: Sequence[str]) -> list[ToSave]:
         """Remembers texts as chunks; their keys and tokens. Raises `InvalidField` for one that is too long,
@@ -128,7 +128,7 @@ class Prompts:
         segments = [Segment(text=text) for text in texts]
         space = await self._spaces.find(namespace)
         pieces = await self._resolver.pieces(space, segments)
-        self._resolver.learn(space, segments, pieces)
+        await self._resolver.learn(space, segments, pieces)
         return [(piece.key, piece.token_ids) for piece in pieces]
 
 
@@ -166,11 +166,12 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         return backend.generate(replace(self._request, request_id=request_id, params=params, trace=trace))
 
     def read(self, item: EngineDelta) -> Sequence[EngineDelta]:
-        if self._last is None:
-            self._prompts.learn(self._call, self._prompt)
         self._last = item
         self.accounting = item.accounting
         return (item,) if item.token_ids or item.text else ()
+
+    async def learn(self) -> None:
+        await self._prompts.learn(self._call, self._prompt)
 
     def finish(self, first_s: float) -> Sequence[Finished]:
         last = self._last
@@ -179,7 +180,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         accounting = last.accounting or {}
         if not self.wants_times:
             accounting = without_times(accounting)
-        usage = last.usage or TokenUsage(len(self._prompt.token_ids), 0)
+        usage = last.usage or Usage(len(self._prompt.token_ids), 0, 0)
         return (Finished(last.finish_reason, accounting, usage, first_s * 1e3),)
 
     async def find_missed(self) -> Sequence[ToSave]:

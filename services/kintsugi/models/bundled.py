@@ -1,7 +1,7 @@
-"""The model that ships with Kintsugi: small, trained, and right about the questions it was trained for.
+"""The model that ships with Kintsugi: small, trained, and accurate on the questions it was trained for.
 
-It reads multi-chunk chronicles in a closed vocabulary (`bundled/README.md` says how it was trained and how
-often it is right), so that blending can be shown to matter without downloading anything.
+It reads chronicles of several chunks in a closed vocabulary, so that the effect of blending can be shown
+without a download. `checkpoints/bundled/README.md` says how it was trained and how accurate it is.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Showcase:
 
     chunks: tuple[str, ...]
     question: str
-    """As it ends the prompt, with nothing around it."""
+    """The end of the prompt, without a template around it."""
     answer: str
 
 
 @lru_cache(maxsize=1)
 def showcase() -> Showcase:
-    """The demo's question."""
+    """The question that the demo shows."""
     document = json.loads((BUNDLED_CHECKPOINT / "showcase.json").read_text(encoding="utf-8"))
     return Showcase(tuple(document["chunks"]), document["question"], document["answer"])

@@ -1,8 +1,8 @@
-"""The fingerprint of a model, from its checkpoint folder: what decides a token's KV, and no torch.
+"""Computes the fingerprint of a model, everything that decides a token's KV, from its checkpoint folder.
 
-Everything in ``config.json`` counts unless it is known not to matter, so that a field this build has
-never heard of causes a miss and not a wrong answer. What an engine overrides on its command line (a RoPE
-base, say) is not in the folder: pass it as `overrides`.
+Every field of ``config.json`` counts unless it is known not to matter, so that a field unknown to this build
+causes a miss and not a wrong answer. What an engine overrides on its command line (such as a RoPE base) is
+not in the folder: pass it as `overrides`. Works without torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kintsugi.models import hub
 log = logging.getLogger(__name__)
 
 HEADER_BYTES_MAX = 100_000_000
-"""The safetensors format's own bound."""
+"""Maximum size of a header in the safetensors format."""
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (
@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 _SMALL_FILES = ("config.json", _INDEX, *_TOKENIZER_FILES)
-"""What is read of a checkpoint beside its weights."""
+"""The files that are read besides the weights."""
 _IRRELEVANT_FIELDS = frozenset({"_commit_hash", "_name_or_path", "transformers_version", "use_cache"})
 _ROPE_FIELD = re.compile(r"rope|rotary|max_position_embeddings")
 _REVISION = re.compile(r"[0-9a-f]{40}")
@@ -55,15 +55,15 @@ def model_fingerprint(
     """The fingerprint of the checkpoint in folder `path`, its KV held as `kv_dtype` (``bfloat16``, …).
 
     A hub name (``org/model``) means its snapshot in the local hub cache, at `revision` (None: ``main``);
-    `checkpoint_folder` puts there what is missing of it.
+    `checkpoint_folder` downloads what is missing there.
 
-    Weights count by content; in a hub cache (``…/snapshots/<revision>``) the revision stands for the
-    content, so that tens of gigabytes need not be read, nor even be there: the hub is asked for the headers
-    of files that are not. The folder's name never counts. The first call
-    reads every weight file once, on all cores; later calls in the same process stat them.
+    Weights count by content. In a hub cache (``…/snapshots/<revision>``) the revision stands for the content,
+    so that tens of gigabytes need not be read or even downloaded: the headers of missing files come from the
+    hub. The folder's name never counts. The first call reads every weight file once, on all cores; later
+    calls in the same process stat them.
 
-    Raises `NotFound` where the folder or a file is missing, `Corrupted` for a file that is not what it
-    should be, `InvalidField` for an empty `kv_dtype`.
+    Raises `NotFound` for a missing folder or file, `Corrupted` for a file that cannot be parsed, and
+    `InvalidField` for an empty `kv_dtype`.
     """
     if not kv_dtype:
         raise InvalidField("kv_dtype", "is empty; name the KV cache's element type, such as bfloat16")
@@ -85,9 +85,10 @@ def model_fingerprint(
 
 
 def digest_weights(path: str | Path) -> None:
-    """Read the weights of a checkpoint folder as a fingerprint does, so that it need not: for whoever has
-    other things to do meanwhile, in another thread. What cannot be read is left to `model_fingerprint` to
-    say."""
+    """Read and cache the weights of a checkpoint folder, so that a later fingerprint is fast.
+
+    Meant for another thread. Errors are ignored: `model_fingerprint` raises them.
+    """
     try:
         if Path(path).is_dir():
             _weights(Path(path).resolve())
@@ -97,30 +98,30 @@ def digest_weights(path: str | Path) -> None:
 
 def tokenizer_digest(path: str | Path, revision: str | None = None) -> str:
     """Hexadecimal digest of the `tokenizer.json` that `precompute.chunking` uses; empty without one.
-    The checkpoint is found as `model_fingerprint` finds it. Raises alike."""
+    The checkpoint is found as by `model_fingerprint`, with the same errors."""
     file = _resolve_folder(Path(path), revision or hub.MAIN) / "tokenizer.json"
     return _digest(file) if file.is_file() else ""
 
 
 def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """The `config.json` of a checkpoint, found as `model_fingerprint` finds it. Raises alike."""
+    """The `config.json` of a checkpoint, found as by `model_fingerprint`, with the same errors."""
     return _json(_resolve_folder(Path(path), revision or hub.MAIN) / "config.json")
 
 
 def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None = None) -> str:
-    """What a fingerprint calls the KV's element type: the model's, the cache's, and how weights are packed.
+    """The KV's element type in a fingerprint: data types of model and cache, and the weights' quantisation.
 
-    A quantised cache rounds what is computed from it.
+    All three count, because a quantised cache rounds what is computed from it.
     """
     return f"torch.{dtype.removeprefix('torch.')}/{cache_dtype}/{quantization}"
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
     """The folder with a model's configuration and tokenizer: `model` itself, or the snapshot of a hub name,
-    with these files downloaded. Weights are left to who loads them.
+    with these files downloaded. Weights are not downloaded.
 
-    All of the tokenizer's files are fetched, whoever asks: they are part of the fingerprint, so machines that
-    have different ones would not find each other's chunks. Raises as `hub.download_snapshot` does.
+    All of the tokenizer's files are downloaded: they are part of the fingerprint, so machines with different
+    ones would not find each other's chunks. Raises as `hub.download_snapshot` does.
     """
     path = Path(model)
     if path.is_dir() or not hub.is_hub_name(path):
@@ -129,8 +130,8 @@ def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
 
 
 def complete(model: str | Path, revision: str | None = None) -> None:
-    """See that a hub name's snapshot has what the fingerprint reads. Where the hub does not answer, what is
-    there has to do."""
+    """Download what the fingerprint reads of a hub name's snapshot. If the hub does not answer, log a warning
+    and use what is there."""
     try:
         checkpoint_folder(model, revision)
     except KintsugiError as error:
@@ -170,18 +171,18 @@ def _tokenizer_digests(folder: Path) -> dict[str, str]:
 
 
 def _weights(folder: Path) -> dict[str, object]:
-    """Names, dtypes and shapes of all tensors, and what stands for their content."""
+    """Names, dtypes and shapes of all tensors, and a digest or revision for their content."""
     revision = _hub_revision(folder)
     if revision is not None:
         return {"tensors": sorted(_hub_tensors(folder, revision)), "revision": revision}
     files = _weight_files(folder)
     tensors = [tensor for file in files for tensor in _tensors(file)]
-    # Sorted by digest: which shard has which name is no property of the model.
+    # Sorted by digest: the names of the files are no property of the model.
     return {"tensors": sorted(tensors), "content": sorted(_digest(file) for file in files)}
 
 
 def _hub_tensors(folder: Path, revision: str) -> list[list[Any]]:
-    """From the files that are there, else from the hub."""
+    """The tensors, from files in the folder if they exist, otherwise from the hub."""
     name = hub.name_of(folder)
     if (folder / _INDEX).is_file() or any(folder.glob("*.safetensors")):
         files = [file.name for file in _weight_files(folder)]
@@ -197,13 +198,13 @@ def _hub_tensors(folder: Path, revision: str) -> list[list[Any]]:
 
 
 def _hub_revision(folder: Path) -> str | None:
-    """The commit that a hub cache's snapshot folder is named after."""
+    """The commit of a hub cache's snapshot folder; None for another folder."""
     is_snapshot = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return folder.name if is_snapshot and _REVISION.fullmatch(folder.name) else None
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The shards that the index lists; without an index, every safetensors file."""
+    """The weight files that the index lists; without an index, every safetensors file."""
     if (folder / _INDEX).is_file():
         shards = _json(folder / _INDEX).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
@@ -226,7 +227,7 @@ def _digest(file: Path) -> str:
 
 
 def _stat(file: Path) -> tuple[int, int]:
-    """Size and mtime_ns: with the path, what a memoised answer is valid for."""
+    """Size and mtime_ns, which together with the path key the memoised digests."""
     try:
         status = file.stat()
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""Makes checkpoints with random weights that transformers and vLLM load like any other."""
+"""Creates checkpoints with random weights that transformers and vLLM load like any other."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,13 +10,20 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from kintsugi.models.cache import cache_folder
 from kintsugi.models.shapes import ModelShape, find_shape
 from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 from kintsugi.models.weights import fill_weights
 
 RECIPE = 2
-"""Bumped when the same shape and seed would give other weights: older cached checkpoints are then left."""
+"""Raised when the same shape and seed give other weights, so that older cached checkpoints are not used."""
+
+
+def cache_folder() -> Path:
+    """`$KINTSUGI_CACHE`, or `kintsugi` in the user's XDG cache folder."""
+    if explicit := os.environ.get("KINTSUGI_CACHE"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kintsugi"
 
 
 def make_checkpoint(shape: ModelShape, folder: Path, seed: int = 0) -> Path:
@@ -35,7 +43,7 @@ def make_checkpoint(shape: ModelShape, folder: Path, seed: int = 0) -> Path:
 
 
 def _empty_model(shape: ModelShape) -> PreTrainedModel:
-    """Allocated, not initialised: every parameter is about to be overwritten."""
+    """Allocate a model without initialising it: every parameter is about to be overwritten."""
     config = shape.config(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
@@ -43,10 +51,10 @@ def _empty_model(shape: ModelShape) -> PreTrainedModel:
 
 
 def make_checkpoint_once(name: str, seed: int = 0, layers: int | None = None) -> Path:
-    """The checkpoint of the shape called `name`, made on first use.
+    """The checkpoint of the shape called `name`, created on first use.
 
-    ``layers`` overrides the shape's number of layers. Safe with several processes: a checkpoint appears
-    whole or not at all, and whoever finishes second keeps the first one's. Raises `InvalidField` for an
+    ``layers`` overrides the shape's number of layers. Safe with several processes: a checkpoint appears whole
+    or not at all, and a process that finishes second uses the first one's. Raises `InvalidField` for an
     unknown name.
     """
     shape = find_shape(name)

@@ -1,7 +1,7 @@
-"""Checkpoints that are called by a hub's name, `org/model`: their files in the hub's cache on this machine.
+"""Finds and downloads checkpoints with hub names, `org/model`, in the hub's cache on this machine.
 
-`huggingface_hub` reads from its own environment variables where the hub is, who asks, where the cache lies,
-and whether to stay offline. It comes with tokenizers and with vLLM.
+`huggingface_hub` takes the hub's address, the token, the cache folder and offline mode from its own
+environment variables. It comes with tokenizers and with vLLM.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from kintsugi.core.errors import NotFound, PermissionDenied, Unavailable
 
 MAIN = "main"
-SAID_MAX = 300
-"""Characters of an error of the library, which writes whole paragraphs."""
+REASON_CHARS_MAX = 300
+"""Maximum length of a library error in our message; the library writes whole paragraphs."""
 
 
 def is_hub_name(model: str | Path) -> bool:
-    """Whether it is written as one; a folder of that name comes first."""
+    """Whether the name has the form `org/model`. A folder of that name takes precedence."""
     path = Path(model)
     return not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in (".", "..")
 
 
 def snapshot(name: str | Path, revision: str = MAIN) -> Path:
-    """Where the cache holds a model at a branch, tag or commit; it need not be there."""
+    """The cache's folder for a model at a branch, tag or commit; it may not exist."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     repository = cache / f"models--{'--'.join(Path(name).parts)}"
@@ -41,10 +41,10 @@ def name_of(folder: Path) -> str:
 
 
 def download_snapshot(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:
-    """The snapshot's folder with those of the files that the model has. Asks the hub which commit is meant,
-    and takes the cache's word where nobody answers.
+    """Download those of the files that the model has, and return the snapshot's folder.
 
-    Raises `NotFound`, `PermissionDenied`, and `Unavailable` for what neither the cache nor the hub has.
+    Asks the hub for the commit, and uses the cache's if the hub does not answer. Raises `NotFound`,
+    `PermissionDenied`, and `Unavailable` if neither the cache nor the hub has the files.
     """
     with _translate_hub_errors(name):
         from huggingface_hub import snapshot_download
@@ -53,7 +53,7 @@ def download_snapshot(name: str | Path, files: Sequence[str], revision: str = MA
 
 
 def safetensors_files(name: str, revision: str) -> list[str]:
-    """Those at the root of a model's repository. Raises as `download_snapshot` does."""
+    """The weight files at the root of a model's repository. Raises as `download_snapshot` does."""
     with _translate_hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -62,7 +62,7 @@ def safetensors_files(name: str, revision: str) -> list[str]:
 
 
 def tensors(name: str, file: str, revision: str) -> list[list[Any]]:
-    """`[name, dtype, shape]` of each tensor of a file that stays where it is: its header alone is read.
+    """`[name, dtype, shape]` of each tensor in a file on the hub; downloads only the file's header.
     Raises as `download_snapshot` does."""
     with _translate_hub_errors(name):
         from huggingface_hub import HfApi
@@ -79,22 +79,22 @@ def _translate_hub_errors(model: str | Path) -> Iterator[None]:
         raise NotFound(
             f"{model} is not a checkpoint folder, and cannot be downloaded: pip install huggingface_hub"
         ) from error
-    # The library's transport has a tree of its own; with older ones it is OSError's.
+    # The library's transport has its own error classes; in older versions they derive from OSError.
     unreachable = (getattr(errors, name, OSError) for name in ("HTTPError", "XetDownloadError"))
     try:
         yield
     except errors.GatedRepoError as error:
         raise PermissionDenied(
-            f"{model} may not be downloaded: accept its terms at the hub, and set HF_TOKEN"
+            f"{model} requires permission: accept its terms at the hub, and set HF_TOKEN"
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise NotFound(
-            f"{model} is neither a folder here nor a model of the hub; check the name, or set HF_TOKEN to a "
-            "token that may read it"
+            f"{model} is neither a folder nor a model of the hub; check the name, or set HF_TOKEN to a token "
+            "that may read it"
         ) from error
     except (OSError, ValueError, errors.SafetensorsParsingError, *unreachable) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise Unavailable(
-            f"{model} cannot be downloaded ({said[:SAID_MAX]}); "
-            f"let this machine reach the hub, or download it first (hf download {model})"
+            f"{model} cannot be downloaded ({reason[:REASON_CHARS_MAX]}); "
+            f"connect this machine to the hub, or download it first (hf download {model})"
         ) from error

@@ -1,4 +1,4 @@
-"""What a checkpoint looks like: architectures, sizes, and the named ones that tests and benchmarks use."""
+"""Shapes of checkpoints: architectures, sizes, and the named shapes that tests and benchmarks use."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from transformers import (
 from kintsugi.core.errors import InvalidField
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's CPU attention supports."""
+"""Head dimensions that vLLM's CPU attention supports."""
 
 
 class Architecture(StrEnum):
-    """Decoder families, by the name of their model class."""
+    """Decoder families, by their model class."""
 
     LLAMA = "LlamaForCausalLM"
     MISTRAL = "MistralForCausalLM"
@@ -50,7 +50,7 @@ _CONFIGS: dict[Architecture, Any] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that decides a checkpoint's tensors and config, but not its weights."""
+    """Everything that decides a checkpoint's tensors and config, except the weights' values."""
 
     architecture: Architecture
     layers: int
@@ -59,20 +59,19 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Width of the MLP; of one expert where there are experts."""
+    """Width of the MLP, or of one expert."""
     vocab: int
-    """Rows of the embedding. The tokenizer is trained to at most as many."""
+    """Number of rows of the embedding; the tokenizer has at most as many tokens."""
     max_positions: int = 8192
     rope: MappingProxyType[str, Any] = field(
         default_factory=lambda: MappingProxyType({"rope_type": "default", "rope_theta": 10_000.0})
     )
     """transformers' `rope_parameters` of full-attention layers."""
     local_rope_theta: float | None = None
-    """RoPE base of sliding-window layers, where they have their own."""
+    """RoPE base of sliding-window layers, if it differs."""
     sliding_window: int | None = None
     full_attention_every: int = 1
-    """Of so many layers one, the last, attends to everything; the others see `sliding_window` tokens.
-    1 where all layers are alike."""
+    """Every n-th layer attends to everything, the others to `sliding_window` tokens; 1: all are alike."""
     experts: int = 0
     experts_per_token: int = 0
     dtype: str = "float32"
@@ -87,12 +86,12 @@ class ModelShape:
             raise InvalidField("layers", f"{self.layers} is not positive")
 
     def with_layers(self, layers: int) -> ModelShape:
-        """The same layers, another number of them."""
+        """The same shape with another number of layers."""
         return dataclasses.replace(self, layers=layers)
 
     @property
     def layer_types(self) -> list[str]:
-        """transformers' name of each layer's attention."""
+        """The attention type of each layer, by transformers' names."""
         every = self.full_attention_every
         return [
             "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
@@ -119,12 +118,12 @@ class ModelShape:
             "pad_token_id": eos_token_id,
             "dtype": self.dtype,
         }
-        values |= self._particulars()
+        values |= self._architecture_fields()
         config: PretrainedConfig = _CONFIGS[self.architecture](**values)
         return config
 
-    def _particulars(self) -> dict[str, Any]:
-        """Config fields that only this architecture has."""
+    def _architecture_fields(self) -> dict[str, Any]:
+        """Config fields specific to this architecture."""
         match self.architecture:
             case Architecture.MISTRAL:
                 return {"sliding_window": self.sliding_window}
@@ -189,7 +188,7 @@ TINY_SHAPES: dict[str, ModelShape] = {
         Architecture.LLAMA, rope=_rope("yarn", factor=4.0, original_max_position_embeddings=2048)
     ),
     "tiny-linear-rope": _tiny(Architecture.LLAMA, rope=_rope("linear", factor=2.0)),
-    # Not a multiple of the 16-, 64- or 128-token blocks of any backend, so windows end inside blocks.
+    # Not a multiple of any backend's block of 16, 64 or 128 tokens, so that windows end inside blocks.
     "tiny-mistral-window": _tiny(Architecture.MISTRAL, sliding_window=200),
     "tiny-mixtral": _tiny(Architecture.MIXTRAL, experts=4, experts_per_token=2),
     "tiny-qwen2": _tiny(Architecture.QWEN2, rope=_rope("default", 1_000_000.0)),
@@ -204,7 +203,7 @@ TINY_SHAPES: dict[str, ModelShape] = {
         full_attention_every=3,
     ),
 }
-"""Small enough to start in a test; each stands for one way in which decoders differ."""
+"""Shapes small enough for a test; each covers one way in which decoders differ."""
 
 SHAPES: dict[str, ModelShape] = {
     **TINY_SHAPES,
@@ -259,7 +258,7 @@ SHAPES: dict[str, ModelShape] = {
         dtype="bfloat16",
     ),
 }
-"""Every named shape. The layers of the two large ones are the real models'; `with_layers` sets how many."""
+"""Every named shape. The two large ones have the layers of real models; `with_layers` sets how many."""
 
 
 def find_shape(name: str) -> ModelShape:

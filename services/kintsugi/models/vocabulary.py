@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on the bundled passages."""
+"""Trains a byte-level BPE tokenizer on the bundled passages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ BOS_ID, EOS_ID = 0, 1
 
 
 def train_tokenizer(vocab: int, max_positions: int) -> PreTrainedTokenizerFast:
-    """At most `vocab` ids; any text round-trips, because every byte is a token.
+    """Train a tokenizer with `vocab` ids. Any text round-trips, because every byte is a token.
 
-    BOS is added to plain prompts, as Llama does. Training has no randomness: the same passages give the
-    same file. Where the passages have fewer distinct merges than asked for, the vocabulary is filled up
-    with unused tokens, so that every id a model can emit decodes to something.
+    BOS is added to plain prompts, as Llama does. Training is deterministic: the same passages give the same
+    file. If the passages have too few distinct merges, unused tokens fill the vocabulary, so that every id a
+    model can emit decodes to something.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

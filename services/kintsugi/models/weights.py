@@ -1,14 +1,14 @@
-"""Random weights under which a transformer still behaves like one.
+"""Fills a transformer with random weights under which it still behaves like a trained one.
 
-With the usual tiny initialisation scores are all but equal, attention averages everything, KV deviation
-measures nothing and greedy decoding repeats one token. With large weights the network is chaotic: it
-amplifies rounding until two exact ways to compute the same prompt answer differently. So every projection
-is scaled by its fan-in to a chosen gain (standard deviations, for inputs of unit RMS):
+With the usual small initialisation attention scores are nearly equal: attention averages everything, KV
+deviation measures nothing, and greedy decoding repeats one token. With large weights the network is chaotic:
+it amplifies rounding until two exact ways to compute the same prompt give different answers. So every
+projection is scaled by its fan-in to a chosen gain (standard deviations, for inputs of unit RMS):
 
 * query·key scores spread by 2, so that a few dozen of a few thousand tokens get most of the attention;
   where the model normalises queries and keys, the norm's weights carry that gain;
-* what attention returns is an average and alike at all positions: it gets a smaller gain than the MLP, or
-  the hidden states of a deep model all point the same way;
+* the output of attention is an average and similar at all positions: it gets a smaller gain than the MLP, or
+  the hidden states of a deep model all point in the same direction;
 * embeddings spread by the square root of the number of layers, so that all layers together weigh about
   as much as the token itself. Measured at 16 layers, bfloat16 against float32: the best token's logprob
   moves by 0.03 on average and a chunk read alone predicts the same next token as behind another one in

@@ -1,4 +1,4 @@
-"""A SQLite file behind a lock that raises our errors. The ledger and the journal are stored in such files."""
+"""A SQLite database behind a lock that raises our errors: ledger, journal, and a gateway's known chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kintsugi.core.errors import Corrupted, KintsugiError, ResourceExhausted, Unavailable
+from kintsugi.core.errors import (
+    Corrupted,
+    KintsugiError,
+    ResourceExhausted,
+    Unavailable,
+    VersionMismatch,
+)
 
 BUSY_S = 60.0
 
@@ -17,24 +23,32 @@ BUSY_S = 60.0
 class Database:
     """Thread-safe; one connection. Several processes may hold the file; writers take turns."""
 
-    def __init__(self, path: Path, schema: str, version: int) -> None:
-        """Open or create the file. Raises `Unavailable`, `ResourceExhausted` and `Corrupted`."""
+    def __init__(
+        self, path: Path | None, schema: str, version: int, remedy: str = "choose another --state"
+    ) -> None:
+        """Open or create the file; without a path the database lives in memory. ``remedy`` ends messages
+        about a file that cannot be used.
+
+        Raises `Unavailable`, `ResourceExhausted`, `Corrupted`, and `VersionMismatch` for a newer schema.
+        """
         self.path = path
+        self._remedy = remedy
         self._lock = threading.RLock()
         with self._translate_errors("opened"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                path or ":memory:", timeout=BUSY_S, check_same_thread=False, isolation_level=None
+            )
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA cache_size=-32768")
             (written,) = self._db.execute("PRAGMA user_version").fetchone()
             if written not in (0, version):
-                raise Corrupted(
-                    f"{path.parent} was written by another version (schema {written}); use another --state"
-                )
+                kind = VersionMismatch if written > version else Corrupted
+                raise kind(f"{path} was written by another version (schema {written}); {remedy}")
             self._db.executescript(f"{schema} PRAGMA user_version={version};")
-            found = path.stat()
-            self._file = (found.st_dev, found.st_ino)
+            self._file = None if path is None else _identify_file(path)
 
     @contextmanager
     def open_read(self) -> Iterator[sqlite3.Connection]:
@@ -58,15 +72,8 @@ class Database:
 
     def _check_file(self) -> None:
         """Raise `Unavailable` if the file was deleted: SQLite would go on writing to it unseen."""
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self._file:
-            raise Unavailable(
-                f"{self.path} is gone; run the job again: it is rebuilt from the source, and the chunks in "
-                "the store stay"
-            )
+        if self.path is not None and _identify_file(self.path) != self._file:
+            raise Unavailable(f"{self.path} was deleted; start again, and the file is created anew")
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
@@ -77,25 +84,28 @@ class Database:
         except sqlite3.DatabaseError as error:
             raise self._to_kintsugi_error(error, what) from error
         except OSError as error:
-            raise Unavailable(
-                f"{self.path.parent} cannot be {what} ({error.strerror}); choose another --state"
-            ) from error
+            raise Unavailable(f"{self.path} cannot be {what} ({error.strerror}); {self._remedy}") from error
 
     def _to_kintsugi_error(self, error: sqlite3.DatabaseError, what: str) -> KintsugiError:
         if "disk is full" in str(error):
-            return ResourceExhausted(
-                f"the disk of {self.path} is full; free some space, then run the job again"
-            )
+            return ResourceExhausted(f"the disk of {self.path} is full; free some space, then try again")
         if not isinstance(error, sqlite3.OperationalError):
-            return Corrupted(f"{self.path} cannot be {what} ({error}); choose another --state")
-        return Unavailable(
-            f"{self.path} cannot be {what} ({error}); check its folder, or choose another --state"
-        )
+            return Corrupted(f"{self.path} cannot be {what} ({error}); {self._remedy}")
+        return Unavailable(f"{self.path} cannot be {what} ({error}); check its folder, or {self._remedy}")
 
     def close(self) -> None:
         """Idempotent."""
         with self._lock:
             self._db.close()
+
+
+def _identify_file(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None if the file does not exist."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kintsugi.core.exchange import Usage as Usage
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -100,16 +102,6 @@ class PlacedSegment:
     end: int
     key: str
     """Empty for a plain one."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens, as OpenAI counts them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    """Prompt tokens that the engine did not compute itself."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,7 @@ class StoreShard:
         self._stopped = False
 
     def _is_empty(self) -> bool:
-        with self._shard.lock:
-            return not any(tier.allocator.used_bytes for tier in self._shard.tiers)
+        return not self._shard.table.used_bytes()
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve calls it at start and when `user_config` changes."""
@@ -97,12 +96,11 @@ class StoreShard:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `serving.autoscaling.ShardPolicy` reads."""
-        with self._shard.lock:
-            return {
-                "used_bytes": float(sum(tier.allocator.used_bytes for tier in self._shard.tiers)),
-                "capacity_bytes": float(sum(tier.allocator.capacity_bytes for tier in self._shard.tiers)),
-                "returns_per_s": self._shard.reuse.soon_per_s(),
-            }
+        return {
+            "used_bytes": float(self._shard.table.used_bytes()),
+            "capacity_bytes": float(sum(tier.allocator.capacity_bytes for tier in self._shard.tiers)),
+            "returns_per_s": self._shard.table.returns_per_s(),
+        }
 
     def __del__(self) -> None:
         """Serve calls it before it stops the replica: leave the map, write back, then end."""

@@ -22,7 +22,7 @@ from kintsugi.core.exchange import (
     OpenAIHead,
     SaveOutcome,
     SaveState,
-    TokenUsage,
+    Usage,
 )
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
@@ -113,7 +113,7 @@ class StubBackend(EngineBackend):
         if len(self.seen.requests) < REMEMBERED_MAX:
             self.seen.requests.append(request)
         accounting = await self._accounting(request)
-        usage = TokenUsage(len(request.prompt_token_ids), max_tokens, accounting.tokens_hit)
+        usage = Usage(len(request.prompt_token_ids), max_tokens, accounting.tokens_hit)
         self.seen.running += 1
         complete = False
         try:

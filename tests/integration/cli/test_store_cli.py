@@ -54,8 +54,8 @@ def test_an_operator_sees_pins_verifies_and_removes_chunks(server: ShardServer) 
     assert manifest.key.hex in run("ls", "-n", "acme", *at)
     assert "1 of 1 chunks pinned" in run("pin", "-n", "acme", manifest.key.hex, *at)
     assert "1 intact" in run("verify", "-n", "acme", *at)
-    assert "1 chunks forgotten" in run("rm", "-n", "acme", manifest.key.hex, *at)
-    assert "0 chunks forgotten" in run("rm", "-n", "acme", "--all", *at)
+    assert "1 chunks deleted" in run("rm", "-n", "acme", manifest.key.hex, *at)
+    assert "0 chunks deleted" in run("rm", "-n", "acme", "--all", *at)
 
 
 def test_a_damaged_chunk_is_named_and_is_code_5(server: ShardServer) -> None:

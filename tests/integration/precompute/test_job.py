@@ -266,7 +266,7 @@ def test_a_ledger_that_is_deleted_meanwhile_ends_the_job_and_the_next_one_goes_o
             gone.append(True)
             shutil.rmtree(bench.ledger.folder)
 
-    with pytest.raises(Unavailable, match=r"ledger\.sqlite is gone; run the job again"):
+    with pytest.raises(Unavailable, match=r"ledger\.sqlite was deleted; start again"):
         bench.job(delete_once, batch_tokens=128).run()
     bench.ledger = Ledger(bench.ledger.folder)
     assert bench.run().coverage == 1.0

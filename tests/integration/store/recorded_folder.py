@@ -97,7 +97,7 @@ def make(folder: Path) -> dict[str, Any]:
         for recipe in (DELETED, *KEPT[:-1]):
             _put(shard, recipe)
         shard.delete(DELETED.namespace, [DELETED.made()[0].key])
-        for flushed in shard.flushed():
+        for flushed in shard.flush_writers():
             flushed.result(10.0)
         entry = _put(shard, SCATTERED)
         assert entry.disk is not None

@@ -107,7 +107,7 @@ def test_a_durable_put_whose_client_left_is_still_written(
     put.cancel()
     eventually(ended(server, 1))
     disk.opened.set()
-    eventually(lambda: shard.writers[0].queue_bytes == 0)
+    eventually(lambda: shard.table.queues[0].queue_bytes == 0)
     (entry,) = shard.lookup("acme", [manifest.key])
     assert entry is not None
     assert entry.disk is not None

@@ -24,9 +24,9 @@ from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore
+from kintsugi.store.shard import life
 from kintsugi.store.shard.admission import ShardConfig
-from kintsugi.store.shard.entry import Residence
-from kintsugi.store.shard.keeper import Keeper
+from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.reading import Reading
@@ -34,6 +34,8 @@ from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.disk_tier import READ_BYTES_PER_S_ASSUMED
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.workers.keeper import Keeper
+from kintsugi.store.shard.workers.tier_writer import TierWriter
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
 
 MIB = 1 << 20
@@ -94,6 +96,13 @@ def put(shard: Shard, manifest: ChunkManifest, frames: list[bytes], durable: boo
 def many(count: int, tokens: int = 400) -> list[tuple[ChunkManifest, list[bytes]]]:
     """Chunks of about 0.3 MiB."""
     return [make_chunk(range(start, start + tokens)) for start in range(0, 1000 * count, 1000)]
+
+
+def drop_from_ram(shard: Shard, entry: ChunkEntry) -> None:
+    """As if RAM had evicted a chunk that a disk has."""
+    with shard.table._lock:
+        assert entry.ram is not None
+        life.drop_copy(entry, entry.ram)
 
 
 def test_chunks_that_left_ram_are_read_from_disk(shard: Shard, store: GrpcStore) -> None:
@@ -167,11 +176,11 @@ def test_a_chunk_that_is_on_its_way_into_ram_keeps_its_source(
         read(residence, first_layer, views)
 
     monkeypatch.setattr(disk, "read", held_up)
-    with shard.lock:
-        shard.ram.drop(entry)
-        assert disk.policy.evict(lambda _: True) is entry
-        assert shard.prefetch("acme", [manifest.key]) == 1
-    shard.writers[0]._demote([entry], disk)
+    drop_from_ram(shard, entry)
+    evictions = shard.table.evict_from_disk(disk, 1)
+    assert [eviction.entry for eviction in evictions] == [entry]
+    assert shard.prefetch("acme", [manifest.key]) == 1
+    TierWriter(shard.table, disk, None).demote(evictions)
     assert entry.disk is not None
     go_on.set()
     monkeypatch.undo()
@@ -183,6 +192,24 @@ def test_a_chunk_that_is_on_its_way_into_ram_keeps_its_source(
         time.sleep(0.01)
     assert shard.verify("acme", [manifest.key]) == {manifest.key: True}
     assert disk.policy.evict(lambda _: True) is entry  # and may leave later
+
+
+def test_a_reading_holds_what_is_in_ram_before_it_loads_the_rest(tmp_path: Path) -> None:
+    """With a disk that takes nothing, making room for a load drops chunks that only RAM has."""
+    with closing(open_shard(spec(tmp_path, ram_mib=1))) as shard:
+        stored, frames = make_chunk(range(600))
+        put(shard, stored, frames)
+        fresh = [make_chunk(range(start, start + 600)) for start in (1000, 2000)]
+        for manifest, frames in fresh:  # the first of them makes `stored` leave RAM
+            begun = shard.begin_put(manifest, PutOptions(tier="ram"), wait_s=10.0)
+            assert begun is not None
+            begun.write(0, memoryview(b"".join(frames)))
+            shard.commit(begun)
+        shard.disks[0].failure = "read-only"
+        keys = [stored.key, *(manifest.key for manifest, _ in fresh)]
+        reading = shard.open("acme", keys, range(3), HeadRange(0, 4))
+        assert [held is not None and held.in_ram for held in reading.chunks] == [False, True, True]
+        shard.close_reading(reading)
 
 
 def test_the_last_disk_drops_what_it_cannot_hold(tmp_path: Path) -> None:
@@ -277,7 +304,7 @@ def test_a_flipped_bit_on_disk_is_lost_and_quarantined(tmp_path: Path) -> None:
         assert items == [ChunkLost(0, 0, "digest mismatch")]
         assert store.lookup("acme", [manifest.key]) == [None]
         store.close()
-    assert shard.counters.quarantined == 1
+    assert shard.table.counters.quarantined == 1
     shard.close()
     shard = open_shard(spec(tmp_path))
     assert len(shard) == 0
@@ -299,8 +326,8 @@ def test_a_damaged_copy_goes_and_the_whole_one_stays(tmp_path: Path, damaged: st
         page = memoryview(mmap.mmap(-1, 4096))
         shard.disks[0].slab.write(entry.disk.offsets[1], [page])
     assert shard.verify("acme", [manifest.key]) == {manifest.key: False}
-    assert shard.counters.quarantined == 1
-    for flushed in shard.flushed():
+    assert shard.table.counters.quarantined == 1
+    for flushed in shard.flush_writers():
         flushed.result(10.0)
     assert (entry.ram is None) == (damaged == "ram")
     assert entry.disk is not None  # written anew, where it was the damaged one
@@ -325,8 +352,7 @@ def test_a_damaged_copy_may_leave_before_it_is_dropped(
 
         def evicting(reading: Reading) -> None:
             close_reading(reading)
-            with shard.lock:
-                shard.ram.drop(entry)
+            drop_from_ram(shard, entry)
 
         monkeypatch.setattr(shard, "close_reading", evicting)
         assert shard.verify("acme", [manifest.key]) == {manifest.key: False}
@@ -453,7 +479,7 @@ def test_a_flush_hears_of_the_batch_before_it(shard: Shard, monkeypatch: pytest.
     durable = shard.commit(begun).durable
     assert durable is not None
     assert syncing.wait(10.0)
-    (flushed,) = shard.flushed()
+    (flushed,) = shard.flush_writers()
     go_on.set()
     for waiting in (durable, flushed):
         with pytest.raises(Unavailable, match="Input/output error"):
@@ -492,7 +518,7 @@ def test_the_death_of_a_thread_is_fatal_and_visible(
 ) -> None:
     manifest, frames = make_chunk(range(40))
 
-    def bug(_: object) -> int:
+    def bug() -> int:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(shard.disks[0], "bury", bug)
@@ -519,7 +545,7 @@ def test_the_death_of_a_reader_or_the_keeper_is_fatal_and_visible(
         until_failed(shard)
     shard.close()
     shard = open_shard(spec(tmp_path))
-    monkeypatch.setattr(shard, "expire", bug)
+    monkeypatch.setattr(shard.table, "expire", bug)
     keeper = Keeper(shard, turn_s=0.01)
     keeper.start()
     until_failed(shard)
@@ -563,7 +589,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     shard = open_shard(spec(tmp_path))
     try:
         assert shard.verify("acme", acknowledged) == dict.fromkeys(acknowledged, True)
-        everything = [key for _, key in shard.addresses()]
+        everything = [entry.manifest.key for entry in shard.table.entries()]
         assert all(shard.verify("acme", everything).values())
     finally:
         shard.close()

@@ -22,7 +22,7 @@ from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.serving.store_shard import claim_shard
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.tiers.catalog import _decoded, _encoded
+from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec
 
 OTHER = FORMAT_VERSION + 1
@@ -79,10 +79,10 @@ def rewrite(folder: Path, count: int, change: Callable[[pb.CatalogRecord], None]
     catalog = lmdb.open(str(folder / "disk0/kintsugi-tier/catalog"))
     with catalog, catalog.begin(write=True) as transaction:
         for key, value in list(transaction.cursor())[:count]:
-            record = _decoded(key, value)
+            record = _decode_catalog_record(key, value)
             assert record is not None
             change(record)
-            transaction.put(key, _encoded(key, record))
+            transaction.put(key, _encode_catalog_record(key, record))
 
 
 def test_a_folder_that_mixes_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_damage_in_the_arena_is_lost_and_quarantined(server: ShardServer, store:
     items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=5.0))
     assert [type(item) for item in items] == [LayerFrame, ChunkLost]
     assert store.lookup("acme", [manifest.key]) == [None]
-    assert server.shard.counters.quarantined == 1
+    assert server.shard.table.counters.quarantined == 1
 
 
 def test_a_namespace_is_mandatory(store: ChunkStore) -> None:

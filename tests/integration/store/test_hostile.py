@@ -236,9 +236,9 @@ def test_a_foreign_namespace_looks_like_an_absent_one(server: ShardServer) -> No
     store = GrpcStore(server.address)
     manifest, frames = make_chunk(range(40))
     store.put(manifest, frames)
-    before = server.shard.counters.misses
+    before = server.shard.table.counters.misses
     assert store.lookup("rival", [manifest.key]) == [None]
-    assert server.shard.counters.misses == before + 1
+    assert server.shard.table.counters.misses == before + 1
     with pytest.raises(InvalidField, match="namespace"):
         store.lookup("../acme", [manifest.key])
     store.close()

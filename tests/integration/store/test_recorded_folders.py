@@ -38,7 +38,7 @@ def held(folder: Path) -> dict[str, Any]:
     ):
         chunks = [chunk for space in ("acme", "rival/team") for chunk in _chunks(shard, store, space)]
         assert len(chunks) == len(shard)
-        assert shard.counters.quarantined == 0
+        assert shard.table.counters.quarantined == 0
         report = shard.reports.get(FINGERPRINT, REPORT_NAME)
         assert report is not None
         return {"shard_id": shard.shard_id, "report": report.decode(), "chunks": chunks}

@@ -79,7 +79,7 @@ def test_damage_in_the_arena_is_lost_and_quarantined(server: ShardServer, store:
     held.frame(1)[5] ^= 1
     items = list(store.stream("acme", [manifest.key], range(3), HeadRange(0, 4), deadline_s=5.0))
     assert [type(item) for item in items] == [LayerFrame, ChunkLost]
-    assert server.shard.counters.quarantined == 1
+    assert server.shard.table.counters.quarantined == 1
 
 
 def test_bytes_read_after_the_lease_are_refused(

@@ -330,10 +330,10 @@ def test_prefetch_and_pins_reach_the_shards_that_own_a_chunk(
     assert store.prefetch("acme", [*keys, ChunkKey(bytes(32))]) == len(keys)
     pinned = store.pin("acme", [*keys[:5], ChunkKey(bytes(32))], lease_s=30.0)
     assert pinned.chunks == 5
-    held = [entry.manifest.key for server in servers for entry in server.shard._index if entry.pins]
+    held = [entry.manifest.key for server in servers for entry in server.shard.table.entries() if entry.pins]
     assert set(held) == set(keys[:5])
     assert store.unpin(pinned.lease_id) == len(held)
-    assert not any(entry.pins for server in servers for entry in server.shard._index)
+    assert not any(entry.pins for server in servers for entry in server.shard.table.entries())
     assert store.unpin(pinned.lease_id) == 0
     with pytest.raises(InvalidField, match="what pin returned"):
         store.unpin("no such lease")

@@ -17,8 +17,7 @@ from kintsugi.cli.commands import demo, doctor, generate
 from kintsugi.cli.commands.doctor import Check, CheckResult
 from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
-from kintsugi.cli.rag import build_prompt
-from kintsugi.cli.session import ModelSource, Session, Trust
+from kintsugi.cli.session import ModelSource, Session, Trust, build_prompt
 from kintsugi.core import errors
 from kintsugi.models.bundled import BUNDLED_REPORT, Showcase
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
@@ -39,7 +38,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
     trusted: list[Trust] = []
 
     @contextmanager
-    def opened(
+    def open_session(
         screen: Any,
         model: ModelSource,
         texts: Sequence[tuple[str, str]],
@@ -54,9 +53,9 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
         yield Session(engine, FakeTokenizer(), prompt, reason)  # type: ignore[arg-type]
 
     for module in (demo, generate, doctor):
-        monkeypatch.setattr(module, "opened", opened)
-        monkeypatch.setattr(module, "named_model", lambda model: ModelSource("m", "m"))
-    monkeypatch.setattr(demo, "random_model", lambda screen: ModelSource("m", "m"))
+        monkeypatch.setattr(module, "open_session", open_session)
+        monkeypatch.setattr(module, "resolve_model_argument", lambda model: ModelSource("m", "m"))
+    monkeypatch.setattr(demo, "make_random_model", lambda screen: ModelSource("m", "m"))
     return trusted
 
 
@@ -155,7 +154,7 @@ def test_the_demo_says_which_answers_are_right(monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "word"),
     [
         (["--question", "Why tides?"], "--random-weights"),
-        (["--model", "m", "--random-weights"], "leave --model away"),
+        (["--model", "m", "--random-weights"], "omit --model"),
     ],
 )
 def test_the_demo_refuses_what_its_models_cannot_answer(arguments: list[str], word: str) -> None:

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kintsugi.cli.html import LEGEND, Page, depth_class, parts_of, rendered, tick_step, timeline_of
+from kintsugi.cli.html import LEGEND, Page, depth_class, parts_of, render_page, tick_step, timeline_of
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from tests.unit.cli.fakes import NUM_LAYERS, PROMPT, explained_accounting
 
@@ -41,7 +41,7 @@ class Reader(HTMLParser):
 
 def page_of(prompt: RagPrompt = PROMPT, accounting: dict[str, object] | None = None) -> str:
     accounting = explained_accounting() if accounting is None else accounting
-    return rendered(
+    return render_page(
         Page(
             title="Title",
             subtitle="subtitle",
@@ -105,7 +105,7 @@ def test_the_timeline_stays_inside_its_frame() -> None:
         assert row.y + 12 <= timeline.height
     assert [row.label for row in timeline.rows][:2] == ["layer 0 · 8 tokens", "layer 1 · 3 tokens"]
     assert "4 layers in 27 ms" in timeline.summary
-    assert "for 7 ms of it" in timeline.summary
+    assert "For 7 ms the pass" in timeline.summary
 
 
 @pytest.mark.parametrize(("end_ms", "step_ms"), [(27, 5), (667, 100), (8, 1), (1500, 200), (0.8, 0.1)])

@@ -34,7 +34,7 @@ def test_the_first_ctrl_c_waits_and_says_so_and_the_second_does_not_wait() -> No
     with command._cancel_on_signals(job, notes.append):  # type: ignore[arg-type]
         signal.raise_signal(signal.SIGINT)
         assert job.cancelled == 1
-        assert "once the batches that run are done" in notes[0]
+        assert "after the running batches" in notes[0]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -50,7 +50,7 @@ def test_the_first_ctrl_c_waits_and_says_so_and_the_second_does_not_wait() -> No
     ],
 )
 def test_a_failure_says_where_to_look(failure: Failure, place: str) -> None:
-    assert command._place(failure) == place
+    assert command._locate(failure) == place
 
 
 def test_the_final_table_names_some_failures_and_counts_the_rest(
@@ -70,8 +70,8 @@ def test_the_final_table_names_some_failures_and_counts_the_rest(
 
 
 def test_a_dry_run_shows_what_is_missing_rather_than_a_rate_of_nothing() -> None:
-    assert command._line(Progress(dry=True, bytes_missing=2 << 20))[1] == "2 MiB missing"
-    assert "tokens/s" in command._line(Progress())[1]
+    assert command._format_progress(Progress(dry=True, bytes_missing=2 << 20))[1] == "2 MiB missing"
+    assert "tokens/s" in command._format_progress(Progress())[1]
 
 
 def test_a_coverage_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from kintsugi.cli.commands import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.lists import floats, integers, selector_names
 from kintsugi.cli.main import app
+from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import figures as drawing
@@ -107,8 +107,8 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
     [
         ({"count": 5}, (), "5 fit the model"),
         ({"answer": "never"}, (), "answers none of 40 correctly"),
-        ({}, ("--store", "ram://here"), "ends with this process"),
-        ({}, ("--engine", "{"), "engine: is no JSON"),
+        ({}, ("--store", "ram://here"), "exists only in this process"),
+        ({}, ("--engine", "{"), "engine: is not JSON"),
         ({}, ("--connector", "[]"), "connector: must be a JSON object"),
     ],
 )
@@ -288,11 +288,11 @@ def test_the_example_explains_bad_input(
 
 
 def test_lists() -> None:
-    assert integers("x", "1, 2,") == [1, 2]
-    assert floats("x", "") == []
-    assert selector_names("hkvd,query") == [SelectorName.HKVD, SelectorName.QUERY]
-    for parse, text in ((integers, "1,a"), (floats, "x")):
+    assert parse_integers("x", "1, 2,") == [1, 2]
+    assert parse_floats("x", "") == []
+    assert parse_selectors("hkvd,query") == [SelectorName.HKVD, SelectorName.QUERY]
+    for parse, text in ((parse_integers, "1,a"), (parse_floats, "x")):
         with pytest.raises(InvalidField, match="comma-separated"):
             parse("x", text)
     with pytest.raises(InvalidField, match="is not one of"):
-        selector_names("best")
+        parse_selectors("best")

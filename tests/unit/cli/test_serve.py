@@ -16,7 +16,7 @@ from kintsugi.cli.commands.serve import (
     ServeTask,
     ServiceMonitor,
     build_service_spec,
-    described,
+    describe_progress,
     read_yaml,
 )
 from kintsugi.cli.exits import ExitCode
@@ -86,9 +86,9 @@ def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     ("text", "error", "match"),
     [
         (None, NotFound, "cannot be read"),
-        ("model: [", InvalidField, "no YAML"),
-        ("- a\n", InvalidField, "no mapping"),
-        ("\xff", InvalidField, "no YAML"),
+        ("model: [", InvalidField, "not YAML"),
+        ("- a\n", InvalidField, "must be a mapping"),
+        ("\xff", InvalidField, "not YAML"),
     ],
 )
 def test_a_file_that_is_none_is_refused(
@@ -159,8 +159,8 @@ def test_what_is_missing_is_said_while_it_starts() -> None:
         DeploymentProgress("StoreShard", 1, 1, "HEALTHY"),
         DeploymentProgress("Engine", 0, 2, "UPDATING"),
     ]
-    assert described(found) == "StoreShard 1 of 1, Engine 0 of 2"
-    assert described([]) == "asking Serve"
+    assert describe_progress(found) == "StoreShard 1 of 1, Engine 0 of 2"
+    assert describe_progress([]) == "waiting for Serve"
 
 
 class StubService:
@@ -190,8 +190,8 @@ def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
 
     def look() -> list[dict[str, Any]]:
         now_s[0] += 10.0
-        watch.look()
-        watch.look()
+        watch.poll()
+        watch.poll()
         return said(capsys)
 
     assert look() == []

@@ -40,9 +40,9 @@ class Common(Settings):
 class Wide(Common):
     mode: str = setting("on", enum=("on", "off"))
     items: tuple[Item, ...] = setting((), maxItems=2, mapKey="name")
-    ports: tuple[int, ...] = setting((80,), minItems=1, itemMinimum=1, itemMaximum=99)
+    ports: tuple[int, ...] = setting((80,), minItems=1, items={"minimum": 1, "maximum": 99})
     extra: Mapping[str, Any] = setting(dict, reserved=("model",), maxProperties=2)
-    tags: Mapping[str, str] = setting(dict, valueLength=2)
+    tags: Mapping[str, str] = setting(dict, items={"maxLength": 2})
     note: str | None = setting(None, minLength=1)
 
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable, UnknownField
-from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, TokenUsage
+from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, Usage
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
@@ -106,7 +106,7 @@ def test_an_answer_passes_in_pieces_and_ends_with_its_accounting() -> None:
     engine = engine_over(client)
     first, last = asyncio.run(answer(engine, request(priority=3, trace={"traceparent": "00-1"})))
     assert first == EngineDelta((7,), "7 ")
-    assert last == EngineDelta((8,), "8 ", "length", ACCOUNTING, TokenUsage(3, 2, 2))
+    assert last == EngineDelta((8,), "8 ", "length", ACCOUNTING, Usage(3, 2, 2))
     ((prompt, sampling, request_id, more),) = client.asked
     assert prompt["prompt_token_ids"] == [0, 5, 70_000]
     assert prompt["cache_salt"] == "acme"

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.models import factory
-from kintsugi.models.cache import cache_folder
-from kintsugi.models.factory import make_checkpoint, make_checkpoint_once
+from kintsugi.models.factory import cache_folder, make_checkpoint, make_checkpoint_once
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.shapes import SHAPES, TINY_SHAPES, ModelShape, find_shape
 

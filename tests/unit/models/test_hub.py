@@ -117,7 +117,7 @@ def test_without_a_hub_what_is_there_has_to_do(
 
 
 def test_what_cannot_be_downloaded_says_what_to_do(fake: FakeHub) -> None:
-    with pytest.raises(NotFound, match="neither a folder here nor a model of the hub"):
+    with pytest.raises(NotFound, match="neither a folder nor a model of the hub"):
         checkpoint_folder("org/absent")
     with pytest.raises(PermissionDenied, match="HF_TOKEN"):
         checkpoint_folder("org/gated")

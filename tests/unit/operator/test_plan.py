@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from kintsugi_operator.api.status import BlendServiceStatus
 from kintsugi_operator.desired.plan import plan_service
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision, service_spec
-from kintsugi_operator.objects.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX, matches
+from kintsugi_operator.objects.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME_LENGTH_MAX
 from kintsugi_operator.objects.network import OPERATOR
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.store import ray_service_name
@@ -42,6 +42,11 @@ PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[Healt
 OLDEST, NEWEST = "1.30", "1.36"
 """Kubernetes versions that are supported."""
 BEFORE = BlendServiceStatus()
+
+
+def matches(chosen: Mapping[str, str], found: Mapping[str, str]) -> bool:
+    """Whether all labels of a selector are there."""
+    return chosen.items() <= found.items()
 
 
 def objects_of(

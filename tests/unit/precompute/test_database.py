@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.core.errors import Corrupted, ResourceExhausted, Unavailable
+from kintsugi.core.errors import Corrupted, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.precompute.database import Database, lock_state
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS word (text BLOB NOT NULL);"
@@ -46,11 +46,12 @@ def test_a_full_disk_is_said_and_nothing_is_half_written(database: Database) -> 
 
 
 def test_a_folder_that_is_deleted_meanwhile_is_said(database: Database) -> None:
+    assert database.path is not None
     shutil.rmtree(database.path.parent)
-    with pytest.raises(Unavailable, match="is gone; run the job again"), database.transaction() as db:
+    with pytest.raises(Unavailable, match="was deleted; start again"), database.transaction() as db:
         db.execute("INSERT INTO word VALUES ('a')")
     Database(database.path, SCHEMA, 1).close()  # another process makes one of the same name
-    with pytest.raises(Unavailable, match="is gone; run the job again"), database.transaction() as db:
+    with pytest.raises(Unavailable, match="was deleted; start again"), database.transaction() as db:
         db.execute("INSERT INTO word VALUES ('a')")
 
 
@@ -61,6 +62,17 @@ def test_a_file_that_is_no_database_or_of_another_version(tmp_path: Path) -> Non
     Database(tmp_path / "b.sqlite", SCHEMA, 1).close()
     with pytest.raises(Corrupted, match="another version"):
         Database(tmp_path / "b.sqlite", SCHEMA, 2)
+    Database(tmp_path / "c.sqlite", SCHEMA, 2).close()
+    with pytest.raises(VersionMismatch, match="schema 2"):
+        Database(tmp_path / "c.sqlite", SCHEMA, 1)
+
+
+def test_without_a_path_it_lives_in_memory() -> None:
+    database = Database(None, SCHEMA, 1)
+    with database.transaction() as db:
+        db.execute("INSERT INTO word VALUES ('a')")
+    assert count(database) == 1
+    database.close()
 
 
 def test_asking_what_is_closed_is_a_mistake_of_ours(database: Database) -> None:

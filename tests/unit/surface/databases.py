@@ -1,4 +1,4 @@
-"""What is kept in SQLite: the tables of the ledger and of the journal, and the journal's JSON."""
+"""What is kept in SQLite: the tables of ledger, journal and known chunks, and the journal's JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.journal import Journal
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.progress import Progress, State
@@ -18,6 +19,7 @@ def surface() -> dict[str, Any]:
         folder = Path(name)
         Ledger(folder).close()
         Journal(folder).close()
+        KnownChunks(folder).close()
         return {
             **{path.name: _schema(path) for path in sorted(folder.glob("*.sqlite"))},
             "progress of a job": fields_of(Progress),

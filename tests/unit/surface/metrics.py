@@ -83,7 +83,7 @@ def _families(registry: CollectorRegistry) -> dict[str, str]:
 
 def _shard() -> dict[str, str]:
     counters = SimpleNamespace(hits=0, misses=0, quarantined=0, expired=0)
-    shard = MagicMock(counters=counters, tiers=[], writers=[], failure=None)
+    shard = MagicMock(table=MagicMock(counters=counters, queues=[]), tiers=[], failure=None)
     return _families(ShardMetrics(shard, {}).registry)
 
 

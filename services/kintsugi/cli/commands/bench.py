@@ -1,4 +1,4 @@
-"""`kintsugi bench`: measure a running service."""
+"""`kintsugi bench`: measures a running service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.bench.plot import draw
 from kintsugi.bench.profile import (
     CountTokens,
     RagWorkload,
@@ -24,10 +23,10 @@ from kintsugi.bench.profile import (
     requests,
     trace_arrivals,
 )
-from kintsugi.bench.report import Sample, Summary, summarize_samples
+from kintsugi.bench.report import Sample, Summary, plot_ttft, summarize_samples
 from kintsugi.bench.run import Endpoint, client_of, fetch_model_name, run
 from kintsugi.cli.exits import ExitCode, exit_on_error
-from kintsugi.cli.lists import floats
+from kintsugi.cli.options import Json, parse_floats
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.quality.figures import prepare_folder
@@ -40,17 +39,17 @@ PUT_BATCH = 16
 
 @app.callback()
 def _group() -> None:
-    """Keeps `serve` a command of its own."""
+    """Makes `serve` a subcommand: Typer would merge a single command into its group."""
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """What to measure."""
+    """The options of `kintsugi bench serve`."""
 
     endpoint: Endpoint
     workload: RagWorkload
     rates_per_s: tuple[float, ...]
-    """Or, for a trace, how many times as fast it is played."""
+    """For a trace: how many times as fast it is played."""
     count: int
     slo_s: float | None = None
     trace: Path | None = None
@@ -62,43 +61,53 @@ class BenchTask:
 @app.command()
 @exit_on_error
 def serve(
-    url: Annotated[str, typer.Option(help="OpenAI endpoint, with /v1.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str, typer.Option(help="Default: the first that the endpoint lists.")] = "",
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Of a Kintsugi gateway.")] = "",
+    url: Annotated[
+        str, typer.Option(help="URL of an OpenAI endpoint, with /v1.")
+    ] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str, typer.Option(help="Model name. Default: the first that the endpoint lists.")] = "",
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Namespace at a Kintsugi gateway.")
+    ] = "",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = "",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Chat completions; the model needs a template.")
+        bool, typer.Option("--chat", help="Use chat completions; the model needs a template.")
     ] = False,
-    rates: Annotated[str, typer.Option(help="Requests per second, comma-separated; one load each.")] = RATES,
-    count: Annotated[int, typer.Option(min=1, help="Requests of a load.")] = 60,
-    slo_ms: Annotated[float | None, typer.Option(help="What a first token may take, for goodput.")] = None,
+    rates: Annotated[
+        str, typer.Option(help="Comma-separated request rates per second, one load each.")
+    ] = RATES,
+    count: Annotated[int, typer.Option(min=1, help="Requests per load.")] = 60,
+    slo_ms: Annotated[
+        float | None, typer.Option(help="Longest time to first token that counts as goodput.")
+    ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with timestamps instead of Poisson arrivals; --rates are speeds."),
+        typer.Option(help="JSON lines with timestamps to replay; --rates are then speeds."),
     ] = None,
-    documents: Annotated[int, typer.Option(help="Of the corpus, each one chunk.")] = 200,
-    zipf: Annotated[float, typer.Option(help="Exponent of their popularity.")] = 0.9,
-    chunks: Annotated[int, typer.Option(help="Of a prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(help="Of a chunk.")] = 512,
-    answer_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 16,
-    seed: Annotated[int, typer.Option(help="Same seed, same requests at the same times.")] = 0,
+    documents: Annotated[int, typer.Option(help="Documents in the corpus, one chunk each.")] = 200,
+    zipf: Annotated[float, typer.Option(help="Exponent of the documents' popularity.")] = 0.9,
+    chunks: Annotated[int, typer.Option(help="Chunks per prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = 512,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 16,
+    seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Model folder, to count a chunk's tokens. Without: a guess by words.")
+        Path | None, typer.Option(help="Model folder, to count tokens. Default: an estimate by words.")
     ] = None,
     warm: Annotated[
-        str, typer.Option(help="gRPC address of the gateway: store every document's chunk first.")
+        str, typer.Option(help="gRPC address of the gateway, to store every document first.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Picture of TTFT against rate, SVG and PNG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a plot of TTFT against rate, as SVG and PNG.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Open-loop load on any OpenAI endpoint: TTFT, ITL, throughput, goodput, hit rates."""
+    """Send an open-loop load to an OpenAI endpoint; measure TTFT, ITL, throughput, goodput and hit rates."""
     if slo_ms is not None and not slo_ms > 0:
         raise InvalidField("slo-ms", f"{slo_ms} must be above 0")
     if warm and not namespace:
-        raise InvalidField("namespace", "is mandatory with --warm: name the tenant whose chunks are stored")
-    rates_per_s = tuple(floats("rates", rates))
+        raise InvalidField("namespace", "is required with --warm: name the namespace to store the chunks in")
+    rates_per_s = tuple(parse_floats("rates", rates))
     if not rates_per_s:
-        raise InvalidField("rates", f"{rates!r} names none; give one or more, comma-separated")
+        raise InvalidField("rates", f"{rates!r} has no rate; give one or more, comma-separated")
     task = BenchTask(
         Endpoint(url.rstrip("/"), model, api_key, namespace, chat),
         RagWorkload(documents, zipf, chunks, chunk_tokens, answer_tokens, seed),
@@ -115,8 +124,8 @@ def serve(
 
 
 def measure(screen: Screen, task: BenchTask) -> bool:
-    """Run every load and show the result; whether any request was answered."""
-    # All of them before the first is run: a slip in the last would cost what was measured until then.
+    """Run every load and print the result. Returns whether any request was answered."""
+    # All before the first load runs: a bad rate at the end would cost what was measured until then.
     arrivals_s = [_arrivals(task, rate) for rate in task.rates_per_s]
     if task.plot is not None:
         prepare_folder(task.plot.parent)
@@ -124,12 +133,12 @@ def measure(screen: Screen, task: BenchTask) -> bool:
         texts = corpus(task.workload, _counter(task.tokenizer))
     if task.warm_address:
         _store(screen, task, texts)
-    endpoint = asyncio.run(_resolved(task.endpoint))
+    endpoint = asyncio.run(_resolve_model(task.endpoint))
     summaries = []
     for rate, times_s in zip(task.rates_per_s, arrivals_s, strict=True):
         samples = _run_load(screen, task, endpoint, texts, rate, times_s)
         summaries.append(summarize_samples(samples, task.slo_s))
-    pictures = [] if task.plot is None else draw(task.plot, {endpoint.model: summaries}, task.slo_s)
+    pictures = [] if task.plot is None else plot_ttft(task.plot, {endpoint.model: summaries}, task.slo_s)
     document = {
         "endpoint": endpoint.url,
         "model": endpoint.model,
@@ -166,8 +175,8 @@ def _store(screen: Screen, task: BenchTask, texts: Sequence[str]) -> None:
                     screen.note(f"chunk {put.key[:16]} was not stored: {put.reason}")
 
 
-async def _resolved(endpoint: Endpoint) -> Endpoint:
-    """With the model that it lists, where none was named."""
+async def _resolve_model(endpoint: Endpoint) -> Endpoint:
+    """The endpoint, with the first model that it lists if the user named none."""
     if endpoint.model:
         return endpoint
     async with client_of(endpoint) as client:
@@ -175,7 +184,7 @@ async def _resolved(endpoint: Endpoint) -> Endpoint:
 
 
 def _arrivals(task: BenchTask, rate: float) -> list[float]:
-    """Seconds from the beginning. Raises `InvalidField`, and `NotFound` for a trace that is not there."""
+    """Arrival times in seconds. Raises `InvalidField`, and `NotFound` for a missing trace."""
     if task.trace is not None:
         return trace_arrivals(task.trace, rate, task.count)
     return poisson_arrivals(rate, task.count, task.workload.seed)

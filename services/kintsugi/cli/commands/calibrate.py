@@ -1,4 +1,4 @@
-"""`kintsugi calibrate`: find out whether and how a model may be blended, and write it down."""
+"""`kintsugi calibrate`: measures whether and how a model may be blended, and writes a report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kintsugi.cli.arguments import check_writable
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.options import check_writable
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
@@ -32,7 +32,7 @@ ROWS_MAX = 24
 
 @dataclass(frozen=True)
 class CalibrateTask:
-    """What the user asked for."""
+    """The options of `kintsugi calibrate`."""
 
     spec: MeasuringEngineSpec
     questions: Path | None
@@ -43,14 +43,14 @@ class CalibrateTask:
 
 
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
-    """`NOT_BLENDABLE` where nothing passes: the report is written all the same, and keeps the gate shut."""
+    """`NOT_BLENDABLE` if nothing passes; the report is written all the same and keeps the gate shut."""
     check_budget(task.budget, task.thresholds)
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
     with screen.engine_log(), ExitStack() as stack:
         with screen.step("Starting vLLM"):
             engine = stack.enter_context(start_measuring_engine(task.spec))
-        calibration = measured(screen, engine, task, given)
+        calibration = run_calibration(screen, engine, task, given)
     for warning in calibration.warnings:
         screen.note(f"kintsugi: warning: {warning}")
     report = calibration.report
@@ -67,11 +67,18 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
 
 
 def _check_destination(task: CalibrateTask) -> None:
-    """Before minutes are spent. Raises `InvalidField`, and `Unavailable` for a store that does not answer."""
+    """Check the destination before minutes are spent.
+
+    Raises `InvalidField`, and `Unavailable` for a store that does not answer.
+    """
     if task.store is None and task.out is None:
-        raise InvalidField("store", "give --store URL, where engines look, or --out FILE, or both")
+        raise InvalidField(
+            "store", "give --store URL, where engines look for reports, or --out FILE, or both"
+        )
     if task.store is not None and is_process_local(task.store):
-        raise InvalidField("store", f"{task.store!r} ends with this process; name a shard, or use --out FILE")
+        raise InvalidField(
+            "store", f"{task.store!r} exists only in this process; name a shard, or use --out FILE"
+        )
     if task.out is not None:
         check_writable("out", task.out)
     if task.store is not None:
@@ -79,7 +86,7 @@ def _check_destination(task: CalibrateTask) -> None:
             store.stats()
 
 
-def measured(
+def run_calibration(
     screen: Screen, engine: LocalEngine, task: CalibrateTask, given: list[Question] | None
 ) -> Calibration:
     """Calibrate a running engine."""
@@ -103,7 +110,7 @@ HEADINGS = ("selector", "r", "@", "cost", "KL", "p99", "top-1", "right", "n")
 
 
 def render(console: Console, report: CalibrationReport) -> None:
-    """The entries, best first; the choice below them."""
+    """Print the entries, best first, and the choice below them."""
     console.print(Text(f"{report.binding.codec}, {report.questions}"), style="dim")
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
     for index, heading in enumerate(HEADINGS):
@@ -115,12 +122,12 @@ def render(console: Console, report: CalibrationReport) -> None:
     console.print(table)
     if len(ordered) > ROWS_MAX:
         console.print(
-            f"and {len(ordered) - ROWS_MAX} more that were only screened (--json has all)", style="dim"
+            f"and {len(ordered) - ROWS_MAX} more that were only screened (--json prints all)", style="dim"
         )
     noise = report.noise
     console.print(
-        f"r: ratio · @: check layer · cost: of a full prefill's token-layers · n: questions, fewer than "
-        f"{report.thresholds.prompts_min} only screen · !: misses its threshold\n"
+        f"r: ratio · @: check layer · cost: share of a full prefill's token-layers · n: questions, fewer "
+        f"than {report.thresholds.prompts_min} only screen · !: misses its threshold\n"
         f"full prefill against itself: KL {noise.kl_mean:.2g}, "
         f"top-1 agreement {noise.top1_agreement:.3f}{_full_accuracy(report)}",
         style="dim",
@@ -131,7 +138,7 @@ def render(console: Console, report: CalibrationReport) -> None:
         return
     console.print(Text(f"default: {describe_selection(report.choice.selection)} ({report.choice.why})"))
     least = ", ".join(f"{name} {one.ratio:g}" for name, one in sorted(report.choice.limits.items()))
-    console.print(f"least ratio by selector: {least}", highlight=False)
+    console.print(f"minimum ratio by selector: {least}", highlight=False)
 
 
 def _cells(entry: ReportEntry, report: CalibrationReport) -> list[Text]:

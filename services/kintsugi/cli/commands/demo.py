@@ -1,4 +1,4 @@
-"""`kintsugi demo`: one question over chunks in any order, answered four ways."""
+"""`kintsugi demo`: answers one question over chunks in four ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
-from kintsugi.cli.rag import read_chunk
 from kintsugi.cli.render import print_accounting, print_comparison
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
@@ -21,8 +20,9 @@ from kintsugi.cli.session import (
     UNCALIBRATED_NOTE,
     ModelSource,
     Trust,
-    opened,
-    random_model,
+    make_random_model,
+    open_session,
+    read_chunk,
     resolve_model_argument,
 )
 from kintsugi.core.errors import InvalidField, NotBlendable
@@ -37,18 +37,18 @@ MAX_TOKENS = 16
 _ORDER_SEED = 3
 
 RANDOM_WEIGHTS_NOTE = (
-    "This model was made for the demo and has random weights: its answers are gibberish and say nothing "
+    "This model was made for the demo with random weights: its answers are gibberish and show nothing "
     "about quality. The times are real."
 )
 SMALL_MODEL_NOTE = (
-    "This model has 2.8 million parameters, and the question was picked: at this length it is rarely right. "
-    "Times of a larger model: kintsugi demo --random-weights."
+    "This model has 2.8 million parameters, and the question was chosen: at this length the model is rarely "
+    "right. To see the times of a larger model, run kintsugi demo --random-weights."
 )
 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What the user asked for. Without a model: the bundled one, or with `random_weights` a larger one."""
+    """The options of `kintsugi demo`. Without a model it uses the bundled one, or one with random weights."""
 
     model: str | None
     random_weights: bool
@@ -59,7 +59,7 @@ class DemoTask:
 
 @dataclass(frozen=True)
 class Show:
-    """What is shown."""
+    """What the demo shows."""
 
     model: ModelSource
     texts: Sequence[tuple[str, str]]
@@ -70,44 +70,44 @@ class Show:
     trust: Trust
     max_tokens: int = MAX_TOKENS
     expected: str | None = None
-    """The right answer, where it is known."""
+    """The right answer, if it is known."""
     random_weights: bool = False
 
 
 def run(screen: Screen, task: DemoTask) -> None:
-    """Raises `NotBlendable` where the blend fell back to full prefill: there is nothing to show then."""
+    """Raises `NotBlendable` if the blend fell back to full prefill: there is nothing to show then."""
     show = _choose_show(screen, task)
-    with opened(
+    with open_session(
         screen, show.model, show.texts, show.ending, NAMESPACE, show.max_tokens, show.trust
     ) as session:
-        _insist(session.not_saved_because)
+        _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
             measurements = compare(
                 session.engine, session.prompt, BlendChoice(NAMESPACE), show.max_tokens, task.repeat, say
             )
         prompt = session.prompt
     for measurement in measurements:
-        _insist(measurement.fell_back_because)
+        _require_blend(measurement.fell_back_because)
     document = demo_document(show, prompt, measurements)
     screen.show(document, lambda console: _render(console, show, prompt, measurements))
 
 
 def _choose_show(screen: Screen, task: DemoTask) -> Show:
-    """Raises `InvalidField` where the model could not answer what is asked."""
+    """Raises `InvalidField` if the model could not answer the question."""
     if task.model is None and not task.random_weights:
         if task.files or task.question is not None:
             raise InvalidField(
                 "model",
                 "the bundled model knows only the words of its own question; name a model for yours, "
-                "or say --random-weights to see times alone",
+                "or give --random-weights to see times alone",
             )
         return _bundle_show()
     if task.model is not None and task.random_weights:
-        raise InvalidField("random-weights", "makes a model of its own; leave --model away")
+        raise InvalidField("random-weights", "makes a model of its own; omit --model")
     texts = [read_chunk(path) for path in task.files] or demo_texts()
     random.Random(_ORDER_SEED).shuffle(texts)
     question = task.question or BUNDLED_QUESTIONS[0]
-    model = random_model(screen) if task.model is None else resolve_model_argument(task.model)
+    model = make_random_model(screen) if task.model is None else resolve_model_argument(task.model)
     return Show(
         model, texts, question, format_question(question), REGARDLESS, random_weights=task.random_weights
     )
@@ -131,7 +131,7 @@ def demo_texts() -> list[tuple[str, str]]:
     return [(passage.title, passage.text) for passage in read_bundled_passages()[:PASSAGES]]
 
 
-def _insist(reason: str | None) -> None:
+def _require_blend(reason: str | None) -> None:
     if reason is not None:
         label, _, detail = reason.partition(": ")
         raise NotBlendable(label, detail or "run kintsugi doctor for more")
@@ -159,7 +159,7 @@ def demo_document(show: Show, prompt: RagPrompt, measurements: Sequence[Measurem
 
 
 def is_right(measurement: Measurement, expected: str | None) -> bool | None:
-    """Whether the answer begins with the expected one; None where none is expected."""
+    """Whether the answer begins with the expected one; None if none is expected."""
     return None if expected is None else measurement.generation.text.split()[:1] == [expected]
 
 

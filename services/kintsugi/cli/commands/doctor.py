@@ -1,4 +1,4 @@
-"""`kintsugi doctor`: whether this machine and this model can blend, and if not, why."""
+"""`kintsugi doctor`: checks whether this machine and a model can blend, and says why not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kintsugi.cli.commands.demo import demo_texts
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, blend_once
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import REGARDLESS, opened, resolve_model_argument
+from kintsugi.cli.session import REGARDLESS, open_session, resolve_model_argument
 from kintsugi.core.errors import KintsugiError
 from kintsugi.models.passages import BUNDLED_QUESTIONS
 from kintsugi.quality.questions import format_question
@@ -31,16 +31,18 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 
 class CheckResult(StrEnum):
+    """The verdict of a check."""
+
     OK = "ok"
     WARNING = "warning"
-    """Works, or may work, but not as tested."""
+    """It works, or may work, but was not tested like this."""
     FAILED = "failed"
     """Blending is off, or nothing runs at all."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """What one check found."""
 
     name: str
     verdict: CheckResult
@@ -48,8 +50,8 @@ class Check:
 
 
 def run(screen: Screen, model: str | None) -> ExitCode:
-    """`NOT_BLENDABLE` where any check failed."""
-    with screen.engine_log(), screen.step("Looking at this installation"):
+    """`NOT_BLENDABLE` if any check failed."""
+    with screen.engine_log(), screen.step("Checking this installation"):
         checks = installation_checks()
     if model is not None and all(check.verdict is not CheckResult.FAILED for check in checks):
         checks.append(_model_check(screen, model))
@@ -59,7 +61,7 @@ def run(screen: Screen, model: str | None) -> ExitCode:
 
 
 def installation_checks() -> list[Check]:
-    """Everything that can be said without a model. Imports vLLM."""
+    """All checks that need no model. Imports vLLM."""
     return [
         _python_check(),
         _version_check("kintsugi-kv"),
@@ -97,6 +99,7 @@ def _vllm_check() -> Check:
 
 
 def find_installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -112,7 +115,7 @@ def _plugin_check() -> Check:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "kintsugi" not in allowed.split(","):
         return Check(
-            "plugin", CheckResult.FAILED, f"VLLM_PLUGINS={allowed!r} keeps it out; add kintsugi to it"
+            "plugin", CheckResult.FAILED, f"VLLM_PLUGINS={allowed!r} excludes it; add kintsugi to it"
         )
     return Check("plugin", CheckResult.OK, f"{PLUGIN_GROUP}: {entries['kintsugi']}")
 
@@ -142,7 +145,7 @@ def _device_check() -> Check:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """Linux only; empty elsewhere."""
+    """The CPU's feature flags; empty elsewhere than on Linux."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((frozenset(line.split()) for line in lines if line.startswith("flags")), frozenset())
@@ -162,11 +165,11 @@ def _memory_check() -> Check:
 
 
 def _model_check(screen: Screen, model: str) -> Check:
-    """Start an engine, whose self-test runs, store two short chunks and blend them."""
+    """Start an engine, which runs its self-test, store two short chunks, and blend them."""
     texts = [(title, text[:600]) for title, text in demo_texts()[:2]]
     try:
         chosen = resolve_model_argument(model)
-        with opened(
+        with open_session(
             screen, chosen, texts, format_question(BUNDLED_QUESTIONS[0]), "doctor", 1, REGARDLESS
         ) as session:
             reason = session.not_saved_because
@@ -199,6 +202,7 @@ _MARKS = {
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
+    """Print one line per check."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for check in checks:
         mark, style = _MARKS[check.verdict]

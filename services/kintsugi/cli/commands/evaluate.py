@@ -1,4 +1,4 @@
-"""`kintsugi eval`: quality, cost and time over everything that can be varied."""
+"""`kintsugi eval`: measures quality, cost and time over everything that can be varied."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 
 @dataclass(frozen=True)
 class EvaluateTask:
-    """What the user asked for."""
+    """The options of `kintsugi eval`."""
 
     spec: MeasuringEngineSpec
     questions: Path
@@ -45,16 +45,16 @@ class EvaluateTask:
     selectors: Sequence[SelectorName]
     ratios: Sequence[float]
     check_layers: Sequence[int] | None
-    """None: those that `quality.grid` finds worth trying."""
+    """None: the layers that `quality.grid` proposes."""
     axes: dict[str, Any]
-    """Of `quality.evaluate.Axes`, but the selections."""
+    """The fields of `quality.evaluate.Axes` except the selections."""
     plots: Path | None
     max_tokens: int | None
 
 
 @dataclass
 class Evaluation:
-    """Everything that was measured."""
+    """The results of `kintsugi eval`."""
 
     model: str
     questions: str
@@ -62,14 +62,15 @@ class Evaluation:
     rates: list[RateRow]
     warnings: list[str]
     error: dict[str, Any] | None
-    """What ended it early: type, message, exit code."""
+    """The error that ended it early: type, message, exit code."""
 
     def to_mapping(self) -> dict[str, Any]:
+        """JSON form."""
         return dataclasses.asdict(self)
 
 
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
-    """Measure, show, draw. An engine that fails costs what it and later ones would have measured, no more."""
+    """Measure, print and plot. An engine that fails costs its own results and those of later engines only."""
     if task.plots is not None:
         prepare_folder(task.plots)
     found = Evaluation(task.spec.model, str(task.questions), [], [], [], None)
@@ -94,7 +95,7 @@ def _show(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
 
 
 def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
-    """Every engine in turn."""
+    """Measure with every engine in turn, and add the results to `found`."""
     questions = read_questions(task.questions, task.limit)
     settings = list(_axes(task, num_layers=2).engines())
     for number, (codec, speed) in enumerate(settings):
@@ -121,7 +122,7 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
 
 
 def _memory(speed: float | None) -> str:
-    """A store of its own, throttled or not."""
+    """The URL of a new store in memory, throttled if a speed is given."""
     url = f"ram://eval-{uuid.uuid4().hex[:8]}"
     return url if speed is None else f"{url}?bytes_per_s={speed:g}"
 
@@ -135,7 +136,7 @@ HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")
 
 
 def render(console: Console, evaluation: Evaluation) -> None:
-    """One table per setting, one for rates."""
+    """Print one table per setting, and one for request rates."""
     for setting in dict.fromkeys(row.setting for row in evaluation.rows):
         parts = [setting.codec, f"batch {setting.batch}"]
         parts += [f"{setting.chunk_tokens} tokens a chunk"] if setting.chunk_tokens else []
@@ -159,7 +160,7 @@ def render(console: Console, evaluation: Evaluation) -> None:
             table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)
         console.print(table)
     console.print(
-        "cost: of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points lost to "
+        "cost: share of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points lost to "
         "full prefill, paired · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
         style="dim",
         highlight=False,

@@ -1,4 +1,4 @@
-"""`kintsugi generate`: answer a question from the user's own chunks."""
+"""`kintsugi generate`: answers a question from the user's own chunks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from kintsugi.cli import html
-from kintsugi.cli.arguments import check_writable
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
-from kintsugi.cli.rag import read_chunk
+from kintsugi.cli.options import check_writable
 from kintsugi.cli.render import (
     HEADINGS,
     comparison_rows,
@@ -29,7 +28,8 @@ from kintsugi.cli.session import (
     ModelSource,
     Session,
     Trust,
-    opened,
+    open_session,
+    read_chunk,
     resolve_model_argument,
 )
 from kintsugi.core.prompt import RagPrompt
@@ -39,7 +39,7 @@ from kintsugi.quality.questions import format_question
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """What the user asked for."""
+    """The options of `kintsugi generate`."""
 
     model: str
     chunks: Sequence[Path]
@@ -53,25 +53,25 @@ class GenerateTask:
 
 
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
-    """`NOT_BLENDABLE` where the answer is an ordinary full prefill's."""
+    """`NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
     _check_files(task)
     texts = [read_chunk(path) for path in task.chunks]
     ending = format_question(task.question)
     model = resolve_model_argument(task.model)
-    opening = opened(screen, model, texts, ending, task.choice.namespace, task.max_tokens, task.trust)
+    opening = open_session(screen, model, texts, ending, task.choice.namespace, task.max_tokens, task.trust)
     with opening as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
             measurements = _measure(session, task, say)
         page = _page(model, session, task, measurements) if task.html is not None else None
     if task.html is not None and page is not None:
-        task.html.write_text(html.rendered(page), encoding="utf-8")
+        task.html.write_text(html.render_page(page), encoding="utf-8")
         screen.note(f"wrote {task.html}")
     blend = measurements[-1]
     document = generate_document(model, session.prompt, task, measurements)
     screen.show(document, lambda console: _render(console, session.prompt, measurements))
     reason = session.not_saved_because or blend.fell_back_because
     if reason is not None:
-        screen.note(f"kintsugi: not blended, this is a full prefill's answer: {reason}")
+        screen.note(f"kintsugi: not blended; this answer is from a full prefill: {reason}")
         return ExitCode.NOT_BLENDABLE
     if task.trust.regardless:
         screen.note(f"kintsugi: {UNCALIBRATED_NOTE}")
@@ -79,7 +79,7 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
 
 
 def _check_files(task: GenerateTask) -> None:
-    """Before an engine is started. Raises `InvalidField`, and what reading the report raises."""
+    """Check files before an engine is started. Raises `InvalidField`, and as `reports.read` does."""
     if task.html is not None:
         check_writable("html", task.html)
     if task.trust.report is not None:
@@ -87,7 +87,7 @@ def _check_files(task: GenerateTask) -> None:
 
 
 def _measure(session: Session, task: GenerateTask, say: Callable[[str], None]) -> list[Measurement]:
-    """The blend comes last."""
+    """Run the blend, which comes last, and the other methods where they are compared."""
     if task.compare:
         return compare(session.engine, session.prompt, task.choice, task.max_tokens, task.repeat, say)
     return [blend_once(session.engine, session.prompt, task.choice, task.max_tokens)]

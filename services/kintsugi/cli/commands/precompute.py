@@ -1,4 +1,4 @@
-"""`kintsugi precompute` and `kintsugi coverage`."""
+"""`kintsugi precompute` and `kintsugi coverage`: fill a store with a corpus, and see how full it is."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from typer.core import TyperGroup
 
-from kintsugi.cli.arguments import engine_arguments
-from kintsugi.cli.commands.store import human
 from kintsugi.cli.exits import ExitCode, exit_on_error
-from kintsugi.cli.render import format_count
+from kintsugi.cli.options import EngineArguments, Json, SystemPrompt, parse_engine_arguments
+from kintsugi.cli.render import format_bytes, format_count
 from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
@@ -39,7 +38,7 @@ DEFAULT_STORE = "grpc://127.0.0.1:7400"
 
 
 class RunByDefault(TyperGroup):
-    """`kintsugi precompute SOURCE` is `kintsugi precompute run SOURCE`."""
+    """Reads `kintsugi precompute SOURCE` as `kintsugi precompute run SOURCE`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = args and (args[0] in self.commands or args[0] == "--help")
@@ -55,33 +54,31 @@ app = typer.Typer(
     cls=RunByDefault,
     no_args_is_help=True,
     help="Prefill a corpus into the store: kintsugi precompute SOURCE --model M --namespace N. "
-    "A folder called like one of the commands below is written ./NAME.",
+    "Write ./NAME for a folder whose name is one of the commands below.",
 )
 
 Source = Annotated[
-    str, typer.Argument(help="File, folder or URL: JSONL, Parquet, CSV, text, Markdown, HTML.")
+    str, typer.Argument(help="File, folder or URL of JSONL, Parquet, CSV, text, Markdown or HTML.")
 ]
 ModelFolder = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name.")]
 StoreUrl = Annotated[str, typer.Option("--store", help="URL of the store.")]
-NamespaceName = Annotated[str, typer.Option("--namespace", "-n", help="Tenant whose chunks they become.")]
-Corpus = Annotated[str, typer.Option(help="Name of the corpus; else made from the source.")]
+NamespaceName = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the chunks.")]
+Corpus = Annotated[str, typer.Option(help="Name of the corpus. Default: from the source.")]
 State_ = Annotated[Path | None, typer.Option("--state", help="Folder of the ledger.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
-TokensMax = Annotated[int, typer.Option(help="Tokens per chunk, at most.")]
-Overlap = Annotated[int, typer.Option(help="Tokens of a chunk that begin the next one, at most.")]
-TextColumnName = Annotated[str, typer.Option(help="Column that holds the text.")]
-IdColumn = Annotated[str, typer.Option(help="Column that holds the document's id.")]
-VersionColumn = Annotated[str, typer.Option(help="Column that holds the document's version.")]
-FileFormat = Annotated[Format | None, typer.Option("--format", help="Of every file; else by suffix.")]
-Dtype = Annotated[str, typer.Option(help="Of the KV, as the serving engines run; else the checkpoint's.")]
-System = Annotated[
-    Path | None, typer.Option(help="Text file of the system prompt that chunks are prefilled behind.")
+TokensMax = Annotated[int, typer.Option(help="Maximum tokens per chunk.")]
+Overlap = Annotated[int, typer.Option(help="Maximum tokens that consecutive chunks share.")]
+TextColumnName = Annotated[str, typer.Option(help="Column with the text.")]
+IdColumn = Annotated[str, typer.Option(help="Column with the document's id.")]
+VersionColumn = Annotated[str, typer.Option(help="Column with the document's version.")]
+FileFormat = Annotated[
+    Format | None, typer.Option("--format", help="Format of every file. Default: by suffix.")
 ]
-Portable = Annotated[bool, typer.Option(help="Whether chunks may be used behind another prefix.")]
+Dtype = Annotated[str, typer.Option(help="KV data type of the serving engines. Default: the model's.")]
+Portable = Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")]
 
 
 def state_folder(given: Path | None) -> Path:
-    """Where the ledger lies: `--state`, or `kintsugi/precompute` in the user's XDG state folder."""
+    """The folder of the ledger: `--state`, or `kintsugi/precompute` in the user's XDG state folder."""
     base = os.environ.get("XDG_STATE_HOME")
     return given or (Path(base) if base else Path.home() / ".local/state") / "kintsugi/precompute"
 
@@ -102,24 +99,28 @@ def run(
     version_column: VersionColumn = "version",
     file_format: FileFormat = None,
     dtype: Dtype = "",
-    system: System = None,
+    system: SystemPrompt = None,
     portable: Portable = True,
-    codec: Annotated[str, typer.Option(help="How chunk KV is encoded in the store.")] = "raw",
-    workers: Annotated[int, typer.Option(min=1, help="Engines.")] = 1,
-    gpus_per_worker: Annotated[float, typer.Option(min=0, help="0: on the CPU.")] = 0.0,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a lost worker costs.")] = 16_384,
-    tokens_per_s: Annotated[float, typer.Option(min=0, help="Rate limit; 0: none.")] = 0.0,
-    bytes_max: Annotated[int, typer.Option(min=0, help="KV of the corpus; 0: all of the store.")] = 0,
-    errors_share: Annotated[float, typer.Option(min=0, max=1, help="Documents that may fail.")] = 0.05,
-    replace_model: Annotated[bool, typer.Option(help="Fill a new model's chunks beside the old.")] = False,
+    codec: Annotated[str, typer.Option(help="Encoding of chunk KV in the store.")] = "raw",
+    workers: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
+    gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs per engine; 0: run on the CPU.")] = 0.0,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per batch; a lost worker costs one.")
+    ] = 16_384,
+    tokens_per_s: Annotated[float, typer.Option(min=0, help="Maximum tokens per second; 0: no limit.")] = 0.0,
+    bytes_max: Annotated[int, typer.Option(min=0, help="Maximum KV bytes; 0: the store's size.")] = 0,
+    errors_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of documents that may fail.")
+    ] = 0.05,
+    replace_model: Annotated[bool, typer.Option(help="Fill for a new model; keep the old chunks.")] = False,
     retire: Annotated[
-        bool, typer.Option("--retire", help="Then delete chunks of models replaced before this run.")
+        bool, typer.Option("--retire", help="Afterwards, delete chunks of models replaced before this run.")
     ] = False,
-    engine: Annotated[str, typer.Option(help="More arguments of vllm.LLM, as a JSON object.")] = "{}",
-    dry_run: Annotated[bool, typer.Option(help="Say what would be done, and whether it fits.")] = False,
-    as_json: AsJson = False,
+    engine: EngineArguments = "{}",
+    dry_run: Annotated[bool, typer.Option(help="Print what would be done, and whether it fits.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Prefill what the store lacks. Interrupted, or run again, it goes on where it was."""
+    """Prefill the chunks that the store lacks. Run again, it continues where it stopped."""
     spec = JobSpec(
         source=source,
         model=model,
@@ -141,7 +142,7 @@ def run(
         errors_share_max=errors_share,
         replace_model=replace_model,
         retire=retire,
-        engine=engine_arguments(engine),
+        engine=parse_engine_arguments(engine),
     )
     ledger = Ledger(state_folder(state))
     try:
@@ -172,11 +173,11 @@ def coverage(
     id_column: IdColumn = "id",
     file_format: FileFormat = None,
     dtype: Dtype = "",
-    system: System = None,
+    system: SystemPrompt = None,
     portable: Portable = True,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
-    """Say which share of a corpus is in the store, and in which tier. Changes nothing."""
+    """Print the share of a corpus that is in the store, by tier. Changes nothing."""
     spec = JobSpec(
         source=source,
         model=model,
@@ -200,11 +201,11 @@ def coverage(
 def pin(
     corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
     store: StoreUrl = DEFAULT_STORE,
-    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until the pins end by themselves.")] = 86_400,
+    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until the pins expire.")] = 86_400,
     state: State_ = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
-    """Keep a corpus from being evicted."""
+    """Protect a corpus from eviction."""
     pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, lease_s)
     document = {"corpus": corpus, "chunks": pinned.chunks, "pinned": pinned.pinned, "lease_s": lease_s}
     print(json.dumps(document) if as_json else f"{pinned.pinned} of {pinned.chunks} chunks pinned")
@@ -216,17 +217,17 @@ def retire(
     corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
     store: StoreUrl = DEFAULT_STORE,
     state: State_ = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
-    """Forget the chunks of models that a newer one has replaced."""
+    """Delete the chunks of models that a newer one has replaced."""
     deleted = retire_editions(Ledger(state_folder(state)), store, corpus)
     print(json.dumps({"corpus": corpus, "deleted": deleted}) if as_json else f"{deleted} chunks deleted")
 
 
 @app.command("list")
 @exit_on_error
-def list_corpora(state: State_ = None, as_json: AsJson = False) -> None:
-    """Corpora of this ledger, one row per model."""
+def list_corpora(state: State_ = None, as_json: Json = False) -> None:
+    """List the corpora of this ledger, one row per model."""
     editions = Ledger(state_folder(state)).editions()
     if as_json:
         print(json.dumps([edition.__dict__ for edition in editions], indent=2))
@@ -241,11 +242,11 @@ def list_corpora(state: State_ = None, as_json: AsJson = False) -> None:
 @app.command()
 @exit_on_error
 def serve(
-    listen: Annotated[str, typer.Option(help="host:port, on loopback.")] = "127.0.0.1:7410",
+    listen: Annotated[str, typer.Option(help="Loopback address, as host:port.")] = "127.0.0.1:7410",
     state: State_ = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
-    """Serve the gRPC service Precompute until told to stop."""
+    """Serve the gRPC service Precompute until interrupted."""
     manager = JobManager(state_folder(state))
 
     async def wait_for_signal() -> None:
@@ -255,8 +256,8 @@ def serve(
         await stop.wait()
 
     def ready(address: str) -> None:
-        said = json.dumps({"address": address}) if as_json else f"precompute listens on {address}"
-        print(said, flush=True)
+        text = json.dumps({"address": address}) if as_json else f"precompute listens on {address}"
+        print(text, flush=True)
 
     try:
         asyncio.run(serve_jobs(manager, listen, ready, wait_for_signal))
@@ -265,7 +266,7 @@ def serve(
 
 
 def _prefix(model: str, system: Path | None) -> list[int] | None:
-    """Of the chunk space; None: the model's BOS."""
+    """The chunk space's prefix; None stands for the model's BOS."""
     if system is None:
         return None
     from kintsugi.quality.session import tokenize_prefix  # transformers is slow to import
@@ -275,11 +276,11 @@ def _prefix(model: str, system: Path | None) -> list[int] | None:
 
 @contextmanager
 def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the job once its batches are done; a second Ctrl-C ends it at once."""
+    """Let Ctrl-C and SIGTERM end the job after the running batches; a second Ctrl-C ends it at once."""
 
     def stop(number: int, frame: object) -> None:
         job.cancel()
-        note("stopping once the batches that run are done; Ctrl-C stops now, and they are lost")
+        note("stopping after the running batches; press Ctrl-C again to stop now and lose them")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -292,8 +293,10 @@ def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _show_progress() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
-    """Live progress on stderr; in a file or pipe, a line at every tenth second. Yields what shows it and what
-    adds a remark."""
+    """Show progress on stderr; in a file or pipe, a line every ten seconds.
+
+    Yields a function that shows progress, and one that prints a remark.
+    """
     console = Console(stderr=True)
     last = [0.0]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rest]}"))
@@ -303,7 +306,7 @@ def _show_progress() -> Iterator[tuple[Callable[[Progress], None], Callable[[str
         def show(progress: Progress) -> None:
             done = progress.chunks_resident + progress.chunks_filled
             share = progress.share_read * done / progress.chunks if progress.chunks else 0.0
-            text, rest = _line(progress)
+            text, rest = _format_progress(progress)
             bar.update(task, completed=share, description=text, rest=rest)
             if not console.is_terminal and progress.elapsed_s - last[0] >= 10:
                 last[0] = progress.elapsed_s
@@ -312,20 +315,21 @@ def _show_progress() -> Iterator[tuple[Callable[[Progress], None], Callable[[str
         yield show, lambda text: console.print(text, highlight=False, soft_wrap=True)
 
 
-def _line(progress: Progress) -> tuple[str, str]:
+def _format_progress(progress: Progress) -> tuple[str, str]:
+    """Counts, and throughput with the time left."""
     left = progress.seconds_left
     text = (
         f"{progress.state.value}: {progress.documents} documents, {progress.chunks} chunks, "
         f"{progress.chunks_resident} hits skipped"
     )
     if progress.dry:
-        return text, f"{human(progress.bytes_missing)} missing"
-    rest = f"{progress.tokens_per_s:.0f} tokens/s, {human(progress.bytes_filled)}"
+        return text, f"{format_bytes(progress.bytes_missing)} missing"
+    rest = f"{progress.tokens_per_s:.0f} tokens/s, {format_bytes(progress.bytes_filled)}"
     return text, f"{rest}, {'?' if left is None else f'{left:.0f} s'} left"
 
 
 def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_json: bool) -> None:
-    """The final table; of a dry run also how long it would take, by what this model did here before."""
+    """Print the final table. For a dry run, ``tokens_per_s`` of earlier runs predicts the time."""
     predicted = None
     if progress.dry and tokens_per_s:
         predicted = progress.tokens_missing / tokens_per_s / workers
@@ -341,12 +345,12 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
     rows = [
         ("documents", f"{progress.documents} ({progress.documents_unchanged} unchanged)"),
         ("failed · vanished", f"{progress.documents_failed} · {progress.documents_vanished}"),
-        ("distinct chunks", f"{progress.chunks} ({human(progress.bytes_total)})"),
+        ("distinct chunks", f"{progress.chunks} ({format_bytes(progress.bytes_total)})"),
         ("resident before", str(progress.chunks_resident)),
-        ("missing", f"{progress.chunks_missing} ({human(progress.bytes_missing)})"),
+        ("missing", f"{progress.chunks_missing} ({format_bytes(progress.bytes_missing)})"),
     ]
     if progress.dry:
-        time_text = "unknown: no run of this model yet" if predicted is None else f"{predicted:.0f} s"
+        time_text = "unknown: this model has not run yet" if predicted is None else f"{predicted:.0f} s"
         rows += [("predicted time", time_text), ("fits the store", "yes" if progress.fits else "NO")]
     else:
         rows += [
@@ -362,12 +366,12 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
 
 
 def _report_coverage(progress: Progress, as_json: bool) -> None:
-    """What can be read may fail in part, but all of nothing is no coverage. Raises `InvalidField`."""
+    """Print the coverage. Raises `InvalidField` if no document can be read."""
     if progress.documents_failed and not progress.documents:
         first = progress.failures[0]
         raise InvalidField(
             "source",
-            f"none of {progress.documents_failed} documents can be read ({_place(first)}: {first.reason})",
+            f"none of {progress.documents_failed} documents can be read ({_locate(first)}: {first.reason})",
         )
     if as_json:
         print(json.dumps(progress.to_mapping(), indent=2))
@@ -385,17 +389,17 @@ def _report_coverage(progress: Progress, as_json: bool) -> None:
 
 
 def _print_failures(console: Console, progress: Progress) -> None:
-    """The first ones by name, the others by number."""
+    """Print the recorded failures, and the number of the others."""
     for failure in progress.failures:
-        line = f"{_place(failure)}: {failure.reason}"
+        line = f"{_locate(failure)}: {failure.reason}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     unnamed = progress.documents_failed + progress.chunks_failed - len(progress.failures)
     if unnamed > 0:
         console.print(f"and {unnamed} more", highlight=False)
 
 
-def _place(failure: Failure) -> str:
-    """Where to look for it: the file, the place in it, and the document's own name where it has one."""
+def _locate(failure: Failure) -> str:
+    """Where a failure occurred: the file, the place in it, and the document's own name if it has one."""
     path = failure.url.removeprefix("file://")
     place = f"{path}@{failure.place}" if failure.place else path
     named = failure.document_id and not path.endswith(failure.document_id)

@@ -1,4 +1,4 @@
-"""`kintsugi serve`: shards, engines and a gateway on this machine, until told to stop."""
+"""`kintsugi serve`: runs shards, engines and a gateway on this machine until interrupted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DIRECTORY_PORTS = 16
 
 @dataclass(frozen=True)
 class ServeTask:
-    """What the user asked for. Options win over the file's."""
+    """The options of `kintsugi serve`. They override the configuration file."""
 
     model: str | None = None
     config: Path | None = None
@@ -100,12 +100,12 @@ def _engines(engines: EngineSpec, task: ServeTask) -> EngineSpec:
 
 
 def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
-    """A service with SSD tiers and no folder for identities keeps them on the first tier."""
+    """Apply the options of the store. Without a data folder, identities are kept on the first SSD tier."""
     changes: dict[str, Any] = {}
     if task.ram is not None:
         changes["ram_gib"] = parse_size(task.ram) / GIB
     if task.ssd:
-        tiers = [SsdSpec.parsed(text) for text in task.ssd]
+        tiers = [SsdSpec.from_text(text) for text in task.ssd]
         changes["tiers"] = tuple(
             TierSpec(str(tier.path.resolve()), tier.capacity_bytes / GIB) for tier in tiers
         )
@@ -131,7 +131,7 @@ def _gateway(gateway: GatewaySpec, task: ServeTask) -> GatewaySpec:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Raises `NotFound` and `InvalidField`."""
+    """Read a configuration file. Raises `NotFound` and `InvalidField`."""
     import yaml
 
     try:
@@ -139,14 +139,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise NotFound(f"{path} cannot be read ({error.strerror}); name a configuration file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidField("config", f"{path} is no YAML ({' '.join(str(error).split())})") from error
+        raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
-        raise InvalidField("config", f"{path} holds no mapping; see docs/SERVING.md for what it may say")
+        raise InvalidField("config", f"{path} must be a mapping; see docs/SERVING.md for its keys")
     return values
 
 
 def run(screen: Screen, task: ServeTask) -> ExitCode:
-    """Until SIGINT or SIGTERM; then answers under way may end, for `engines.drain_s` at most."""
+    """Serve until SIGINT or SIGTERM; then running answers have `engines.drain_s` to end."""
     spec = build_service_spec(task)
     if task.print_config:
         import yaml
@@ -158,26 +158,28 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
     _check_here(spec)
     spec = _with_free_ports(spec)
     events = Events(screen)
-    with _stop_signal() as stop, _running(screen, spec, stop) as service:
+    with _stop_signal() as stop, _run_service(screen, spec, stop) as service:
         if stop.is_set():
             return ExitCode.OK
-        events.ready(service)
-        watch = ServiceMonitor(service, events)
+        events.say_ready(service)
+        monitor = ServiceMonitor(service, events)
         while not stop.wait(POLL_S):
-            watch.look()
+            monitor.poll()
     events.say("stopped", "stopped")
     return ExitCode.OK
 
 
 def _check_here(spec: ServiceSpec) -> None:
-    """Raises `InvalidField` for what the gateway would refuse, or cannot have on one machine: better now than
-    from inside Serve. What is only printed may be for other machines, with other files."""
+    """Check what the gateway would refuse later, inside Serve. Raises `InvalidField`.
+
+    A configuration that is only printed may be for other machines and files, and is not checked.
+    """
     gateway = spec.gateway
     if gateway.replicas > 1:
         raise InvalidField(
             "gateway.replicas",
-            f"{gateway.replicas} gateways need as many nodes, and this is one; ask for 1, or deploy on a Ray "
-            "cluster what --print-config prints",
+            f"{gateway.replicas} gateways need as many nodes, and this is one; set it to 1, or deploy what "
+            "--print-config prints on a Ray cluster",
         )
     open_access(gateway.tokens_file)
     files = load_gateway_tls(gateway)
@@ -189,7 +191,7 @@ def _check_here(spec: ServiceSpec) -> None:
 
 
 def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
-    """Raises `Unavailable` where the gateway's ports are taken: better now than from inside Serve."""
+    """Choose a free port for the directory. Raises `Unavailable` if a port of the gateway is taken."""
     store, gateway = spec.store, spec.gateway
     for port in (gateway.grpc_port, gateway.http_port):
         if port:
@@ -200,6 +202,7 @@ def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
 
 @contextmanager
 def _stop_signal() -> Iterator[threading.Event]:
+    """Yield an event to be set by signals; restores their handlers at the end."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -210,13 +213,14 @@ def _stop_signal() -> Iterator[threading.Event]:
 
 
 def _listen_for_signals(stop: threading.Event) -> None:
-    """After Ray has installed its own handlers."""
+    """Let signals set the event. To be called after Ray has installed its own handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
 
 @contextmanager
-def _running(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterator[Service]:
+def _run_service(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterator[Service]:
+    """Start Ray and the service, and stop both at the end."""
     import ray
 
     calibrators = int(spec.engines.calibrate and not spec.engines.allow_uncalibrated)
@@ -228,41 +232,48 @@ def _running(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterat
             service = Service(spec)
             with screen.step("Starting shards, engines and the gateway") as say:
                 service.deploy()
-                service.wait(START_TIMEOUT_S, lambda found: say(described(found)), stop.is_set)
+                service.wait(START_TIMEOUT_S, lambda found: say(describe_progress(found)), stop.is_set)
         yield service
     finally:
         if ray.is_initialized():
-            with screen.engine_log(), screen.step("Stopping: answers end, shards write back"):
+            with (
+                screen.engine_log(),
+                screen.step("Stopping: waiting for answers and for shards to write back"),
+            ):
                 try:
                     Service(spec).stop()
                 finally:
                     ray.shutdown()
 
 
-def described(found: Sequence[DeploymentProgress]) -> str:
+def describe_progress(found: Sequence[DeploymentProgress]) -> str:
     """`StoreShard 1 of 1, Engine 0 of 1`."""
-    return ", ".join(f"{one.deployment} {one.running} of {one.wanted}" for one in found) or "asking Serve"
+    return (
+        ", ".join(f"{one.deployment} {one.running} of {one.wanted}" for one in found) or "waiting for Serve"
+    )
 
 
 @dataclass
 class Events:
-    """What happens, as lines: prose on a terminal, one JSON object each with `--json`."""
+    """Prints events, one line each: prose, or a JSON object with `--json`."""
 
     screen: Screen
 
     def say(self, event: str, text: str, **details: Any) -> None:
+        """Print an event: `text`, or its name and details as JSON."""
         if self.screen.as_json:
             print(json.dumps({"event": event, **details}, ensure_ascii=False))
         else:
             Console().print(text, highlight=False, soft_wrap=True, markup=False)
         sys.stdout.flush()
 
-    def ready(self, service: Service) -> None:
+    def say_ready(self, service: Service) -> None:
+        """Print the addresses of a service that is ready."""
         addresses, info = service.addresses(), service.info()
         directory = directory_url(service.spec.store)
         scheme = "https" if service.spec.gateway.tls_cert else "http"
         lines = (
-            f"{info.model} is served",
+            f"serving {info.model}",
             f"  OpenAI   {scheme}://{addresses['http']}/v1",
             f"  gRPC     {addresses['grpc']}",
             f"  store    {directory}",
@@ -281,38 +292,38 @@ class Events:
 
 
 class ServiceMonitor:
-    """Looks after a running service: calibrates a new model, says when something changes."""
+    """Watches a running service: calibrates a new model, and reports changes."""
 
     def __init__(self, service: Service, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._events = events
         self._clock = clock
-        self._asked_s = float("-inf")
+        self._polled_s = float("-inf")
         self._blending: str | None = None
         self._calibrator: Any = None
         self._running: Any = None
         self._part = ""
         self._unhealthy: dict[str, str] = {}
 
-    def look(self) -> None:
-        """Called often; asks Serve every `INFO_PERIOD_S`."""
-        self._look_at_calibration()
-        if self._clock() - self._asked_s < INFO_PERIOD_S:
+    def poll(self) -> None:
+        """Check the calibration, and every `INFO_PERIOD_S` the replicas and the engine."""
+        self._poll_calibration()
+        if self._clock() - self._polled_s < INFO_PERIOD_S:
             return
-        self._asked_s = self._clock()
-        self._look_at_replicas()
+        self._polled_s = self._clock()
+        self._poll_replicas()
         try:
             info = self._service.info()
         except Unavailable as error:
             self._events.say("engine", str(error), error=str(error))
             return
-        self._look_at_blending(info)
+        self._check_blending(info)
 
-    def _look_at_replicas(self) -> None:
+    def _poll_replicas(self) -> None:
         for one in self._service.progress():
             state = "" if one.is_ready else one.status
             if state != self._unhealthy.get(one.deployment, ""):
-                text = f"{one.deployment}: {one.running} of {one.wanted} run ({one.status})"
+                text = f"{one.deployment}: {one.running} of {one.wanted} running ({one.status})"
                 self._events.say(
                     "replicas",
                     text,
@@ -323,7 +334,7 @@ class ServiceMonitor:
                 )
             self._unhealthy[one.deployment] = state
 
-    def _look_at_blending(self, info: EngineInfo) -> None:
+    def _check_blending(self, info: EngineInfo) -> None:
         if info.blending == self._blending:
             return
         first, self._blending = self._blending is None, info.blending
@@ -339,11 +350,11 @@ class ServiceMonitor:
         self._running = self._calibrator.run.remote()
         self._events.say(
             "calibration",
-            "calibrating on an engine of its own; until it is done every prompt is prefilled in full",
+            "calibrating on a separate engine; until then every prompt is prefilled in full",
             state="started",
         )
 
-    def _look_at_calibration(self) -> None:
+    def _poll_calibration(self) -> None:
         if self._running is None:
             return
         import ray
@@ -373,7 +384,7 @@ class ServiceMonitor:
 
         self._running = None
         ray.kill(self._calibrator)
-        text = f"may be blended: {result.choice}" if result.choice else f"is not to be blended: {result.why}"
+        text = f"blending with {result.choice}" if result.choice else f"not blending: {result.why}"
         self._events.say(
             "calibration", f"calibrated, {text}", state="done", choice=result.choice, why=result.why
         )

@@ -1,4 +1,4 @@
-"""`kintsugi size`: RAM, SSD and network for a corpus, before anything is bought or started."""
+"""`kintsugi size`: computes the RAM, SSD and network that a corpus needs, before anything is bought."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kintsugi.cli.exits import exit_on_error
+from kintsugi.cli.options import Json
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
@@ -28,7 +29,7 @@ from kintsugi.core.sizing import (
 from kintsugi.models.checkpoint import read_config
 
 UTILISATION = 0.6
-"""Of a device's peak that prefill reaches: what large matrix products do on recent GPUs."""
+"""Share of a device's peak that prefill reaches, as large matrix products do on recent GPUs."""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMGB]?)")
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -42,29 +43,29 @@ def parse_count(name: str, text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     count = 0 if match is None else round(float(match[1]) * _COUNTS[match[2]])
     if not 0 < count <= _NUMBER_MAX:
-        raise InvalidField(name, f"{text[:40]!r} is no number of tokens from 1 to 10^15, such as 250M")
+        raise InvalidField(name, f"{text[:40]!r} is not a number of tokens from 1 to 10^15, such as 250M")
     return count
 
 
 def parse_speed(text: str) -> float:
-    """Bytes per second of `25Gbit/s` or `7GB/s`; a small b is a bit. Raises `InvalidField`."""
+    """`25Gbit/s` or `7GB/s` in bytes per second; a small b is a bit. Raises `InvalidField`."""
     match = _SPEED.fullmatch(text.strip())
     speed = 0.0 if match is None else float(match[1]) * _SPEEDS[match[2]] / (1 if match[3] == "B" else 8)
     if not 0 < speed <= _NUMBER_MAX:
-        raise InvalidField("bandwidth", f"{text[:40]!r} is no speed, such as 25Gbit/s or 7GB/s")
+        raise InvalidField("bandwidth", f"{text[:40]!r} is not a speed, such as 25Gbit/s or 7GB/s")
     return speed
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """How long a full prefill of one prompt's chunks takes, and how that is known."""
+    """How long a full prefill of one prompt's chunks takes, and where that figure comes from."""
 
     seconds: float
     source: str
 
 
 def prefill_of(model: ModelSize, work: SizingWorkload, tokens_per_s: float | None, tflops: float) -> Prefill:
-    """Measured where a rate is given, else estimated from the device's peak. Raises `InvalidField`."""
+    """The time of a full prefill, from a measured rate or from the device's peak. Raises `InvalidField`."""
     if tokens_per_s is not None:
         if not tokens_per_s > 0:
             raise InvalidField("prefill_tokens_per_s", f"{tokens_per_s} is not positive")
@@ -82,9 +83,10 @@ class CodecRow:
     size: CodecSize
     pace: LoadingPace
     blend_s: float
-    """At the given bandwidth."""
+    """Time of a blend at the given bandwidth."""
 
     def to_mapping(self, full_s: float) -> dict[str, Any]:
+        """JSON form; ``full_s`` is the time of a full prefill."""
         return {
             "codec": self.size.codec.name.lower(),
             "bytes_per_token": self.size.bytes_per_token,
@@ -100,7 +102,7 @@ class CodecRow:
 
 
 def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_s: float) -> list[CodecRow]:
-    """A row per codec, in the order of their ids."""
+    """One row per codec, in the order of their ids."""
     rows = []
     for codec in Codec:
         size = codec_size(model.layout, codec, work)
@@ -111,28 +113,26 @@ def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_
 
 @exit_on_error
 def size(
-    model: Annotated[str, typer.Option(help="Checkpoint folder; config.json is enough.")],
+    model: Annotated[str, typer.Option(help="Checkpoint folder; config.json suffices.")],
     corpus_tokens: Annotated[str, typer.Option(help="Tokens in all chunks, such as 250M.")],
-    bandwidth: Annotated[str, typer.Option(help="Of the slowest link to an engine: 25Gbit/s, 7GB/s.")],
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a chunk.")] = 512,
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 6,
+    bandwidth: Annotated[str, typer.Option(help="Slowest link to an engine, such as 25Gbit/s or 7GB/s.")],
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks per prompt.")] = 6,
     replication: Annotated[int, typer.Option(min=1, help="Shards that hold each chunk.")] = 1,
-    hot: Annotated[float, typer.Option(help="Share of the corpus that RAM is to hold.")] = 0.1,
+    hot: Annotated[float, typer.Option(help="Share of the corpus to hold in RAM.")] = 0.1,
     cost: Annotated[
-        float, typer.Option(help="Share of a full prefill that a blend computes (kintsugi calibrate says).")
+        float, typer.Option(help="Share of a full prefill that a blend computes; see kintsugi calibrate.")
     ] = 0.2,
     prefill_tokens_per_s: Annotated[
-        float | None, typer.Option(help="Measured prefill of such prompts on one engine.")
+        float | None, typer.Option(help="Measured prefill rate of such prompts on one engine.")
     ] = None,
     tflops: Annotated[
-        float, typer.Option(help="Peak of an engine's devices, where none is measured.")
+        float, typer.Option(help="Peak TFLOP/s of an engine's devices, used without a measured rate.")
     ] = 989.0,
-    dtype: Annotated[str, typer.Option(help="As the engine will serve; vLLM's.")] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")
-    ] = False,
+    dtype: Annotated[str, typer.Option(help="Data type that engines will serve with.")] = "auto",
+    as_json: Json = False,
 ) -> None:
-    """Say what a corpus takes in RAM and SSD, and how fast a network must be for blending to pay."""
+    """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
     work = SizingWorkload(
         parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost
     )
@@ -162,7 +162,7 @@ HEADINGS = ("codec", "B/token", "corpus", "RAM", "SSD", "pays", "hides", "ms", "
 def render(
     console: Console, work: SizingWorkload, prefill: Prefill, bytes_per_s: float, rows: list[CodecRow]
 ) -> None:
-    """A table of codecs, and what was assumed below it."""
+    """Print a table of codecs, and the assumptions below it."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
@@ -178,12 +178,12 @@ def render(
         )
     console.print(table)
     console.print(
-        f"pays, hides: Gbit/s above which a blend beats a full prefill, above which loading is hidden · "
+        f"pays, hides: Gbit/s above which a blend beats a full prefill, and above which it hides loading · "
         f"ms: blend at {_gbits(bytes_per_s)} Gbit/s · wins: at that speed\n"
-        f"A prompt of {work.chunks_per_prompt} chunks of {work.chunk_tokens} tokens. Full prefill "
-        f"{prefill.seconds * 1e3:,.0f} ms ({prefill.source}), a blend computes {work.cost:g} of it. "
-        f"RAM holds {work.hot_share:.0%} of the corpus, SSD all of it; bytes are of all shards, with "
-        f"{work.replication} of each chunk. Times are lower bounds.",
+        f"A prompt has {work.chunks_per_prompt} chunks of {work.chunk_tokens} tokens. Its full prefill takes "
+        f"{prefill.seconds * 1e3:,.0f} ms ({prefill.source}); a blend computes {work.cost:g} of it. "
+        f"RAM holds {work.hot_share:.0%} of the corpus, SSD all of it; bytes are sums over all shards, with "
+        f"each chunk on {work.replication}. Times are lower bounds.",
         style="dim",
         highlight=False,
     )

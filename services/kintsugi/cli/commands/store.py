@@ -1,4 +1,4 @@
-"""`kintsugi store`: run a shard, look into one, simulate eviction."""
+"""`kintsugi store`: runs a shard, inspects one, and simulates eviction."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kintsugi.cli.exits import ExitCode, exit_on_error
+from kintsugi.cli.options import Json
+from kintsugi.cli.render import format_bytes
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
@@ -28,11 +30,10 @@ from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 
-app = typer.Typer(help="Shards of the chunk KV-cache store.", no_args_is_help=True)
+app = typer.Typer(help="Run and inspect shards of the chunk KV-cache store.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
-Address = Annotated[str, typer.Option(help="Shard, as host:port or grpc://host:port.")]
-Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Tenant whose chunks are meant.")]
+Address = Annotated[str, typer.Option(help="Address of the shard: host:port or grpc://host:port.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the chunks.")]
 TlsCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that signs both sides.")]
 TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")]
 TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's private key.")]
@@ -41,11 +42,11 @@ DEFAULT_ADDRESS = "127.0.0.1:7400"
 FAILURE_POLL_S = 0.5
 VERIFY_PAGE = 64
 SWITCH_INTERVAL_S = 0.0005
-"""A tenth of Python's own: a lookup must not wait 5 ms for a thread that reads the disk."""
+"""A tenth of Python's default: a lookup must not wait 5 ms for a thread that reads the disk."""
 
 
 def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles | None:
-    """All three, or none. Raises `InvalidField`."""
+    """The three files, or None if none is given. Raises `InvalidField` if only some are."""
     if ca is None and cert is None and key is None:
         return None
     if ca is None or cert is None or key is None:
@@ -55,7 +56,7 @@ def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles 
 
 @contextmanager
 def admin(address: str, tls: TlsFiles | None) -> Iterator[ShardAdmin]:
-    """`address` may also be the URL by which other commands name a shard. Raises `InvalidField`."""
+    """Connect to a shard; ``address`` may also be its grpc:// URL. Raises `InvalidField`."""
     address = address.removeprefix("grpc://")
     parse_address("address", address)
     store = GrpcStore(address, GrpcOptions(tls=tls))
@@ -66,16 +67,17 @@ def admin(address: str, tls: TlsFiles | None) -> Iterator[ShardAdmin]:
 
 
 def parse_keys(keys: list[str]) -> list[ChunkKey]:
+    """Chunk keys from hexadecimal text. Raises `InvalidField`."""
     return [ChunkKey.from_hex(key) for key in keys]
 
 
 def parse_quotas(quotas: list[str]) -> dict[str, int]:
-    """`NAMESPACE=SIZE` each."""
+    """Bytes by namespace, from texts such as `NAMESPACE=SIZE`. Raises `InvalidField`."""
     parsed = {}
     for quota in quotas:
         namespace, separator, size = quota.rpartition("=")
         if not separator or not namespace:
-            raise InvalidField("quota", f"{quota!r} must be NAMESPACE=SIZE, or *=SIZE for everyone else")
+            raise InvalidField("quota", f"{quota!r} must be NAMESPACE=SIZE, or *=SIZE for all others")
         parsed[namespace] = parse_size(size)
     return parsed
 
@@ -83,36 +85,44 @@ def parse_quotas(quotas: list[str]) -> dict[str, int]:
 @app.command()
 @exit_on_error
 def serve(
-    data_dir: Annotated[Path | None, typer.Option(help="Identity and reports of the shard.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the shard's identity and reports.")
+    ] = None,
     ram: Annotated[str, typer.Option(help="Size of the RAM tier.")] = "4GiB",
-    ssd: Annotated[list[str] | None, typer.Option(help="FOLDER:SIZE; repeat, fastest first.")] = None,
-    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = DEFAULT_ADDRESS,
-    ack: Annotated[str, typer.Option(help="When a put that does not say returns: ram or durable.")] = "ram",
-    policy: Annotated[str, typer.Option(help=f"Eviction: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
-    quota: Annotated[list[str] | None, typer.Option(help="NAMESPACE=SIZE; repeat.")] = None,
+    ssd: Annotated[
+        list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")
+    ] = None,
+    listen: Annotated[str, typer.Option(help="Address to listen on, as host:port.")] = DEFAULT_ADDRESS,
+    ack: Annotated[str, typer.Option(help="When a put returns by default: ram or durable.")] = "ram",
+    policy: Annotated[str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
+    quota: Annotated[list[str] | None, typer.Option(help="Quota as NAMESPACE=SIZE; repeat.")] = None,
     recompute_ms_per_token: Annotated[
-        float, typer.Option(help="Prefill cost of writers that do not say; decides where auto puts a chunk.")
+        float, typer.Option(help="Prefill cost, for writers that do not send it; guides where chunks go.")
     ] = 0.0,
-    scrub: Annotated[str, typer.Option(help="Bytes to verify per second in the background.")] = "0",
-    metrics: Annotated[str, typer.Option(help="host:port that answers Prometheus.")] = "",
-    share_arena: Annotated[bool, typer.Option(help="Let peers of this host read RAM directly.")] = True,
-    socket_folder: Annotated[Path | None, typer.Option(help="Folder that a pod's containers share.")] = None,
-    drain_s: Annotated[float, typer.Option(help="How long to write back when told to stop.")] = 30.0,
+    scrub: Annotated[str, typer.Option(help="Bytes per second to verify in the background.")] = "0",
+    metrics: Annotated[str, typer.Option(help="Address for Prometheus metrics, as host:port.")] = "",
+    share_arena: Annotated[
+        bool, typer.Option(help="Let peers on this host read the RAM tier directly.")
+    ] = True,
+    socket_folder: Annotated[
+        Path | None, typer.Option(help="Folder shared by a pod's containers, for sockets.")
+    ] = None,
+    drain_s: Annotated[float, typer.Option(help="Maximum seconds to write back before stopping.")] = 30.0,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a shard until it is told to stop; it drains first."""
+    """Run a shard until interrupted; it drains before it stops."""
     if ack not in ("ram", "durable"):
-        raise InvalidField("ack", f"{ack!r} is neither ram nor durable")
+        raise InvalidField("ack", f"{ack!r} must be ram or durable")
     if not drain_s >= 0:
-        raise InvalidField("drain-s", f"{drain_s} is not a duration")
+        raise InvalidField("drain-s", f"{drain_s} must be at least 0")
     spec = ShardSpec(
         ram_bytes=parse_size(ram),
         data_dir=data_dir,
-        ssds=tuple(SsdSpec.parsed(text) for text in ssd or []),
+        ssds=tuple(SsdSpec.from_text(text) for text in ssd or []),
         policy=policy,
         config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token),
     )
@@ -127,11 +137,11 @@ def serve(
         insecure=insecure,
         metrics_listen=metrics,
     )
-    raise typer.Exit(_served(Screen(as_json), spec, listen, options, drain_s))
+    raise typer.Exit(_serve_shard(Screen(as_json), spec, listen, options, drain_s))
 
 
-def _served(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
-    """Serve until a signal or a failure; the exit status."""
+def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
+    """Serve until a signal or a failure. Returns the exit code."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -167,7 +177,7 @@ def status(
     tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
-    """What a shard holds and how it does."""
+    """Print what a shard holds, and its state."""
     with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
         stats = shard.stats()
     document = MessageToDict(
@@ -177,7 +187,7 @@ def status(
 
 
 def _numbers(document: Any) -> Any:
-    """Protobuf's JSON form quotes 64-bit numbers; scripts want them bare."""
+    """Unquote numbers: Protobuf's JSON form quotes those of 64 bits."""
     if isinstance(document, dict):
         return {key: _numbers(value) for key, value in document.items()}
     if isinstance(document, list):
@@ -192,20 +202,13 @@ def _print_status(console: Console, stats: Any) -> None:
     console.print(f"{stats.chunks} chunks · {asked} keys looked up{ratio} · {stats.quarantined} quarantined")
     table = Table("tier", "chunks", "used", "capacity", "evictions", "waiting")
     for tier in stats.tiers:
-        sizes = [human(size) for size in (tier.bytes_used, tier.bytes_capacity)]
-        table.add_row(tier.name, str(tier.chunks), *sizes, str(tier.evictions), human(tier.queue_bytes))
+        sizes = [format_bytes(size) for size in (tier.bytes_used, tier.bytes_capacity)]
+        table.add_row(
+            tier.name, str(tier.chunks), *sizes, str(tier.evictions), format_bytes(tier.queue_bytes)
+        )
     console.print(table)
     for path, size in sorted(stats.bytes_read.items()):
-        console.print(f"read over {path}: {human(size)}", highlight=False)
-
-
-def human(size: float) -> str:
-    """A size with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+        console.print(f"read over {path}: {format_bytes(size)}", highlight=False)
 
 
 @app.command("ls")
@@ -213,14 +216,14 @@ def human(size: float) -> str:
 def list_chunks(
     namespace: Namespace,
     address: Address = DEFAULT_ADDRESS,
-    limit: Annotated[int, typer.Option(help="Most chunks to show.", min=1, max=10_000)] = 100,
-    after: Annotated[str | None, typer.Option(help="Key to go on behind.")] = None,
+    limit: Annotated[int, typer.Option(help="Maximum chunks to list.", min=1, max=10_000)] = 100,
+    after: Annotated[str | None, typer.Option(help="List chunks after this key.")] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
-    """Chunks of a namespace in key order."""
+    """List chunks of a namespace in key order."""
     with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
         chunks = shard.store.list_found(namespace, limit, ChunkKey.from_hex(after) if after else None)
     rows: list[dict[str, Any]] = [
@@ -237,8 +240,8 @@ def list_chunks(
     def render(console: Console) -> None:
         for row in rows:
             console.print(
-                f"{row['key']}  {row['tokens']:>6} tokens  {human(row['bytes']):>10}  {row['tier']:<5}  "
-                f"model {row['model']}",
+                f"{row['key']}  {row['tokens']:>6} tokens  {format_bytes(row['bytes']):>10}  "
+                f"{row['tier']:<5}  model {row['model']}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -250,38 +253,38 @@ def list_chunks(
 @exit_on_error
 def remove(
     namespace: Namespace,
-    keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys, hexadecimal.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every chunk of the namespace.")] = False,
+    keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete every chunk of the namespace.")] = False,
     address: Address = DEFAULT_ADDRESS,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
-    """Forget chunks."""
+    """Delete chunks."""
     if everything == bool(keys):
-        raise InvalidField("keys", "name chunk keys, or say --all")
+        raise InvalidField("keys", "name chunk keys, or give --all, but not both")
     with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
         if everything:
             deleted = shard.clear(namespace)
         else:
             deleted = shard.store.delete(namespace, parse_keys(keys or []))
-    Screen(as_json).show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks forgotten"))
+    Screen(as_json).show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks deleted"))
 
 
 @app.command()
 @exit_on_error
 def pin(
     namespace: Namespace,
-    keys: Annotated[list[str], typer.Argument(help="Chunk keys, hexadecimal.")],
-    lease_s: Annotated[float, typer.Option(help="Seconds until the pin ends by itself.")] = 3600.0,
+    keys: Annotated[list[str], typer.Argument(help="Chunk keys in hexadecimal.")],
+    lease_s: Annotated[float, typer.Option(help="Seconds until the pin expires.")] = 3600.0,
     address: Address = DEFAULT_ADDRESS,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
-    """Keep chunks from being evicted."""
+    """Protect chunks from eviction."""
     with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
         pinned = shard.store.pin(namespace, parse_keys(keys), lease_s)
     text = f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}"
@@ -293,14 +296,14 @@ def pin(
 @exit_on_error
 def verify(
     namespace: Namespace,
-    keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys; all where none is named.")] = None,
+    keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal. Default: all.")] = None,
     address: Address = DEFAULT_ADDRESS,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
-    """Read chunks from every tier; damaged copies are quarantined, and the exit code is 5."""
+    """Verify chunks in every tier; quarantine damaged copies, and exit with 5 if there are any."""
     screen = Screen(as_json)
     found: list[Verified] = []
     with (
@@ -335,14 +338,16 @@ def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterato
 @app.command()
 @exit_on_error
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="JSON lines: key and size, or Mooncake's hash_ids.")],
-    policy: Annotated[list[str] | None, typer.Option(help="Repeat; all where none is named.")] = None,
+    trace: Annotated[Path, typer.Argument(help="JSON lines with key and size, or Mooncake's hash_ids.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy to simulate; repeat. Default: all.")
+    ] = None,
     capacity: Annotated[
-        str, typer.Option(help="A size, or a share of all distinct bytes, such as 5%.")
+        str, typer.Option(help="Size of the cache, or a share of all distinct bytes, such as 5%.")
     ] = "5%",
     as_json: Json = False,
 ) -> None:
-    """Replay a trace against eviction policies, beside Belady's optimum."""
+    """Replay a trace with eviction policies and compare them with Belady's optimum."""
     screen = Screen(as_json)
     with screen.step("Replaying") as say:
         accesses = read_trace(trace)
@@ -381,7 +386,7 @@ def _capacity(text: str, distinct_bytes: int) -> int:
     try:
         share = float(text[:-1]) / 100
     except ValueError:
-        raise InvalidField("capacity", f"{text!r} is neither a size nor a percentage") from None
+        raise InvalidField("capacity", f"{text!r} must be a size or a percentage") from None
     if not 0 < share <= 1:
-        raise InvalidField("capacity", f"{text} is outside (0 %, 100 %]")
+        raise InvalidField("capacity", f"{text} must be above 0 % and at most 100 %")
     return max(1, int(share * distinct_bytes))

@@ -1,1 +1,1 @@
-"""What the gateway knows of texts: segments, chunks seen before, documents of a ledger."""
+"""Texts of prompts: segments, chunks seen before, and documents of a ledger."""

@@ -1,24 +1,23 @@
-"""Texts of chunks that are known, and where they are inside a longer text.
+"""Finds the texts of known chunks inside a longer text.
 
 Windows of `WINDOW_CHARS` characters hash to numbers that can be computed for every offset of a text at once
-(numpy, five passes). Kept are the hashes of a chunk's first and last window, its length and xxh3-128. Where a
-known first window stands, a chunk that ends with its own last window is compared by its digest.
+(numpy, five passes). The index keeps the hashes of a chunk's first and last window, its length and its
+xxh3-128. Where a known first window occurs and the matching last window follows, the digests are compared.
 
 Documents of a corpus often begin alike (a path, a title, a licence). Up to `ALIKE_TRIED_MAX` such chunks are
-each tried. Where there are more, the text is looked through once for their last windows, and what lies
-between a first and a last one is looked up by length: that costs what the text holds, not what the corpus
-has.
+tried one by one. If there are more, the text is searched once for their last windows, and each stretch from a
+first to a last window is looked up by its length: the cost depends on the text, not on the corpus.
 
-Cost of a text, however many chunks are known and however many of them begin or end alike: linear in its
-length, at most `COMPARISONS_MAX` look-ups, each a bisection, and at most `COMPARED_CHARS_MAX` characters
-digested. Measured with 100,000 known chunks: 0.3 to 0.8 ms for 16,000 characters with 25 of them, whether all
-begin alike or none do; 2 to 8 ms for 100,000 characters made to cost. Adding or removing one bisects a list
-of those that begin alike and moves what stands behind it: 10 to 40 us among 100,000, else 2 to 7. Chunks
-with shorter texts are found by key alone.
+The cost of a search is linear in the length of the text, with at most `COMPARISONS_MAX` look-ups, each a
+bisection, and at most `COMPARED_CHARS_MAX` characters digested, however many chunks begin or end alike.
+Measured with 100,000 known chunks: 0.3 to 0.8 ms for 16,000 characters with 25 of them, whether all begin
+alike or none do; 2 to 8 ms for 100,000 characters made to cost. Adding or removing a chunk takes 10 to 40 us
+among 100,000 that begin alike, else 2 to 7. Chunks with texts shorter than a window are found by key alone.
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,31 +30,35 @@ from numpy.typing import NDArray
 from kintsugi.core.request import FOUND_CHARS_MIN
 
 WINDOW_CHARS = FOUND_CHARS_MIN
-"""A power of two: the hash of a window is made of those of its halves."""
+"""A power of two: the hash of a window is computed from those of its halves."""
 ALIKE_TRIED_MAX = 16
-"""Chunks that begin alike, up to which each of them is tried."""
+"""Maximum number of chunks that begin alike for which each is tried."""
 COMPARISONS_MAX = 4096
-"""Per text. A text made to match everywhere loses hits, not our time."""
+"""Maximum number of comparisons in one text. A text made to match everywhere loses hits, not our time."""
 COMPARED_CHARS_MAX = 1 << 21
+"""Maximum number of characters that are digested for one text."""
 
 _MULTIPLIERS = (
     *(0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB),
 )
-"""Odd; one for characters and one for each doubling. Hashes on disk depend on them."""
+"""Odd numbers, one for characters and one for each doubling. Stored hashes depend on them."""
 _FILTER_SLOTS_MIN = 1 << 10
 _SLOTS_PER_WINDOW = 16
-"""One offset in sixteen is looked at in vain."""
+"""One offset in sixteen is a false positive."""
 _UNKNOWN = 0
-"""In place of the last window's hash, for what an older version kept: it is found while few begin alike."""
+"""Stands for the hash of a last window that an early version did not store. Such a text is found only while
+few texts begin alike."""
+
+_STORED = struct.Struct("<QI16sQ")
 
 _Known = tuple[int, int, bytes]
-"""Of a chunk: characters, hash of the last window, digest."""
+"""A chunk's number of characters, the hash of its last window, and its digest."""
 
 
 @dataclass(frozen=True)
 class ChunkText:
-    """What is kept of a chunk's text."""
+    """What identifies a chunk's text."""
 
     window: int
     """Hash of its first `WINDOW_CHARS` characters."""
@@ -66,8 +69,16 @@ class ChunkText:
     """Hash of its last `WINDOW_CHARS` characters."""
 
     @staticmethod
+    def from_bytes(data: bytes) -> ChunkText:
+        return ChunkText(*_STORED.unpack(data))
+
+    def to_bytes(self) -> bytes:
+        """36 bytes, as the table of chunks stores them."""
+        return _STORED.pack(self.window, self.chars, self.digest, self.last_window)
+
+    @staticmethod
     def of(text: str) -> ChunkText | None:
-        """None for a text that is too short to be found."""
+        """Identify a text; None for one that is too short to be found."""
         if len(text) < WINDOW_CHARS:
             return None
         hashes = window_hashes(text[:WINDOW_CHARS] + text[-WINDOW_CHARS:])
@@ -92,14 +103,14 @@ def window_hashes(text: str) -> NDArray[np.uint64]:
     return hashes
 
 
-class _Places:
-    """Where windows of a set stand in a text. It does not hold the set."""
+class _WindowFilter:
+    """Finds the windows of a set in a text. A bitmap over hashes; the caller holds the set."""
 
     def __init__(self) -> None:
         self._slots = np.zeros(0, np.bool_)
 
     def add(self, window: int, all_windows: Collection[int]) -> None:
-        """One of a set comes; ``all_windows`` is the set, with it."""
+        """Add a window; ``all_windows`` is the set, which already holds it."""
         if len(all_windows) * _SLOTS_PER_WINDOW > len(self._slots):
             self._slots = np.zeros(max(_FILTER_SLOTS_MIN, 2 * len(self._slots)), np.bool_)
             added = np.fromiter(all_windows, np.uint64, len(all_windows))
@@ -110,12 +121,14 @@ class _Places:
     def _slot(self, windows: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return windows >> np.uint64(65 - len(self._slots).bit_length())
 
-    def of(self, windows: NDArray[np.uint64], all_windows: Container[int]) -> Iterator[tuple[int, int]]:
-        """Offset and hash of each in a text's `window_hashes`, in order."""
+    def find(self, windows: NDArray[np.uint64], all_windows: Container[int]) -> Iterator[tuple[int, int]]:
+        """Offset and hash of each of the set in a text's `window_hashes`, in order."""
         if not len(self._slots):
             return
         offsets = np.flatnonzero(self._slots[self._slot(windows)])
-        for first in range(0, len(offsets), COMPARISONS_MAX):  # who asks for some does not pay for all
+        for first in range(
+            0, len(offsets), COMPARISONS_MAX
+        ):  # a caller that stops early does not pay for all
             some = offsets[first : first + COMPARISONS_MAX]
             for offset, window in zip(some.tolist(), windows[some].tolist(), strict=True):
                 if window in all_windows:
@@ -123,15 +136,15 @@ class _Places:
 
 
 class TextIndex:
-    """Known texts of one namespace. Not thread-safe."""
+    """The known texts of one namespace. Not thread-safe."""
 
     def __init__(self) -> None:
         self._alike: dict[int, list[_Known]] = {}
-        """By first window; in order."""
-        self._starts = _Places()
+        """By first window, sorted."""
+        self._starts = _WindowFilter()
         self._last_windows: dict[int, int] = {}
-        """How many texts have it, of those that more than `ALIKE_TRIED_MAX` begin alike with."""
-        self._ends = _Places()
+        """How many texts end with it, among those that more than `ALIKE_TRIED_MAX` texts begin alike with."""
+        self._ends = _WindowFilter()
 
     def __len__(self) -> int:
         return len(self._alike)
@@ -148,7 +161,7 @@ class TextIndex:
             self._ends.add(last, self._last_windows)
 
     def remove(self, text: ChunkText) -> None:
-        """Its slots stay set until the filter is made anew: one more offset is looked at in vain."""
+        """Remove a text. Its slots stay set until the filter is rebuilt: one more false positive."""
         alike = self._alike.get(text.window, [])
         known = (text.chars, text.last_window, text.digest)
         if not _holds(alike, known):
@@ -162,19 +175,19 @@ class TextIndex:
             del self._alike[text.window]
 
     def matches(self, text: str, windows: NDArray[np.uint64]) -> list[tuple[int, int]]:
-        """Every known text inside `text`, whose `window_hashes` are given, that the bounds allow to be
-        compared, by start."""
+        """`[start, end)` of every known text inside `text`, by start, as far as the bounds allow comparisons.
+        ``windows`` are the text's `window_hashes`."""
         found: list[tuple[int, int]] = []
         ends: list[tuple[int, int]] | None = None
         comparisons = compared_chars = 0
-        for start, window in self._starts.of(windows, self._alike):
+        for start, window in self._starts.find(windows, self._alike):
             alike = self._alike[window]
             if len(alike) <= ALIKE_TRIED_MAX:
                 comparisons += len(alike)
                 likely = _find_endings(alike, start, windows)
             else:
                 if ends is None:
-                    ends = self._ends_in(windows)
+                    ends = self._find_ends(windows)
                 near = _within(ends, start + alike[0][0], start + alike[-1][0])
                 comparisons += 1 + len(near)
                 likely = {(end - start, last) for end, last in near if _has(alike, end - start, last)}
@@ -188,22 +201,21 @@ class TextIndex:
                     found.append((start, start + chars))
         return found
 
-    def _ends_in(self, windows: NDArray[np.uint64]) -> list[tuple[int, int]]:
-        """Where last windows that are looked for end in a text, and their hashes: so many as are compared."""
-        places = self._ends.of(windows, self._last_windows)
+    def _find_ends(self, windows: NDArray[np.uint64]) -> list[tuple[int, int]]:
+        """Where last windows end in a text, and their hashes; at most `COMPARISONS_MAX`."""
+        places = self._ends.find(windows, self._last_windows)
         return [(offset + WINDOW_CHARS, last) for offset, last in islice(places, COMPARISONS_MAX)]
 
 
 def _select_last_windows(alike: Sequence[_Known], known: _Known) -> Sequence[_Known]:
-    """Those whose last windows are looked for from now on, or no more, as `known`, one of them, comes or
-    goes."""
+    """The texts whose last windows start or cease to be searched when `known`, one of them, comes or goes."""
     if len(alike) <= ALIKE_TRIED_MAX:
         return ()
     return tuple(alike) if len(alike) == ALIKE_TRIED_MAX + 1 else (known,)
 
 
 def _find_endings(alike: Sequence[_Known], start: int, windows: NDArray[np.uint64]) -> set[tuple[int, int]]:
-    """Lengths and last windows of those that would end in a text as they do."""
+    """Lengths and last windows of the texts whose last window follows in the text at the right distance."""
     return {
         (chars, last)
         for chars, last, _ in alike
@@ -226,13 +238,13 @@ def _holds(alike: Sequence[_Known], known: _Known) -> bool:
 
 
 def disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of spans that may overlap, those that together cover most, in order; of equals the fewer."""
+    """Choose from spans that may overlap those that together cover most, in order; of equals the fewer."""
     ordered = sorted(spans, key=lambda span: (span[1], -span[0]))
     ends = [end for _, end in ordered]
     best: list[tuple[int, int]] = [(0, 0)]
-    """Characters covered and minus the number of spans, by the first so many spans."""
+    """Characters covered, and minus the number of spans, for each number of spans from the first on."""
     taken: list[int] = []
-    """The span's predecessors count where it is taken, -1 where it is left out."""
+    """How many spans end before this one where it is taken; -1 where it is left out."""
     for index, (start, end) in enumerate(ordered):
         before = bisect_right(ends, start, 0, index)
         with_it = (best[before][0] + end - start, best[before][1] - 1)

@@ -1,7 +1,7 @@
-"""Chunks of precomputed corpora into what a gateway knows: found by key, and inside messages by their text.
+"""Teaches a gateway the chunks of precomputed corpora: they are found by key, and by text inside messages.
 
-A ledger holds tokens, not text. The tokenizer's own decoding is believed where it tokenises back to the same
-ids; elsewhere the chunk is found by key alone.
+A ledger holds tokens, not text. The tokenizer's own decoding is used if it tokenises back to the same ids;
+otherwise the chunk is found by key alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kintsugi.precompute.documents import DocumentIndex, IndexedChunk
 log = logging.getLogger(__name__)
 
 PAGE = 64
-"""Chunks per step; between steps the threads are others'."""
+"""Chunks per step; between steps the thread is free for others."""
 PERIOD_S = 30.0
-"""Between two looks for chunks that a job has added since."""
+"""Wait between two searches for chunks that a job has added."""
 
 Detokenize = Callable[[Sequence[int]], str]
 
 
 class Learner:
-    """Walks through an index once, then after what is new, on an event loop."""
+    """Reads an index once, then what is added to it, on an event loop."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Learner:
                 while await self.step():
                     pass
             except KintsugiError as error:
-                log.info("corpora are looked at again in %.0f s: %s", PERIOD_S, error)
+                log.info("corpora will be read again in %.0f s: %s", PERIOD_S, error)
             except Exception:
-                log.exception("corpora cannot be read; they are looked at again in %.0f s", PERIOD_S)
+                log.exception("corpora cannot be read; next attempt in %.0f s", PERIOD_S)
             await asyncio.sleep(PERIOD_S)
 
     async def step(self) -> int:
-        """Learn a page; how many chunks it had. Raises `Unavailable` where no engine says what it serves."""
+        """Learn a page; return its number of chunks. Raises `Unavailable` if no engine names its model."""
         info = await self._info()
         if info.fingerprint != self._fingerprint:
             self._fingerprint, self._after = info.fingerprint, 0

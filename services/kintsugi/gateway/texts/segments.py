@@ -1,7 +1,7 @@
-"""Parts of a prompt, in any of the ways that a client may name them, into token ids, spans and chunk keys.
+"""Resolves the segments of a prompt, however a client names them, to token ids, spans and chunk keys.
 
-A text tokenises alone, so its ids are the ones that precompute found. Tokenising 3,000 tokens takes
-milliseconds, the same chunk comes again and again, and so its ids are kept.
+Each text is tokenised alone, so its ids are the ones that precompute found. Tokenising 3,000 tokens takes
+milliseconds and the same chunks come again and again, so their ids are cached.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, KnownChunk
 
 INLINE_CHARS_MAX = 4096
-"""Of one request; what is beyond it is tokenised in a thread: the event loop serves everybody."""
+"""Maximum number of a request's characters that are tokenised on the event loop; a thread does the rest."""
 THREADS = 2
 LONG_CHARS = 1 << 18
-"""A text of more is tokenised when no other such is: it takes 250 bytes a character meanwhile (65 MB, and so
-long as half a second), and the second thread is for all others. Only such a text is refused for its length: a
-tokenizer may make one token of any number of characters that it drops, or does not know."""
+"""Texts of more characters are tokenised one at a time: this takes 250 bytes a character (65 MB and up to
+half a second at this length), and leaves the second thread to all others. Only such a text is refused for
+its length: a tokenizer may make one token of any number of characters that it drops or does not know."""
 TEXT_CHARS_MAX = 1 << 21
-"""Of one text, half a gigabyte while it is tokenised. No model reads so much."""
+"""Maximum length of one text, half a gigabyte while it is tokenised. No model reads so much."""
 TOGETHER_TOKENS_MAX = 8 << 20
-"""Of one request's segments that make no prompt. A chunk is named by 64 characters and has up to
-`TOKENS_MAX` tokens."""
+"""Maximum number of tokens in one request's segments where they do not form a prompt. A chunk is named by 64
+characters and has up to `TOKENS_MAX` tokens."""
 CACHED_TOKENS_MAX = 8 << 20
-"""32 MiB of ids."""
+"""Maximum number of tokens of cached texts, 32 MiB."""
 
 Tokenize = Callable[[str], Sequence[int]]
 _Address = tuple[bytes, bytes]
@@ -44,20 +44,20 @@ _Address = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class Segment:
-    """One part of a prompt: exactly one of the four ways to name it."""
+    """One part of a prompt; exactly one of the first four fields is set."""
 
     text: str | None = None
     token_ids: TokenIds | None = None
     key: ChunkKey | None = None
     document: tuple[str, DocumentRef] | None = None
-    """Corpus and chunk."""
+    """Corpus, and a chunk in it."""
     plain: bool = False
-    """Part of the prompt, but no chunk."""
+    """Whether it is part of the prompt but not a chunk."""
 
 
 @dataclass(frozen=True)
 class ResolvedSegment:
-    """A segment resolved."""
+    """A segment's tokens and key."""
 
     token_ids: TokenIds
     key: ChunkKey
@@ -74,9 +74,9 @@ class ResolvedPrompt:
     space: ChunkSpace
     token_ids: TokenIds
     spans: tuple[Span, ...]
-    """Where each segment lies; plain ones have no key."""
+    """Where each segment lies; the spans of plain segments have no key."""
     pieces: tuple[ResolvedSegment, ...]
-    """The segments."""
+    """The segments, in order."""
 
     @property
     def chunks(self) -> tuple[Span, ...]:
@@ -84,7 +84,7 @@ class ResolvedPrompt:
 
 
 class SegmentResolver:
-    """For one event loop."""
+    """Resolves the segments of requests, on one event loop."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SegmentResolver:
         documents: DocumentIndex | None,
         token_chars_max: int | None = None,
     ) -> None:
-        """``token_chars_max``: characters of the tokenizer's longest token, where they are known."""
+        """``token_chars_max``: length of the tokenizer's longest token in characters, if it is known."""
         self._tokenize = tokenize
         self._token_chars_max = token_chars_max
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
@@ -101,21 +101,24 @@ class SegmentResolver:
         self._known = known
         self._documents = documents
         self._pieces: OrderedDict[_Address, ResolvedSegment] = OrderedDict()
-        """Of texts; the least recently used first."""
+        """Cache of tokenised texts, the least recently used first."""
         self._cached_tokens = 0
 
     async def prompt(
         self, space: ChunkSpace, segments: Sequence[Segment], question: Segment, tokens_max: int
     ) -> ResolvedPrompt:
-        """Raises `InvalidField`, also where segments or question alone have more than `tokens_max` tokens,
-        `ForeignChunkKey` and `NotFound`, each naming the segment."""
-        pieces = await self._resolved(space, segments, "segments", tokens_max)
+        """Resolve a whole prompt.
+
+        Raises `InvalidField`, also if the segments or the question alone have more than `tokens_max` tokens,
+        `ForeignChunkKey` and `NotFound`; each names the segment.
+        """
+        pieces = await self._resolve_segments(space, segments, "segments", tokens_max)
         end = len(space.prefix_token_ids)
         spans = []
         for segment, piece in zip(segments, pieces, strict=True):
             start, end = end, end + piece.num_tokens
             spans.append(Span(start, end, None if segment.plain else piece.key))
-        asked = await self._resolved(space, [question], "question", tokens_max)
+        asked = await self._resolve_segments(space, [question], "question", tokens_max)
         prefix = TokenIds.of(space.prefix_token_ids)
         token_ids = TokenIds.join([prefix, *(piece.token_ids for piece in (*pieces, *asked))])
         return ResolvedPrompt(space, token_ids, tuple(spans), tuple(pieces))
@@ -123,26 +126,32 @@ class SegmentResolver:
     async def pieces(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
     ) -> list[ResolvedSegment]:
-        """In order. ``where`` is the request's name for them."""
-        return await self._resolved(space, segments, where, TOGETHER_TOKENS_MAX)
+        """Resolve segments that form no prompt, in order. ``where`` is the request's name for them."""
+        return await self._resolve_segments(space, segments, where, TOGETHER_TOKENS_MAX)
 
-    def learn(
+    async def learn(
         self, space: ChunkSpace, segments: Sequence[Segment], pieces: Sequence[ResolvedSegment]
     ) -> None:
-        """Know the chunks of a request that was not refused: one that is pushes out nothing of others'."""
+        """Remember the chunks of a request that was accepted: a refused one must not evict others' chunks."""
+        new = []
         for segment, piece in zip(segments, pieces, strict=True):
-            if segment.plain:
+            if segment.plain or (segment.token_ids is None and segment.text is None):
                 continue
-            if segment.token_ids is not None:
-                self._known.remember(space.namespace, piece.key, segment.token_ids)
-            elif segment.text is not None:
+            if segment.text is not None:
                 address = _address(space, segment.text)
-                if address in self._pieces and self._known.used(space.namespace, piece.key):
+                if address in self._pieces and self._known.touch_known(space.namespace, piece.key):
                     continue
                 self._keep(address, piece)
-                self._known.remember(space.namespace, piece.key, piece.token_ids, segment.text)
+            new.append((piece, segment.text))
 
-    async def _resolved(
+        def remember() -> None:
+            for piece, text in new:
+                self._known.remember(space.namespace, piece.key, piece.token_ids, text)
+
+        if new:
+            await asyncio.to_thread(remember)
+
+    async def _resolve_segments(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
     ) -> list[ResolvedSegment]:
         documents = await self._look_up_documents(space, segments, where)
@@ -178,7 +187,7 @@ class SegmentResolver:
         return pieces
 
     def _check_length(self, text: str, name: str, tokens_max: int) -> None:
-        """Raises `InvalidField` for a text that has too many tokens for certain, before they are counted."""
+        """Raise `InvalidField` for a text that must have too many tokens, before they are counted."""
         chars_max = TEXT_CHARS_MAX
         if self._token_chars_max is not None:
             chars_max = min(chars_max, max(tokens_max * self._token_chars_max, LONG_CHARS))
@@ -236,7 +245,7 @@ class SegmentResolver:
     async def _look_up_documents(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str
     ) -> dict[int, ResolvedSegment]:
-        """The segments that name a document's chunk, by their index."""
+        """Resolve the segments that name a document's chunk; by their index."""
         by_corpus: dict[str, dict[int, DocumentRef]] = {}
         for index, segment in enumerate(segments):
             if segment.document is not None:
@@ -248,7 +257,7 @@ class SegmentResolver:
                 raise NotFound(f"{where}: this gateway knows no corpora; start it with a precompute ledger")
             try:
                 found = await asyncio.to_thread(self._documents.resolve, corpus, list(refs.values()))
-            except NotFound:  # said as where the corpus is another namespace's
+            except NotFound:  # reported as for a corpus of another namespace
                 found = [None] * len(refs)
             for (index, ref), chunk in zip(refs.items(), found, strict=True):
                 pieces[index] = _piece_of(space, chunk, ref, f"{where}[{index}]", corpus)
@@ -262,7 +271,10 @@ def _address(space: ChunkSpace, text: str) -> _Address:
 def _piece_of(
     space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, name: str, corpus: str
 ) -> ResolvedSegment:
-    """Raises `NotFound` also for a corpus of another namespace: who may not use it learns nothing of it."""
+    """The segment of a document's chunk.
+
+    Raises `NotFound` also for a corpus of another namespace: other callers learn nothing of it.
+    """
     token_ids = TokenIds() if chunk is None else TokenIds.of(chunk.token_ids)
     if chunk is None or ChunkKey.of(space, token_ids) != chunk.key:
         version = "" if ref.version is None else f" in version {ref.version!r}"

@@ -1,86 +1,83 @@
-"""A chunk as a shard knows it, and its bytes in one tier. The shard's lock guards every field."""
+"""A chunk as a shard knows it, and its bytes in one tier: plain data.
+
+Only the transitions in `kintsugi.store.shard.life` assign to these fields. That module says which values may
+occur together.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.shard.eviction.policy import EvictionPolicy
 from kintsugi.store.shard.tiers.extents import Extent, offsets_of
 
 Address = tuple[str, ChunkKey]
-"""Namespace and key: there is no way to name a chunk without its tenant."""
+"""Namespace and key: a chunk cannot be named without its tenant."""
 
 
-class TierRef(Protocol):
-    """Where a residence lies."""
+class CopyTier(ABC):
+    """A tier as the chunks in it know it. The table's lock guards order and counts."""
 
-    @property
-    def name(self) -> str:
+    def __init__(self, name: str, policy: EvictionPolicy[ChunkEntry]) -> None:
+        self.name = name
         """`ram`, `ssd0`, `ssd1` …"""
-        ...
+        self.policy = policy
+        self.chunks = 0
+        self.evictions = 0
+        """Chunks that left because the tier was full."""
 
+    def admit(self, entry: ChunkEntry) -> None:
+        """Count the copy of an entry, and order it among the others."""
+        self.chunks += 1
+        self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+
+    def remove(self, entry: ChunkEntry) -> None:
+        """Stop counting the copy of an entry, which the policy may have given up before."""
+        self.chunks -= 1
+        self.policy.remove(entry)
+
+    @abstractmethod
+    def unlink(self, residence: Residence) -> None:
+        """Its entry let go of a residence; it may still be read."""
+
+    @abstractmethod
     def free(self, residence: Residence) -> None:
-        """Nobody reads the residence any more, and its entry has let go of it."""
-        ...
+        """Take back a residence that is unlinked and has no readers."""
 
 
 @dataclass(eq=False)
 class Residence:
     """The bytes of one chunk in one tier. Whoever uses them holds a reader count."""
 
-    tier: TierRef
+    tier: CopyTier
     address: Address
     extents: tuple[Extent, ...]
     stride: int
     readers: int = 0
     condemned: bool = False
-    """Its entry has let go of it: no new readers."""
+    """Its entry let go of it: no new readers; free once the last one is done."""
     unloaded: set[int] = field(default_factory=set)
     """Layers that a promotion has not read yet."""
     lost: str = ""
-    """Why the promotion failed; empty: it did not."""
+    """Why the promotion failed; empty if it did not."""
     waiters: list[Callable[[], None]] = field(default_factory=list)
-    """Called once, under the lock, after the next progress of a promotion."""
+    """Called once, under the lock, at the next progress of the promotion."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Of every frame. Only made for chunks that are read or written: a catalog names many more."""
+        """Byte offset of every frame. Computed on demand: a catalog names far more chunks than are read."""
         return offsets_of(self.extents, self.stride)
 
     @property
     def size_bytes(self) -> int:
         return self.stride * sum(extent.frames for extent in self.extents)
-
-    def acquire(self) -> None:
-        assert not self.condemned
-        self.readers += 1
-
-    def release(self) -> None:
-        assert self.readers > 0
-        self.readers -= 1
-        self._free_if_unused()
-
-    def condemn(self) -> None:
-        """No longer part of its entry; the space is free as soon as the last reader is done."""
-        assert not self.condemned
-        self.condemned = True
-        self._free_if_unused()
-
-    def _free_if_unused(self) -> None:
-        if self.condemned and not self.readers:
-            self.tier.free(self)
-
-    def wake(self) -> None:
-        """Tell everyone who waits for a layer to look again."""
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            waiter()
 
 
 @dataclass(eq=False)
@@ -94,11 +91,11 @@ class ChunkEntry:
     ram: Residence | None = None
     disk: Residence | None = None
     writing: Future[None] | None = None
-    """Done when the write-back on its way has ended, one way or the other."""
+    """Done when the write-back under way has ended, one way or the other."""
     leaving: bool = False
-    """Its RAM copy goes as soon as the write-back has ended."""
+    """Its RAM copy is dropped as soon as the write-back under way has ended."""
     gone: bool = False
-    """Forgotten; what still works on it throws its result away."""
+    """Forgotten; a worker that still has it discards its result."""
     pins: int = 0
     uses: int = 0
     used_at_s: float = 0.0
@@ -109,7 +106,20 @@ class ChunkEntry:
         return self.manifest.namespace, self.manifest.key
 
     @property
+    def copies(self) -> tuple[Residence, ...]:
+        """Fastest tier first."""
+        return tuple(residence for residence in (self.ram, self.disk) if residence is not None)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a promotion is still filling its RAM copy."""
+        return self.ram is not None and bool(self.ram.unloaded)
+
+    @property
+    def is_read(self) -> bool:
+        return any(residence.readers for residence in self.copies)
+
+    @property
     def tier_name(self) -> str:
         """The fastest tier that holds it."""
-        residence = self.ram or self.disk
-        return residence.tier.name if residence is not None else ""
+        return next((residence.tier.name for residence in self.copies), "")

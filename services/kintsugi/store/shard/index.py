@@ -17,7 +17,7 @@ _Anchor = tuple[str, bytes, int]
 
 
 class Index:
-    """Not thread-safe: the shard holds the lock."""
+    """Not thread-safe: the table holds the lock."""
 
     def __init__(self) -> None:
         self._entries: dict[Address, ChunkEntry] = {}
@@ -61,7 +61,7 @@ class Index:
                 del self._by_anchor[anchor]
 
     def candidates(self, namespace: str, space_digest: bytes, anchor: int) -> Sequence[ChunkEntry]:
-        """Chunks of a space that begin with the tokens `anchor` stands for."""
+        """Chunks of a space that begin with the tokens of `anchor`."""
         return self._by_anchor.get((namespace, space_digest, anchor), ())
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:

@@ -1,8 +1,8 @@
-"""Hands the arena's descriptor to peers of the same host: once per token, and tokens only come over gRPC.
+"""Hands the arena's descriptor to peers of the same host: once per token, and only gRPC issues tokens.
 
-Who holds the descriptor can read every namespace, so a shard gives tokens only to peers that may
-(`--share-arena`), and the descriptor is read-only and sealed. In a pod, the socket's folder is shared by
-its containers and by nobody else.
+A peer with the descriptor can read every namespace, so a shard issues tokens only where that is allowed
+(`--share-arena`), and the descriptor is read-only and sealed. In a pod, only its containers share the
+socket's folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CROWDED_S = 0.1
 
 
 class ArenaDoor:
-    """A unix socket in a folder of its own that only this user may enter. One peer at a time."""
+    """A unix socket in its own folder, which only this user may enter. Serves one peer at a time."""
 
     def __init__(self, arena: Arena, folder: Path | None = None) -> None:
         self._arena = arena
@@ -47,7 +47,7 @@ class ArenaDoor:
         self._thread.start()
 
     def issue(self) -> bytes:
-        """A token that opens the door once, soon."""
+        """A token that is valid once, for `TOKEN_LIFE_S`."""
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._lock:
             self._tokens[token] = time.monotonic() + TOKEN_LIFE_S
@@ -63,8 +63,8 @@ class ArenaDoor:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError as error:  # of descriptors, say: the peer waits in the backlog
-                log.warning("no peer can have the arena now: %s", error)
+            except OSError as error:  # out of descriptors, say: the peer waits in the backlog
+                log.warning("cannot accept a peer for the arena: %s", error)
                 time.sleep(_CROWDED_S)
                 continue
             with peer:
@@ -73,13 +73,13 @@ class ArenaDoor:
                 try:
                     self._admit(peer)
                 except OSError as error:
-                    log.warning("a peer left before it had the arena: %s", error)
+                    log.warning("a peer left before it received the arena: %s", error)
 
     def _admit(self, peer: socket.socket) -> None:
         peer.settimeout(_PEER_TIMEOUT_S)
         token = peer.recv(TOKEN_BYTES, socket.MSG_WAITALL)
         if not self._redeem(token):
-            log.warning("a peer came with a token that is unknown, used or too old")
+            log.warning("refused a peer whose token is unknown, used or expired")
             return
         fd = self._arena.read_only_fd()
         try:
@@ -88,7 +88,7 @@ class ArenaDoor:
             os.close(fd)
 
     def close(self) -> None:
-        """Nobody enters any more; peers that have the arena keep it."""
+        """Accept no more peers; those that have the arena keep it."""
         self._closed = True
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as last:
             last.connect(str(self.path))

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a shard. Counters are read when they are scraped: nothing is counted twice."""
+"""Prometheus metrics of a shard. A scrape reads the shard's own counters: nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ShardMetrics:
     """One shard's metrics in a registry of their own."""
 
     def __init__(self, shard: Shard, bytes_read: Mapping[str, int]) -> None:
-        """`bytes_read`: by path, kept by the service."""
+        """`bytes_read`: bytes by path, which the service updates."""
         self.registry = CollectorRegistry()
         self._latency = Histogram(
             "kintsugi_store_rpc_seconds",
@@ -36,17 +36,18 @@ class ShardMetrics:
             buckets=_GAP_BUCKETS_S,
             registry=self.registry,
         )
-        shard.reuse.observe = gap.observe
+        shard.table.reuse.observe = gap.observe
         self.registry.register(_ShardCollector(shard, bytes_read))
 
     @contextmanager
-    def timed(self, rpc: str) -> Iterator[None]:
-        """Observe the latency of what happens inside."""
+    def time_rpc(self, rpc: str) -> Iterator[None]:
+        """Observe how long the `with` block takes."""
         with self._latency.labels(rpc).time():
             yield
 
     def serve(self, address: str) -> Any:
-        """Answer scrapes at `host:port`; the HTTP server, to shut down. Raises `InvalidField`, `OSError`."""
+        """Start an HTTP server for scrapes at `host:port`; the caller shuts it down. Raises `InvalidField`,
+        `OSError`."""
         host, port = parse_address("metrics", address)
         server, _ = start_http_server(port, host, self.registry)
         return server
@@ -58,7 +59,7 @@ class _ShardCollector(Collector):
         self._bytes_read = bytes_read
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        shard, counters = self._shard, self._shard.counters
+        shard, counters = self._shard, self._shard.table.counters
         for name, text, value in (
             ("hits", "Keys that lookups found", counters.hits),
             ("misses", "Keys that lookups did not find", counters.misses),
@@ -90,6 +91,6 @@ class _ShardCollector(Collector):
             chunks.add_metric([tier.name], tier.chunks)
             evictions.add_metric([tier.name], tier.evictions)
         queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Waiting to be written", labels=["tier"])
-        for writer in shard.writers:
-            queue.add_metric([writer.tier.name], writer.queue_bytes)
+        for waiting in shard.table.queues:
+            queue.add_metric([waiting.tier.name], waiting.queue_bytes)
         yield from (used, capacity, chunks, evictions, queue)

@@ -1,4 +1,4 @@
-"""A shard from what its operator asked for: directories, sizes, policy."""
+"""Opens a shard as its operator configured it: directories, sizes, policy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SsdSpec:
     capacity_bytes: int
 
     @staticmethod
-    def parsed(text: str) -> SsdSpec:
+    def from_text(text: str) -> SsdSpec:
         """`FOLDER:SIZE`, such as `/mnt/nvme0:64GiB`. Raises `InvalidField`."""
         folder, separator, size = text.rpartition(":")
         if not separator or not folder:

@@ -1,4 +1,4 @@
-"""A chunk on its way in: bytes go into place and are verified there; only `commit` makes them visible."""
+"""A put under way: frames are copied into the arena and verified there; only `commit` makes them visible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 @dataclass(frozen=True)
 class PutOptions:
-    """What a put may ask for beside its bytes."""
+    """Options of a put."""
 
     tier: str = AUTO
     durable: bool = False
@@ -31,16 +31,16 @@ class PutOptions:
 
 @dataclass(frozen=True)
 class Committed:
-    """What a commit did."""
+    """The outcome of a commit."""
 
     inserted: bool
-    """False where another put of the key was faster."""
+    """False if another put of the key was faster."""
     durable: Future[None] | None
-    """Done once the chunk is on disk; None where it was not inserted or no SSD tier takes it."""
+    """Done once the chunk is on disk; None if it was not inserted or is to stay in RAM."""
 
 
 class ChunkPut:
-    """Frames of one chunk, in layer order. One thread at a time.
+    """Takes the frames of one chunk, in layer order. One thread at a time.
 
     Cost per byte: one copy into the arena and one xxh3 pass over it.
     """
@@ -49,7 +49,7 @@ class ChunkPut:
         self.entry = entry
         self.residence = residence
         self.tier = tier
-        """Where it is written once it is committed: `ram`, or an SSD tier's name."""
+        """Tier that the chunk is written to after the commit: `ram`, or an SSD tier's name."""
         self._ram = ram
         self._layers_written = 0
 
@@ -58,7 +58,7 @@ class ChunkPut:
         return self._layers_written == self.entry.manifest.layout.num_layers
 
     def write(self, first_layer: int, payload: memoryview) -> None:
-        """Whole frames, the first of them of `first_layer`.
+        """Copy whole frames, the first of them of `first_layer`.
 
         Raises `InvalidField` for frames out of order, too many or cut, `Corrupted` for a wrong digest.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted
@@ -23,31 +23,27 @@ class HeldChunk:
 
     @property
     def in_ram(self) -> bool:
-        """Whether frames can be taken in place; otherwise `read` fetches one at a time."""
+        """Whether frames can be read in place; otherwise `read` fetches one at a time."""
         return isinstance(self.residence.tier, RamTier)
 
     def ready(self, layer: int) -> bool:
-        """Whether a layer is in RAM; `lost` says whether it ever will be."""
+        """Whether a layer is in RAM; `lost` says whether it ever will be. `EntryTable.await_layer` waits."""
         return layer not in self.residence.unloaded
 
     @property
     def lost(self) -> str:
         return self.residence.lost
 
-    def when_progressed(self, callback: Callable[[], None]) -> None:
-        """Call back, under the shard's lock, once more layers are in RAM. Under the lock."""
-        self.residence.waiters.append(callback)
-
     def frame(self, layer: int) -> memoryview:
-        """The bytes of the heads of one layer, in place."""
+        """The bytes of one layer's heads, in place."""
         tier = self.residence.tier
         assert isinstance(tier, RamTier)
         return tier.frame(self.residence, layer, *self.manifest.head_range_bytes(self.heads))
 
     def read(self, layer: int) -> memoryview:
-        """The same bytes from the SSD tier, for a chunk that RAM had no room for. Blocks.
+        """Read the same bytes from the SSD tier, for a chunk that RAM had no room for. Blocks.
 
-        Raises `Corrupted` where they cannot be read.
+        Raises `Corrupted` if they cannot be read.
         """
         tier = self.residence.tier
         assert isinstance(tier, DiskTier)
@@ -74,6 +70,6 @@ class HeldChunk:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one stream reads; None for a chunk that is not there."""
+    """The chunks that one stream reads; None for an absent one."""
 
     chunks: Sequence[HeldChunk | None]

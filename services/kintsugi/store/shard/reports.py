@@ -1,4 +1,4 @@
-"""Small documents by model fingerprint: in memory, and in the data directory where there is one."""
+"""Small documents by model fingerprint: in memory, and in the data directory if there is one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKSUM_BYTES = 16
 
 
 class Reports:
-    """Thread-safe. A damaged document is absent."""
+    """Thread-safe. A damaged document counts as absent."""
 
     def __init__(self, folder: Path | None) -> None:
         self._lock = threading.Lock()
@@ -34,11 +34,13 @@ class Reports:
                         self._documents[key] = value[_CHECKSUM_BYTES:]
 
     def put(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Keep a document, unless the one that is here supersedes it. Durable when it returns.
+        """Keep a document, unless the stored one supersedes it. Durable on return.
 
         Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
         if len(document) > REPORT_BYTES_MAX:
-            raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
+            raise ResourceExhausted(
+                f"the report has {len(document)} bytes; at most {REPORT_BYTES_MAX} are allowed"
+            )
         key = _key(fingerprint, name)
         with self._lock:
             held = self._documents.get(key)

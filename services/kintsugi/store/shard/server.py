@@ -20,31 +20,31 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
-from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.workers.keeper import Keeper
 
 HEALTH_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a shard is served."""
+    """Options of a shard's server."""
 
     durable_by_default: bool = False
-    """What a put that does not say waits for: the disk, or RAM alone."""
+    """Whether a put that does not say so waits until it is on disk."""
     share_arena: bool = True
-    """Whether peers of the same host may map the arena. Whoever may, reads every namespace."""
+    """Whether peers of the same host may map the arena, which lets them read every namespace."""
     socket_folder: Path | None = None
-    """Where the socket that hands out the arena lies: a folder that the pod's containers share."""
+    """Folder of the socket that hands out the arena; in a pod, one that its containers share."""
     scrub_bytes_per_s: float = 0.0
     tls: TlsFiles | None = None
     insecure: bool = False
     """Listen beyond loopback without TLS."""
     metrics_listen: str = ""
-    """`host:port` that answers Prometheus; empty: none."""
+    """`host:port` of the Prometheus endpoint; empty: none."""
     extra_handlers: tuple[Any, ...] = ()
     """More gRPC services on the same port, such as a shard directory."""
 
@@ -62,9 +62,9 @@ class ShardServer:
         self._health: asyncio.Task[None] | None = None
         self._metrics_server: Any = None
         self.address = ""
-        """`host:port` that it listens on, once started."""
+        """`host:port` of the gRPC server, once started."""
         self.metrics_address = ""
-        """`host:port` that answers Prometheus, once started."""
+        """`host:port` of the Prometheus endpoint, once started."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -76,8 +76,8 @@ class ShardServer:
         self.stop()
 
     def start(self) -> None:
-        """Listen. Raises `Unavailable` where the address cannot be had, `InvalidField` for one beyond
-        loopback without TLS."""
+        """Listen. Raises `Unavailable` if the address cannot be bound, `InvalidField` for one beyond loopback
+        without TLS."""
         check_listen(self._listen, self._options.tls, self._options.insecure)
         keep_large_buffers()
         self._loop = asyncio.new_event_loop()
@@ -91,7 +91,7 @@ class ShardServer:
             self._end_loop()
             if isinstance(error, KintsugiError):
                 raise
-            hint = "" if self._options.tls is None else " (or the TLS files are no matching PEM files)"
+            hint = "" if self._options.tls is None else " (or the TLS files are not matching PEM files)"
             raise Unavailable(f"cannot listen on {self._listen}: {error}{hint}") from error
 
     async def _start_grpc(self) -> None:
@@ -117,16 +117,16 @@ class ShardServer:
         self._keeper.start()
 
     async def _report_health(self, health: Any) -> None:
-        """Not serving while it drains and once it has failed."""
+        """Report NOT_SERVING while the shard drains and once it has failed."""
         while True:
-            well = self.shard.failure is None and not self.shard.draining
-            status = HealthCheckResponse.SERVING if well else HealthCheckResponse.NOT_SERVING
+            healthy = self.shard.failure is None and not self.shard.draining
+            status = HealthCheckResponse.SERVING if healthy else HealthCheckResponse.NOT_SERVING
             for service in ("", wire.SERVICE):
                 await health.set(service, status)
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Let calls finish for `grace_s`, then end."""
+        """Let calls finish for `grace_s`, then close the server."""
         self._call(self._stop_grpc(grace_s))
         self._keeper.stop()
         self._close_door()

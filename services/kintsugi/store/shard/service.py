@@ -1,7 +1,7 @@
 """The gRPC face of a shard: service `ChunkStore`.
 
-One event loop serves every connection: a thousand idle clients or slow readers cost no thread. What could
-block it (disk, waiting for room, verification of whole chunks) runs elsewhere.
+One event loop serves every connection: a thousand idle clients or slow readers cost no thread. Calls that
+could block it (disk reads, waiting for room, verification of whole chunks) run on threads.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.streaming import LayerStream
 
 PUT_IDLE_S_MAX = 30.0
-"""A client that sends nothing for so long has died in the middle of its put."""
+"""A client that sends nothing for this long has died in the middle of its put."""
 LEASE_S_MAX = 60.0
-"""A same-host reader that has not finished by then loses its lease."""
+"""A same-host reader loses its lease after this long."""
 PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
 WAITING_PUTS_MAX = 16
 VERIFIERS = 2
-"""Verifications at a time: each may take minutes, and readers of what only a disk has need threads, too."""
+"""Concurrent verifications: each may take minutes, and reads from disk need threads, too."""
 DRAIN_S_MAX = 3600.0
 STREAM_BYTES_MAX = 2 << 30
-"""Of messages that streams may hold for slow readers, two each: 512 streams of 2 MiB frames."""
+"""Maximum bytes of messages held for slow readers, two per stream: enough for 512 streams of 2 MiB frames."""
 
 
 def _check_protocol(context: Any) -> None:
@@ -70,25 +70,25 @@ async def _refuse(context: Any, error: KintsugiError) -> None:
 def _answers(
     handler: Callable[[Any, Any, Any], Awaitable[Any]],
 ) -> Callable[[Any, Any, Any], Awaitable[Any]]:
-    """Our errors become statuses. A stream's handler writes its responses itself."""
+    """Turn our errors into gRPC statuses. The handler of a stream writes its responses itself."""
 
     @wraps(handler)
-    async def guarded(self: Any, request: Any, context: Any) -> Any:
+    async def handle_rpc(self: Any, request: Any, context: Any) -> Any:
         try:
             _check_protocol(context)
-            with self.metrics.timed(handler.__name__):
+            with self.metrics.time_rpc(handler.__name__):
                 return await handler(self, request, context)
         except KintsugiError as error:
             await _refuse(context, error)
 
-    return guarded
+    return handle_rpc
 
 
 class ChunkStoreService:
     """Handlers by RPC name; `generic_handler` registers them."""
 
     def __init__(self, shard: Shard, durable_by_default: bool = False, door: ArenaDoor | None = None) -> None:
-        """`door`: where peers of the same host get the arena; None does not share it."""
+        """`door` hands the arena to peers of the same host; None does not share it."""
         self.shard = shard
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
         self.metrics = ShardMetrics(shard, self.bytes_read)
@@ -100,7 +100,7 @@ class ChunkStoreService:
 
     @_answers
     async def lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        if len(request.keys) > wire.LOOKUP_KEYS_BATCH:  # others' lookups need not wait for so many
+        if len(request.keys) > wire.LOOKUP_KEYS_BATCH:  # a long one must not delay other lookups
             return await asyncio.to_thread(self._build_lookup_response, request)
         return self._build_lookup_response(request)
 
@@ -109,10 +109,10 @@ class ChunkStoreService:
         size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
         if size > wire.RESPONSE_BYTES_MAX:
             raise ResourceExhausted(
-                f"manifests of {size} bytes; at most {wire.RESPONSE_BYTES_MAX} are answered per call, so "
+                f"the manifests have {size} bytes; a response holds at most {wire.RESPONSE_BYTES_MAX}, so "
                 "ask for fewer keys"
             )
-        return pb.LookupResponse(found=map(_found, entries))
+        return pb.LookupResponse(found=map(_entry_to_found, entries))
 
     @_answers
     async def lookup_anchors(
@@ -123,10 +123,10 @@ class ChunkStoreService:
                 "anchors", f"{len(request.anchors)} anchors; at most {wire.KEYS_MAX} are answered per call"
             )
         if len(request.anchors) * ANCHOR_CANDIDATES_MAX > wire.LOOKUP_KEYS_BATCH:
-            return await asyncio.to_thread(self._anchors_looked_up, request)
-        return self._anchors_looked_up(request)
+            return await asyncio.to_thread(self._build_anchors_response, request)
+        return self._build_anchors_response(request)
 
-    def _anchors_looked_up(self, request: pb.LookupAnchorsRequest) -> pb.LookupAnchorsResponse:
+    def _build_anchors_response(self, request: pb.LookupAnchorsRequest) -> pb.LookupAnchorsResponse:
         found = self.shard.lookup_anchors(request.namespace, request.space_digest, request.anchors)
         response = pb.LookupAnchorsResponse()
         size = 0
@@ -160,21 +160,21 @@ class ChunkStoreService:
         return pb.PutChunkKVResponse(inserted=True)
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
-        """The answer for a key that is there already: durable only once it is."""
+        """The answer for a chunk that the shard has already; a durable put waits until it is on disk."""
         writing = self.shard.make_durable(manifest.namespace, manifest.key) if durable else None
         if writing is not None:
             await asyncio.wrap_future(writing)
         return pb.PutChunkKVResponse(inserted=False)
 
     async def _begin_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
-        """Room for a chunk. Waits in a thread, because it may take a disk's time to come."""
+        """Reserve room for a chunk. Waits on a thread, because room may take a disk write to come."""
         try:
             return self.shard.begin_put(manifest, options)
         except NoRoomYet:
             begun = self._waiting_puts.submit(self.shard.begin_put, manifest, options, PUT_WAIT_S_MAX)
             try:
                 return await asyncio.wrap_future(begun)
-            except asyncio.CancelledError:  # the client is gone; its room may still come
+            except asyncio.CancelledError:  # the client left; its room may still come
                 begun.add_done_callback(self._give_up)
                 raise
 
@@ -224,11 +224,11 @@ class ChunkStoreService:
 
     @contextmanager
     def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:
-        """Bound what slow readers cost. Raises `ResourceExhausted`."""
-        size = 2 * message_bytes_max  # gRPC has one while the next is joined
+        """Bound the memory that slow readers cost. Raises `ResourceExhausted`."""
+        size = 2 * message_bytes_max  # gRPC sends one while the next is joined
         if self._stream_bytes + size > STREAM_BYTES_MAX:
             raise ResourceExhausted(
-                f"streams under way may hold {self._stream_bytes} bytes of messages, at most "
+                f"open streams may hold {self._stream_bytes} bytes of messages, and all together at most "
                 f"{STREAM_BYTES_MAX}; try again when some have ended"
             )
         self._stream_bytes += size
@@ -308,15 +308,15 @@ class ChunkStoreService:
         return pb.DeleteResponse(deleted=deleted)
 
     async def _wait_for_flush(self) -> None:
-        """Deletions survive a crash before they are answered."""
-        await asyncio.gather(*map(asyncio.wrap_future, self.shard.flushed()))
+        """A deletion survives a crash once it is answered."""
+        await asyncio.gather(*map(asyncio.wrap_future, self.shard.flush_writers()))
 
     @_answers
     async def list(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         return await asyncio.to_thread(self._build_list_page, request)
 
     def _build_list_page(self, request: pb.ListRequest) -> pb.ListResponse:
-        """A page: thousands of manifests take a tenth of a second, which lookups must not wait for."""
+        """Runs on a thread: thousands of manifests take a tenth of a second, and lookups must not wait."""
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
         response = pb.ListResponse()
@@ -325,7 +325,7 @@ class ChunkStoreService:
             size += len(entry.manifest.digests)
             if response.found and size > wire.RESPONSE_BYTES_MAX:
                 break
-            response.found.append(_found(entry))
+            response.found.append(_entry_to_found(entry))
         return response
 
     @_answers
@@ -359,7 +359,7 @@ class ChunkStoreService:
         )
 
     def generic_handler(self) -> Any:
-        """Every RPC of the service; bulk ones exchange bytes, which nobody serialises again."""
+        """Every RPC of the service. Bulk ones exchange bytes, which gRPC does not serialise again."""
         unary = grpc.unary_unary_rpc_method_handler
         handlers = {
             name: unary(handler, request.FromString, _serialize_response)
@@ -396,7 +396,7 @@ def _serialize_response(message: Any) -> Any:
     return message.SerializeToString()
 
 
-def _found(entry: ChunkEntry | None) -> pb.Found:
+def _entry_to_found(entry: ChunkEntry | None) -> pb.Found:
     if entry is None:
         return pb.Found()
     return pb.Found(manifest=wire.manifest_to_wire(entry.manifest), tier=entry.tier_name)
@@ -411,8 +411,8 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
 
 
 def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
-    counters = shard.counters
-    queues = {writer.tier.name: writer.queue_bytes for writer in shard.writers}
+    counters = shard.table.counters
+    queues = {queue.tier.name: queue.queue_bytes for queue in shard.table.queues}
     return pb.StatsResponse(
         shard_id=shard.shard_id,
         protocol_version=wire.PROTOCOL_VERSION,
@@ -438,12 +438,12 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
 
 
 async def _next_message(messages: AsyncIterator[bytes]) -> bytes:
-    """The next message of a put. Raises `InvalidField` where it ends early or the client falls silent."""
+    """The next message of a put. Raises `InvalidField` if the put ends early or the client sends nothing."""
     try:
         return await asyncio.wait_for(anext(messages), PUT_IDLE_S_MAX)
     except StopAsyncIteration:
         raise InvalidField("commit", "the put ended without it; nothing was stored") from None
     except TimeoutError:
         raise InvalidField(
-            "commit", f"nothing arrived for {PUT_IDLE_S_MAX:.0f} s; nothing was stored"
+            "commit", f"no message arrived for {PUT_IDLE_S_MAX:.0f} s; nothing was stored"
         ) from None

@@ -1,7 +1,7 @@
 """The frames of one request on their way out, as bytes or as descriptors.
 
-What is in RAM goes at once; what is on disk as the promotion brings it, layer by layer. Cost per byte over
-gRPC: the one join into a message; as a descriptor: nothing.
+Frames in RAM are sent at once; frames on disk follow as the promotion reads them, layer by layer. Cost per
+byte over gRPC: one join into a message; as a descriptor: nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kintsugi.store.shard.reading import HeldChunk, Reading
 from kintsugi.store.shard.shard import Shard
 
 WRITE_STALL_S_MAX = 60.0
-"""A reader that takes nothing for so long loses its stream, and what that held in place."""
+"""A reader that accepts nothing for this long loses its stream, which then releases its chunks."""
 DESCRIPTORS_MAX = 4096
-"""Per message."""
+"""Maximum per message."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Ready:
 
 
 class _Wait:
-    """The next frame is not in RAM yet: send what is ready."""
+    """The next frame is not in RAM yet: send the frames that are ready."""
 
 
 class LayerStream:
@@ -53,7 +53,7 @@ class LayerStream:
 
     @property
     def message_bytes_max(self) -> int:
-        """What the largest message of `write_frames` holds: frames are joined until they reach the target."""
+        """Size of the largest message of `write_frames`, which joins frames until they reach the target."""
         held = [chunk for chunk in self._reading.chunks if chunk is not None]
         largest = max((stop - start for start, stop in map(_head_range, held)), default=0)
         if largest >= wire.MESSAGE_BYTES_TARGET:
@@ -61,25 +61,25 @@ class LayerStream:
         return min(wire.MESSAGE_BYTES_TARGET + largest, len(held) * len(self._layers) * largest)
 
     async def write_frames(self, context: Any) -> None:
-        """As `StreamLayersResponse` messages. Raises `DeadlineExceeded`."""
+        """Send frames as `StreamLayersResponse` messages. Raises `DeadlineExceeded`."""
         batch = _Batch()
         async for item in self._items():
             if isinstance(item, _Wait):
                 if batch:
-                    await _write_message(context, batch.taken())
+                    await _write_message(context, batch.take_message())
             elif batch.add(item):
-                await _write_message(context, batch.taken())
+                await _write_message(context, batch.take_message())
         if batch:
-            await _write_message(context, batch.taken())
+            await _write_message(context, batch.take_message())
 
     async def write_descriptors(self, context: Any, message: pb.LeaseLayersResponse) -> None:
-        """As `LeaseLayersResponse` messages like `message`, which carries the lease.
+        """Send descriptors as `LeaseLayersResponse` messages. `message` carries the lease.
 
         Raises `DeadlineExceeded`, and `ResourceExhausted` for a chunk that RAM has no room for.
         """
         if any(chunk is not None and not chunk.in_ram for chunk in self._reading.chunks):
             raise ResourceExhausted("RAM has no room for these chunks now; read them over gRPC")
-        frames_max = len(self._reading.chunks)  # the first layer goes ahead: describing all takes a while
+        frames_max = len(self._reading.chunks)  # send the first layer before describing the rest
         async for item in self._items():
             if isinstance(item, _Ready):
                 message.frames.append(self._descriptor(item))
@@ -104,7 +104,7 @@ class LayerStream:
         )
 
     async def _items(self) -> AsyncIterator[_Ready | _Wait]:
-        """Layer-major; a `_Wait` before each pause. Nothing of a chunk follows its loss."""
+        """Layer-major, with a `_Wait` before each pause. No item of a chunk follows its loss."""
         lost: set[int] = set()
         for layer in self._layers:
             expires_s = time.monotonic() + self._deadline_s
@@ -138,13 +138,9 @@ class LayerStream:
     async def _wait_for_progress(self, chunk: HeldChunk, layer: int) -> None:
         """Return once a layer is in RAM or lost."""
         loop, progress = asyncio.get_running_loop(), asyncio.Event()
-        while True:
-            with self._shard.lock:
-                if chunk.lost or chunk.ready(layer):
-                    return
-                progress.clear()
-                chunk.when_progressed(partial(_set, loop, progress))
+        while not self._shard.table.await_layer(chunk, layer, partial(_set, loop, progress)):
             await progress.wait()
+            progress.clear()
 
 
 def _head_range(chunk: HeldChunk) -> tuple[int, int]:
@@ -152,7 +148,7 @@ def _head_range(chunk: HeldChunk) -> tuple[int, int]:
 
 
 def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:
-    """A frame that is in RAM; None for one that is not, or not yet."""
+    """A frame in RAM; None if it is not there, or not yet."""
     if not chunk.in_ram or chunk.lost or not chunk.ready(layer):
         return None
     return chunk.frame(layer)
@@ -180,7 +176,7 @@ class _Batch:
         return bool(self._headers)
 
     def add(self, item: _Ready) -> bool:
-        """True once the batch is as large as a message should be."""
+        """Add a frame; whether the batch has reached the target size of a message."""
         size = 0 if item.frame is None else len(item.frame)
         self._headers.append(
             pb.FrameHeader(chunk=item.chunk, layer=item.layer, size_bytes=size, lost_reason=item.lost)
@@ -190,8 +186,8 @@ class _Batch:
         self._size += size
         return self._size >= wire.MESSAGE_BYTES_TARGET
 
-    def taken(self) -> bytes:
-        """The message; the batch is empty afterwards."""
+    def take_message(self) -> bytes:
+        """Build the message and empty the batch."""
         header = pb.StreamLayersResponse(frames=self._headers).SerializeToString()
         message = wire.with_payload(header, self._views)
         self._headers, self._views, self._size = [], [], 0

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from kintsugi.core.exchange import TokenUsage
+from kintsugi.core.exchange import Usage
 from kintsugi.gateway.fronts.grpc_server import SERVICE, KintsugiService
 from kintsugi.gateway.fronts.wire import event_to_wire
 from kintsugi.gateway.gateway import Gateway
@@ -134,6 +134,6 @@ def test_an_answers_accounting_keeps_its_types() -> None:
         "recomputed_positions": {0: [1, 2]},
         "timeline": [{"load_start_ms": 0.0}],
     }
-    wire = event_to_wire(Finished("length", accounting, TokenUsage(3, 1), 1.0))
+    wire = event_to_wire(Finished("length", accounting, Usage(3, 1, 0), 1.0))
     assert MessageToDict(wire.finished.accounting) == {**accounting, "recomputed_positions": {"0": [1, 2]}}
     assert wire.finished.plan.tokens_hit == 3

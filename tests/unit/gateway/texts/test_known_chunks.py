@@ -1,20 +1,22 @@
 from __future__ import annotations
 
 import random
+import shutil
+import sqlite3
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
 import pytest
 import xxhash
 
-from kintsugi.core.errors import Corrupted, Unavailable
+from kintsugi.core.errors import Corrupted, Unavailable, VersionMismatch
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
-from kintsugi.gateway.texts import known_chunks
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX, ChunkText
 
@@ -45,8 +47,6 @@ def known(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KnownChunk
 def test_a_key_gives_its_tokens_in_its_namespace_alone(known: KnownChunks) -> None:
     known.remember("tenant", key_of(1, 2), (1, 2))
     assert token_ids(known, "tenant", key_of(1, 2)) == (1, 2)
-    known.flush()
-    assert token_ids(known, "tenant", key_of(1, 2)) == (1, 2)
     assert token_ids(known, "other", key_of(1, 2)) is None
     assert token_ids(known, "tenant", key_of(2, 1)) is None
 
@@ -75,7 +75,6 @@ def test_what_is_forgotten_is_not_found(known: KnownChunks) -> None:
     known.remember("tenant", key_of(1), (1,), text)
     known.remember("tenant", key_of(2), (2,), text)
     known.forget("tenant", [key_of(1)])
-    known.flush()
     assert token_ids(known, "tenant", key_of(1)) is None
     assert known.find("tenant", text) == [(0, 100)], "another chunk has the same text"
     known.forget("tenant", [key_of(2)])
@@ -89,7 +88,6 @@ def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
         known.remember("tenant", key_of(number), (number,), texts[number])
     assert token_ids(known, "tenant", key_of(0)) == (0,)
     known.remember("tenant", key_of(3), (3,), texts[3])
-    known.flush()
     assert [token_ids(known, "tenant", key_of(n)) for n in range(4)] == [(0,), None, (2,), (3,)]
     assert known.find("tenant", texts[1]) == []
     assert len(known) == 3
@@ -175,20 +173,25 @@ def test_a_restart_finds_texts_again(tmp_path: Path) -> None:
     known.close()
 
 
-def test_what_an_older_version_kept_is_read(tmp_path: Path) -> None:
-    """Its records have no hash of a text's end."""
-    texts = [words(seed, 300) for seed in range(3)]
-    environment = lmdb.open(str(tmp_path))
-    with environment.begin(write=True) as transaction:
-        for number, text in enumerate([*texts, None], 1):
+def fill_lmdb_folder(folder: Path, texts: Sequence[str | None], version: int) -> None:
+    """Write chunks 1, 2, … as earlier versions did; version 0 had no hash of a text's end."""
+    with lmdb.open(str(folder)) as environment, environment.begin(write=True) as transaction:
+        for number, text in enumerate(texts, 1):
             known_text = ChunkText(0, 0, bytes(16)) if text is None else ChunkText.of(text)
             assert known_text is not None
-            kept = (known_text.window, known_text.chars, known_text.digest)
-            header = struct.pack("<QBQI16s", number, text is not None, *kept)
+            fields = (known_text.window, known_text.chars, known_text.digest, known_text.last_window)
+            kept = struct.pack("<QI16sQ" if version else "<QI16s", *fields[: 3 + version])
+            header = struct.pack("<QB", number, text is not None) + kept
             value = header + zlib.compress(number.to_bytes(4, "little"), 1)
             name = b"tenant\0" + key_of(number).digest
-            transaction.put(name, xxhash.xxh3_64_digest(name + value) + value)
-    environment.close()
+            transaction.put(name, xxhash.xxh3_64_digest(name + value, version) + value)
+        transaction.put(b"not ours", b"")
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_the_lmdb_folder_of_an_earlier_version_is_imported_once(tmp_path: Path, version: int) -> None:
+    texts = [words(seed, 300) for seed in range(3)]
+    fill_lmdb_folder(tmp_path, [*texts, None], version)
     known = KnownChunks(tmp_path)
     message = "".join(texts)
     everything = [(0, 300), (300, 600), (600, 900)]
@@ -204,6 +207,25 @@ def test_what_an_older_version_kept_is_read(tmp_path: Path) -> None:
     assert known.find("tenant", message) == everything
     known.forget("tenant", [key_of(2)])
     assert known.find("tenant", message) == [(0, 300), (600, 900)]
+    known.close()
+    known = KnownChunks(tmp_path)
+    assert not known.knows("tenant", key_of(2)), "what was forgotten is not imported again"
+    assert (tmp_path / "data.mdb").exists()
+    known.close()
+
+
+def test_an_import_keeps_the_newest_that_fit(tmp_path: Path) -> None:
+    fill_lmdb_folder(tmp_path, [None] * 10, version=1)
+    known = KnownChunks(tmp_path, chunks_max=8)
+    assert [number for number in range(1, 11) if known.knows("tenant", key_of(number))] == [7, 8, 9, 10]
+    known.close()
+
+
+def test_an_lmdb_folder_that_cannot_be_read_costs_its_chunks_only(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"no database" * 1000)
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), (1,))
+    assert token_ids(known, "tenant", key_of(1)) == (1,)
     known.close()
 
 
@@ -222,60 +244,87 @@ def test_chunks_that_begin_alike_are_all_found(known: KnownChunks) -> None:
         assert [message[start:end] for start, end in known.find("tenant", message)] == texts[:gone]
 
 
-def test_a_damaged_record_is_a_miss(tmp_path: Path) -> None:
+def test_a_use_survives_a_restart(tmp_path: Path) -> None:
+    known = KnownChunks(tmp_path)
+    for number in range(3):
+        known.remember("tenant", key_of(number), (number,))
+    assert known.touch_known("tenant", key_of(0))
+    assert not known.touch_known("tenant", key_of(3))
+    known.close()
+    known = KnownChunks(tmp_path, chunks_max=4)
+    assert [known.knows("tenant", key_of(number)) for number in range(3)] == [True, False, True]
+    known.close()
+
+
+def test_two_gateways_share_a_folder_while_one_replaces_the_other(tmp_path: Path) -> None:
+    old, new = KnownChunks(tmp_path), KnownChunks(tmp_path)
+    old.remember("tenant", key_of(1), (1,))
+    new.remember("tenant", key_of(2), (2,), words(1, 64))
+    assert [token_ids(new, "tenant", key_of(number)) for number in (1, 2)] == [(1,), (2,)]
+    old.forget("tenant", [key_of(2)])
+    assert token_ids(new, "tenant", key_of(2)) is None
+    old.remember("tenant", key_of(2), (2,), words(1, 64))
+    assert old.find("tenant", words(1, 64)) == [(0, 64)]
+    old.close()
+    new.close()
+
+
+def test_a_lookup_does_not_wait_for_a_write(tmp_path: Path) -> None:
+    known = KnownChunks(tmp_path)
+    known.remember("tenant", key_of(1), (1,))
+    writer = threading.Thread(target=known.remember, args=("tenant", key_of(2), (2,)))
+    with known._table._writes.transaction():
+        writer.start()
+        reader = threading.Thread(target=known.token_ids, args=("tenant", key_of(1)))
+        reader.start()
+        reader.join(10)
+        assert not reader.is_alive()
+    writer.join()
+    assert token_ids(known, "tenant", key_of(2)) == (2,)
+    known.close()
+
+
+def test_a_damaged_row_is_a_miss(tmp_path: Path) -> None:
     known = KnownChunks(tmp_path)
     known.remember("tenant", key_of(1), range(512), words(7, 100))
     known.close()
-    environment = lmdb.open(str(tmp_path))
-    with environment.begin(write=True) as transaction:
-        ((name, value),) = list(transaction.cursor())
-        transaction.put(name, value[:-1] + bytes([value[-1] ^ 1]))
-        transaction.put(b"not ours", b"")
-    environment.close()
+    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database, database:
+        ((tokens,),) = database.execute("SELECT tokens FROM chunk").fetchall()
+        database.execute("UPDATE chunk SET tokens = ?", (tokens[:-1] + bytes([tokens[-1] ^ 1]),))
     known = KnownChunks(tmp_path)
-    assert len(known) == 0
     assert token_ids(known, "tenant", key_of(1)) is None
+    assert not known.knows("tenant", key_of(1))
+    known.remember("tenant", key_of(1), range(512))
+    assert token_ids(known, "tenant", key_of(1)) == tuple(range(512))
+    known.close()
+
+
+def test_a_disk_that_fails_costs_hits_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = KnownChunks(tmp_path / "known")
+    known.remember("tenant", key_of(1), (1,), words(1, 64))
+    shutil.rmtree(tmp_path / "known")
+    known.remember("tenant", key_of(2), (2,), words(2, 64))
+    assert not known.knows("tenant", key_of(2))
+    assert known.find("tenant", words(2, 64)) == []
+    assert "was deleted" in caplog.text
     known.close()
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Unavailable, match="name another folder"):
+    with pytest.raises(Unavailable, match=r"file/below.*gateway\.data_dir"):
         KnownChunks(tmp_path / "file" / "below")
-    (tmp_path / "data.mdb").write_bytes(b"no database" * 1000)
+    (tmp_path / "chunks.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(Corrupted, match="remove the folder"):
         KnownChunks(tmp_path)
 
 
-def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_chunks, "_MAP_BYTES_MIN", 1 << 17)
-    known = KnownChunks(tmp_path)
-    generator = random.Random(0)
-    chunks = [tuple(generator.randrange(1 << 32) for _ in range(512)) for _ in range(400)]
-    for start in range(0, 400, 40):
-        for chunk in chunks[start : start + 40]:
-            known.remember("tenant", key_of(*chunk), chunk)
-        known.flush()
-    known.close()
-    known = KnownChunks(tmp_path)
-    assert all(token_ids(known, "tenant", key_of(*chunk)) == chunk for chunk in chunks)
-    known.close()
-
-
-def test_the_map_does_not_move_below_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_chunks, "_MAP_BYTES_MIN", 1 << 17)
-    known = KnownChunks(tmp_path)
-    disk = known._disk
-    assert disk is not None
-    before = disk._env.info()["map_size"]
-    grower = threading.Thread(target=disk._grow)
-    with disk._mapped:  # as a reader holds it
-        grower.start()
-        grower.join(0.05)
-        assert disk._env.info()["map_size"] == before
-    grower.join()
-    assert disk._env.info()["map_size"] == 2 * before
-    known.close()
+def test_a_folder_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    KnownChunks(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database:
+        database.execute("PRAGMA user_version=2")
+    with pytest.raises(VersionMismatch, match=r"schema 2.*remove the folder"):
+        KnownChunks(tmp_path)
 
 
 def test_a_text_made_to_match_everywhere_costs_a_bounded_number_of_comparisons() -> None:

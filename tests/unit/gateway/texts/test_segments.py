@@ -37,7 +37,7 @@ def resolver(known: KnownChunks | None = None, documents: DocumentIndex | None =
 async def learned(resolve: SegmentResolver, *segments: Segment) -> list[ResolvedSegment]:
     """As of a request that was not refused."""
     pieces = await resolve.pieces(SPACE, segments)
-    resolve.learn(SPACE, segments, pieces)
+    await resolve.learn(SPACE, segments, pieces)
     return pieces
 
 
@@ -183,7 +183,7 @@ def test_nothing_is_known_of_what_was_only_resolved() -> None:
         ]
         pieces = await resolve.pieces(SPACE, segments)
         assert len(known) == 0
-        resolve.learn(SPACE, segments, pieces)
+        await resolve.learn(SPACE, segments, pieces)
         assert [known.knows("tenant", piece.key) for piece in pieces] == [True, True, False]
 
     asyncio.run(ask())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import threading
@@ -118,6 +119,14 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
     for reason in failures(tmp_path):
         assert reason == "no column 'text'; there are 'body', 'n'"
     assert len(failures(tmp_path)) == 2
+
+
+@pytest.fixture(autouse=True)
+def restore_field_limit() -> Iterator[None]:
+    """Reading CSV sets a limit of the whole process: restore it for other tests."""
+    limit = csv.field_size_limit()
+    yield
+    csv.field_size_limit(limit)
 
 
 def test_wrong_encodings_broken_files_and_enormous_documents(

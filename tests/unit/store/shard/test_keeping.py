@@ -11,10 +11,10 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.store.shard import pins as pins_module
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
 from kintsugi.store.shard.eviction.placement import TierSpeed, choose_tier
-from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import SPACE, make_chunk
 
 
@@ -60,7 +60,7 @@ def test_a_chunk_expires_and_gives_its_room_back(shard: Shard, clock: Clock) -> 
     Keeper(shard).turn()
     assert len(shard) == 0
     assert shard.ram.allocator.used_bytes == 0
-    assert shard.counters.expired == 1
+    assert shard.table.counters.expired == 1
 
 
 def test_a_pin_keeps_a_chunk_until_its_lease_ends(shard: Shard, clock: Clock) -> None:
@@ -188,7 +188,7 @@ def test_the_scrubber_finds_a_flipped_bit_at_a_bounded_rate(shard: Shard) -> Non
     assert keeper.scrubbed_chunks == 1
     for _ in range(4):
         keeper.turn()
-    assert shard.counters.quarantined == 1
+    assert shard.table.counters.quarantined == 1
     assert shard.lookup("acme", [m.key for m in manifests])[1] is None
 
 

@@ -21,7 +21,7 @@ _STALE_SHARE_MAX = 4
 @dataclass
 class _Rank:
     density: float
-    uses: int
+    touches: int
     value: float
     serial: int
 
@@ -51,8 +51,8 @@ class Gdsf(EvictionPolicy[Item]):
         if rank is None:
             return
         self._serial += 1
-        rank.uses += 1
-        rank.value = self._clock + rank.uses * rank.density
+        rank.touches += 1
+        rank.value = self._clock + rank.touches * rank.density
         rank.serial = self._serial
         heapq.heappush(self._heap, (rank.value, rank.serial, item))
         if len(self._heap) > _STALE_SHARE_MAX * len(self._ranks) + 64:

@@ -1,4 +1,4 @@
-"""Which tier a put goes to. Pure."""
+"""Chooses the tier of a put. Pure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DEFAULT_POLICY = "s3fifo"
 def policy_factory(
     name: str, identity: Callable[[Any], Hashable] | None = None
 ) -> Callable[[int], EvictionPolicy[Any]]:
-    """Makes the policy for a tier of so many bytes. Raises `InvalidField` for a name that none has.
+    """A function from a tier's capacity in bytes to its policy. Raises `InvalidField` for an unknown name.
 
     `identity` names an item across its lives; None where an item has only one.
     """

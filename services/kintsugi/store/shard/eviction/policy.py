@@ -1,4 +1,4 @@
-"""What leaves a full tier first: the interface, and least recently used.
+"""The order in which chunks leave a full tier: the interface, and least recently used.
 
 A policy only orders; it owns no bytes, reads no clock and never blocks. Sizes and recompute costs are
 hints that it may ignore. The same objects run in a tier and in `simulate`.
@@ -28,11 +28,11 @@ class EvictionPolicy(ABC, Generic[Item]):
 
     @abstractmethod
     def touch(self, item: Item) -> None:
-        """`item` was used. One that is not here, because it is just leaving, is ignored."""
+        """`item` was used. An item that the policy has already given up is ignored."""
 
     @abstractmethod
     def remove(self, item: Item) -> None:
-        """`item` left for a reason of its own (deleted, expired, quarantined)."""
+        """`item` left for another reason (deleted, expired, quarantined). An unknown item is ignored."""
 
     @abstractmethod
     def evict(self, evictable: Callable[[Item], bool]) -> Item | None:

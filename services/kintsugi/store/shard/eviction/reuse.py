@@ -1,4 +1,4 @@
-"""How soon evicted chunks are asked for again: a short gap means that a tier is too small for its traffic."""
+"""How soon evicted chunks are looked up again: short gaps mean that a tier is too small for its traffic."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kintsugi.store.shard.entry import Address
 
 EVICTED_MAX = 65536
 SOON_S = 600.0
-"""A chunk that is asked for again within this long would have been worth its room."""
+"""A chunk looked up again within this long was worth its room."""
 WINDOW_S = 60.0
 RETURNS_MAX = 4096
 
 
 class ReuseGaps:
-    """Remembers what left lately. Not thread-safe: the shard holds the lock."""
+    """Remembers recent evictions. Not thread-safe: the table holds the lock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -24,13 +24,13 @@ class ReuseGaps:
         self.observe: Callable[[float], None] = _ignore
         """Called with each gap, in seconds."""
 
-    def left(self, address: Address) -> None:
+    def record_eviction(self, address: Address) -> None:
         self._evicted[address] = self._clock()
         self._evicted.move_to_end(address)
         while len(self._evicted) > EVICTED_MAX:
             self._evicted.popitem(last=False)
 
-    def missed(self, address: Address) -> None:
+    def record_lookup_miss(self, address: Address) -> None:
         left_s = self._evicted.pop(address, None)
         if left_s is None:
             return
@@ -40,7 +40,7 @@ class ReuseGaps:
             self._returns.append(now_s)
 
     def soon_per_s(self) -> float:
-        """Lookups per second, of the last `WINDOW_S`, for chunks that had left less than `SOON_S` before."""
+        """Lookups per second, over the last `WINDOW_S`, of chunks evicted less than `SOON_S` before."""
         begin_s = self._clock() - WINDOW_S
         return sum(at_s > begin_s for at_s in self._returns) / WINDOW_S
 

@@ -24,7 +24,7 @@ _F_SEAL_FUTURE_WRITE = 0x10
 
 
 class ArenaLease(NamedTuple):
-    """Where in the file a lease's generation stands, and what it is for as long as the lease lasts."""
+    """Offset in the file of a lease's generation, and its value while the lease lasts."""
 
     offset: int
     generation: int
@@ -56,7 +56,7 @@ class Arena:
         self._view = memoryview(self._map)
         self.frames = self._view[BLOCK_BYTES:]
         self.arena_id = secrets.randbits(64)
-        """Tells this arena from the one of an earlier process."""
+        """Distinguishes this arena from that of an earlier process."""
         self._free_leases = list(range(LEASES_MAX))
 
     def view(self, offset: int, size: int) -> memoryview:
@@ -68,7 +68,7 @@ class Arena:
         return BLOCK_BYTES + view_offset
 
     def begin_lease(self) -> ArenaLease:
-        """Raises `ResourceExhausted` where too many are held.
+        """Raises `ResourceExhausted` if too many are held.
 
         Not thread-safe: leases belong to the server's event loop.
         """

@@ -1,4 +1,4 @@
-"""What an SSD tier holds: LMDB, and the commit point of every put.
+"""The chunks of an SSD tier in LMDB: the commit point of every put.
 
 A value is its own xxh3-128, over key and body, before a `CatalogRecord`: a flipped bit is found when the
 catalog is read and costs one chunk. Values are a few kilobytes; frames lie in the slab. Cost: one
@@ -51,14 +51,14 @@ def check_format(path: Path) -> None:
     with lmdb.open(str(path), readonly=True, lock=False) as env:
         _fill_up(env, file)
         with env.begin() as transaction:
-            records = (_decoded(key, value) for key, value in transaction.cursor())
+            records = (_decode_catalog_record(key, value) for key, value in transaction.cursor())
             formats = Counter(r.manifest.format_version for r in records if r is not None)
     if formats.keys() - {FORMAT_VERSION}:
         raise VersionMismatch(_refusal(path.parent, formats))
 
 
 def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
-    """Why a folder with so many chunks of each format is refused, and what to do."""
+    """Why a folder with chunks of these formats is refused, and what to do."""
     held = " and ".join(f"{count} chunks of format {version}" for version, count in sorted(formats.items()))
     remedy = "use the version that wrote them, or name another folder"
     if len(formats) > 1:
@@ -80,7 +80,7 @@ def _fill_up(env: lmdb.Environment, file: Path) -> None:
 class Catalog:
     """Thread-safe: one writer at a time, because the map may only grow between transactions.
 
-    A file that LMDB cannot make sense of raises `lmdb.Error`."""
+    A file that LMDB cannot read raises `lmdb.Error`."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ class Catalog:
         """Every catalog key with its record, None where the value is damaged. In key order."""
         with self._env.begin() as transaction:
             for key, value in transaction.cursor():
-                yield key, _decoded(key, value)
+                yield key, _decode_catalog_record(key, value)
 
     def apply(self, puts: Sequence[tuple[Address, pb.CatalogRecord]], deletes: Sequence[bytes] = ()) -> None:
         """Both durably and atomically. Raises `lmdb.Error` where the disk fails; then nothing changed."""
@@ -111,7 +111,7 @@ class Catalog:
                 transaction.delete(key)
             for address, record in puts:
                 key = catalog_key(address)
-                transaction.put(key, _encoded(key, record))
+                transaction.put(key, _encode_catalog_record(key, record))
 
     def _grow_if_full(self) -> None:
         info, stat = self._env.info(), self._env.stat()
@@ -127,12 +127,12 @@ class Catalog:
         self._env.close()
 
 
-def _encoded(key: bytes, record: pb.CatalogRecord) -> bytes:
+def _encode_catalog_record(key: bytes, record: pb.CatalogRecord) -> bytes:
     body = record.SerializeToString()
     return xxhash.xxh3_128_digest(key + body) + body
 
 
-def _decoded(key: bytes, value: bytes) -> pb.CatalogRecord | None:
+def _decode_catalog_record(key: bytes, value: bytes) -> pb.CatalogRecord | None:
     checksum, body = value[:_CHECKSUM_BYTES], value[_CHECKSUM_BYTES:]
     if xxhash.xxh3_128_digest(key + body) != checksum:
         return None

@@ -1,6 +1,6 @@
-"""One SSD tier: a catalog, a slab, what is free in it, and who leaves it first.
+"""One SSD tier: a catalog, a slab, its free space, and the order in which chunks leave it.
 
-A slab's bytes are reused only after the catalog forgot them: whatever leaves waits until `bury` has
+A slab's bytes are reused only after the catalog forgot them: a residence that leaves waits until `bury` has
 committed its deletion. So a crash at any point leaves records that name intact frames.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, ExtentAllocator, stride_of
@@ -26,10 +26,10 @@ from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
 log = logging.getLogger(__name__)
 
 READ_BYTES_PER_S_ASSUMED = 1e9
-"""Of a disk that cannot be read when it is opened."""
+"""Speed of a disk that cannot be read when it is opened."""
 READ_RATE_WEIGHT = 0.1
 TOUCHES_REPLAYED_MAX = 3
-"""Of a chunk that was used before a restart: S3-FIFO tells no more apart."""
+"""Touches replayed for a chunk that was used before a restart: S3-FIFO counts no further."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class Recovered:
     """Records that were dropped: a wrong checksum, or frames that are not where they should be."""
 
 
-class DiskTier:
-    """The shard's lock guards allocator, policy and graveyard; the slab is read and written without it."""
+class DiskTier(CopyTier):
+    """The table's lock guards policy and counts. The rest is thread-safe: a lock of the tier's own guards
+    allocator and graveyard, and is never held during I/O."""
 
     def __init__(
         self,
@@ -54,18 +55,15 @@ class DiskTier:
         """Raises `VersionMismatch` for chunks of another format, and then changes nothing in the folder;
         `ResourceExhausted`, `OSError` and `lmdb.Error`."""
         check_format(home.path / "catalog")
-        self._name = name
         self.home = home
         self.slab = Slab(home.path / "slab", capacity_bytes)
         self.catalog = Catalog(home.path / "catalog")
         self.allocator = ExtentAllocator(self.slab.capacity_bytes)
-        self.policy = policy(self.slab.capacity_bytes)
-        self.evictions = 0
-        self.chunks = 0
-        self.read_bytes_per_s = self._measured()
+        super().__init__(name, policy(self.slab.capacity_bytes))
+        self.read_bytes_per_s = self._measure_read_speed()
         """Moving average over recent reads, from a measurement on."""
         self.failure = ""
-        """Why nothing is written here any more; empty: all is well."""
+        """Why the last write failed; empty: it did not."""
         self._recorded: dict[Address, Residence] = {}
         """What the catalog names. A chunk may be deleted and stored again before `bury`: its new record
         must not go with the old."""
@@ -74,75 +72,53 @@ class DiskTier:
         self._graveyard: list[Residence] = []
         """Nobody reads them any more."""
         self._catalog_lock = threading.Lock()
+        """Held over each change of the catalog."""
+        self._space_lock = threading.Lock()
 
-    def _measured(self) -> float:
+    def _measure_read_speed(self) -> float:
         try:
             return self.slab.measure_read_bytes_per_s()
         except (OSError, Corrupted) as error:
-            log.error("%s: %s; its speed is not known", self._name, error)
+            log.error("%s: %s; its speed is not known", self.name, error)
             return READ_BYTES_PER_S_ASSUMED
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @property
     def capacity_bytes(self) -> int:
         return self.slab.capacity_bytes
 
-    # Under the shard's lock
-
     def allocate(self, entry: ChunkEntry) -> Residence | None:
         """Room for a chunk, or None where something must leave first."""
         manifest = entry.manifest
         stride = stride_of(manifest.frame_bytes)
-        extents = self.allocator.allocate(stride, manifest.layout.num_layers)
+        with self._space_lock:
+            extents = self.allocator.allocate(stride, manifest.layout.num_layers)
         return None if extents is None else Residence(self, entry.address, extents, stride)
 
-    def adopt(self, entry: ChunkEntry, residence: Residence) -> None:
-        """The catalog now names `residence` for `entry`."""
-        assert entry.disk is None
-        entry.disk = residence
-        self.chunks += 1
-        self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
-
-    def drop(self, entry: ChunkEntry) -> None:
-        """Forget this tier's copy."""
-        self.policy.remove(entry)
-        self.unlink(entry)
-
-    def unlink(self, entry: ChunkEntry) -> None:
-        """Let go of the copy of an entry that the policy no longer orders."""
-        assert entry.disk is not None
-        residence, entry.disk = entry.disk, None
-        self.chunks -= 1
-        self.discard(residence)
-
-    def discard(self, residence: Residence) -> None:
-        """Have the catalog forget a residence that no entry holds."""
-        self._unlinked.append(residence)
-        residence.condemn()
+    def unlink(self, residence: Residence) -> None:
+        """Have the catalog forget a residence that no entry holds, at the next `bury`."""
+        with self._space_lock:
+            self._unlinked.append(residence)
 
     def free(self, residence: Residence) -> None:
-        """The catalog must forget it first."""
-        self._graveyard.append(residence)
+        """Take back a residence that nobody reads, once the catalog has forgotten it."""
+        with self._space_lock:
+            self._graveyard.append(residence)
 
     def return_unwritten(self, residence: Residence) -> None:
         """Give back room that no record names."""
-        self.allocator.free(residence.extents, residence.stride)
+        with self._space_lock:
+            self.allocator.free(residence.extents, residence.stride)
 
-    # Without it
-
-    def bury(self, lock: threading.RLock) -> int:
+    def bury(self) -> int:
         """Have the catalog forget what left, then free what nobody reads; the bytes that came back.
 
         Raises `lmdb.Error`; then nothing changed.
         """
-        with lock:
+        with self._space_lock:
             if not self._unlinked and not self._graveyard:
                 return 0  # and wait for no commit
         with self._catalog_lock:
-            with lock:
+            with self._space_lock:
                 unlinked, self._unlinked = self._unlinked, []
                 dead, self._graveyard = self._graveyard, []
                 named = [r.address for r in unlinked if self._recorded.get(r.address) is r]
@@ -150,22 +126,22 @@ class DiskTier:
                 if named:
                     self.catalog.apply((), [catalog_key(address) for address in named])
             except BaseException:
-                with lock:
+                with self._space_lock:
                     self._unlinked += unlinked
                     self._graveyard += dead
                 raise
-            with lock:
+            with self._space_lock:
                 for address in named:
                     del self._recorded[address]
                 for residence in dead:
                     self.allocator.free(residence.extents, residence.stride)
         return sum(residence.size_bytes for residence in dead)
 
-    def commit(self, lock: threading.RLock, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
+    def commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
         """Have the catalog name chunks whose frames are on disk. Raises `lmdb.Error`."""
         with self._catalog_lock:
             self.catalog.apply([self._record(entry, residence) for entry, residence in written])
-            with lock:
+            with self._space_lock:
                 self._recorded.update((entry.address, residence) for entry, residence in written)
 
     def _record(self, entry: ChunkEntry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
@@ -200,7 +176,7 @@ class DiskTier:
         doomed: list[bytes] = []
         damaged = 0
         for key, record in self.catalog.records():
-            found = None if record is None else self._recover_entry(record)
+            found = None if record is None else self._recover_entry(record, uses.get(key, UNKNOWN))
             if found is None:
                 damaged += 1
                 doomed.append(key)
@@ -215,20 +191,18 @@ class DiskTier:
         damaged += len(overlapping)
         if damaged:
             log.error("%s: dropped %d damaged records of %d", self.name, damaged, damaged + len(kept))
-        self._adopt_by_use(kept, uses)
+        self._admit_by_use(kept)
         return Recovered([entry for entry, _ in kept], damaged)
 
-    def _adopt_by_use(self, found: list[tuple[ChunkEntry, Residence]], uses: Mapping[bytes, Use]) -> None:
-        """Let the policy see the past once more: oldest use first, a few touches for what was used often."""
-        for entry, _ in found:
-            entry.uses, entry.used_at_s = uses.get(catalog_key(entry.address), UNKNOWN)
+    def _admit_by_use(self, found: list[tuple[ChunkEntry, Residence]]) -> None:
+        """Replay the past to the policy: oldest use first, a few touches for chunks that were used often."""
         for entry, residence in sorted(found, key=lambda pair: pair[0].used_at_s):
             self._recorded[entry.address] = residence
-            self.adopt(entry, residence)
+            self.admit(entry)
             for _ in range(min(entry.uses, TOUCHES_REPLAYED_MAX)):
                 self.policy.touch(entry)
 
-    def _recover_entry(self, record: pb.CatalogRecord) -> tuple[ChunkEntry, Residence] | None:
+    def _recover_entry(self, record: pb.CatalogRecord, use: Use) -> tuple[ChunkEntry, Residence] | None:
         """None for a record whose frames cannot be where it says. Raises `VersionMismatch` for one that this
         version does not understand: its checksum is right, so it is as another version wrote it."""
         try:
@@ -246,13 +220,21 @@ class DiskTier:
         end = min(self.slab.intact_bytes, self.capacity_bytes)
         if any(e.offset % BLOCK_BYTES or e.offset + e.frames * stride > end for e in extents):
             return None
-        entry = ChunkEntry(manifest, record.expires_at_s, record.recompute_ms)
-        return entry, Residence(self, entry.address, extents, stride)
+        residence = Residence(self, (manifest.namespace, manifest.key), extents, stride)
+        entry = ChunkEntry(
+            manifest,
+            record.expires_at_s,
+            record.recompute_ms,
+            disk=residence,
+            uses=use.times,
+            used_at_s=use.last_s,
+        )
+        return entry, residence
 
     def _disjoint(
         self, found: list[tuple[ChunkEntry, Residence]]
     ) -> tuple[list[tuple[ChunkEntry, Residence]], list[bytes]]:
-        """Entries whose frames overlap no other's, with the free space around them; and the rest's keys."""
+        """Mark the frames of entries that overlap no other as used. These, and the keys of the rest."""
         runs = sorted(
             (extent.offset, extent.frames * residence.stride, index)
             for index, (_, residence) in enumerate(found)

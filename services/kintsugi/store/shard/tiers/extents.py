@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 BLOCK_BYTES = 4096
-"""What O_DIRECT wants offsets, sizes and memory aligned to."""
+"""Alignment that O_DIRECT needs for offsets, sizes and memory."""
 
 _SCAN_MAX = 32
 
@@ -49,7 +49,7 @@ class ExtentAllocator:
         return self.capacity_bytes - self.free_bytes
 
     def allocate(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
-        """Room for `frames` frames, or None where it does not fit now."""
+        """Room for `frames` frames; None if they do not fit now."""
         assert stride > 0
         assert stride % BLOCK_BYTES == 0
         assert frames > 0

@@ -1,4 +1,4 @@
-"""Directories that a shard owns: what format they have, whose they are, and that nobody else uses them."""
+"""Directories that a shard owns: their format, their owner, and a lock against a second user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from kintsugi.core.errors import Corrupted, InvalidField, Unavailable, VersionMismatch
 
 DATA_FORMAT_VERSION = 1
-"""Of everything below a data directory; part of no chunk key, unlike `core.spaces.FORMAT_VERSION`."""
+"""Format of everything below a data directory. No chunk key depends on it, unlike `spaces.FORMAT_VERSION`."""
 
 _IDENTITY = "kintsugi.json"
 _LOCK = "lock"
@@ -20,7 +20,7 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class Identity:
-    """What `kintsugi.json` says."""
+    """The contents of `kintsugi.json`."""
 
     format_version: int
     shard_id: str

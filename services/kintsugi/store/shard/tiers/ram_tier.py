@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.arena import Arena
 from kintsugi.store.shard.tiers.extents import ExtentAllocator, stride_of
@@ -15,23 +15,17 @@ def _ignore() -> None:
     return None
 
 
-class RamTier:
-    """Not thread-safe but for the views: the shard holds the lock."""
+class RamTier(CopyTier):
+    """Not thread-safe except for the views: the table calls the rest under its lock."""
 
     def __init__(
         self, capacity_bytes: int, policy: Callable[[int], EvictionPolicy[ChunkEntry]] = Lru[ChunkEntry]
     ) -> None:
         self.arena = Arena(capacity_bytes)
         self.allocator = ExtentAllocator(self.arena.capacity_bytes)
-        self.policy = policy(self.arena.capacity_bytes)
-        self.evictions = 0
-        self.chunks = 0
+        super().__init__("ram", policy(self.arena.capacity_bytes))
         self.on_free: Callable[[], None] = _ignore
-        """Called under the shard's lock whenever room came back."""
-
-    @property
-    def name(self) -> str:
-        return "ram"
+        """Called under the table's lock whenever room came back."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -54,29 +48,5 @@ class RamTier:
         """Bytes `[start, stop)` of a layer, in place."""
         return self.arena.view(residence.offsets[layer] + start, stop - start)
 
-    def adopt(self, entry: ChunkEntry, residence: Residence) -> None:
-        """`residence` now holds the bytes of `entry`."""
-        assert entry.ram is None
-        entry.ram = residence
-        self.chunks += 1
-        self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
-
-    def drop(self, entry: ChunkEntry) -> None:
-        """Forget this tier's copy."""
-        if entry.ram is not None:
-            self.policy.remove(entry)
-            self.unlink(entry)
-
-    def evict(self, evictable: Callable[[ChunkEntry], bool]) -> ChunkEntry | None:
-        """The entry that the policy gives up first among those that may go; the caller unlinks it."""
-        entry = self.policy.evict(evictable)
-        if entry is not None:
-            self.evictions += 1
-        return entry
-
-    def unlink(self, entry: ChunkEntry) -> None:
-        """Let go of the copy of an entry that the policy no longer orders."""
-        assert entry.ram is not None
-        residence, entry.ram = entry.ram, None
-        self.chunks -= 1
-        residence.condemn()
+    def unlink(self, residence: Residence) -> None:
+        """Nothing to do: no record names a residence in RAM."""

@@ -20,7 +20,7 @@ from kintsugi.store.shard.tiers.extents import BLOCK_BYTES
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 4 << 20
-"""As much as one turn of a promotion reads."""
+"""The size of one read of a promotion."""
 _IOV_MAX = 1024
 
 
@@ -31,9 +31,9 @@ class Slab:
         """Raises `ResourceExhausted` where the filesystem has no room for it."""
         self.path = path
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
-        self._fd = self._opened()
+        self._fd = self._open_file()
         self.intact_bytes = os.fstat(self._fd).st_size
-        """What the file held when it was opened: less than the capacity if it is new or was cut."""
+        """Size of the file when it was opened: less than the capacity if it is new or was cut."""
         try:
             if self.intact_bytes < self.capacity_bytes:
                 os.posix_fallocate(self._fd, 0, self.capacity_bytes)
@@ -43,7 +43,7 @@ class Slab:
                 f"{path}: no room for {self.capacity_bytes} bytes ({error.strerror}); make the tier smaller"
             ) from error
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             return os.open(self.path, flags | os.O_DIRECT, 0o600)
@@ -71,8 +71,10 @@ class Slab:
                 left = _after(left, count)
 
     def measure_read_bytes_per_s(self) -> float:
-        """How fast its first blocks are read, written first where the slab is new: blocks that never were
-        cost no read. Before anything else uses it. Takes some 10 ms on an SSD."""
+        """Time a read of the first blocks. A new slab is written first: blocks that never were cost no read.
+
+        Call it before anything else uses the slab. Takes some 10 ms on an SSD.
+        """
         block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, self.capacity_bytes)))
         if not self.intact_bytes:
             self.write(0, [block])
@@ -104,7 +106,7 @@ def _parts(offset: int, views: Sequence[memoryview]) -> list[tuple[int, list[mem
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the views behind `count` bytes."""
+    """The views without their first `count` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]

@@ -1,4 +1,4 @@
-"""How often and when chunks were used, over a restart: without it every chunk would look equally old.
+"""Keeps over a restart how often and when chunks were used; otherwise all would look equally old.
 
 A snapshot in one file, replaced whole: hints for eviction that may be a minute old, so a damaged file is
 worth a line in the log and nothing more. Cost: some 60 bytes per chunk and a sync, once a minute.
@@ -28,7 +28,7 @@ _ROW = struct.Struct("<HId")
 
 
 class Use(NamedTuple):
-    """Of one chunk."""
+    """How a chunk was used."""
 
     times: int
     last_s: float
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 
 UNKNOWN = Use(0, math.inf)
-"""A chunk that came after the snapshot is newer than all that it names."""
+"""A chunk that the snapshot lacks is newer than all that it names."""
 
 
 class Uses:
@@ -50,7 +50,7 @@ class Uses:
         if self._file is None or not self._file.exists():
             return {}
         try:
-            return decoded(self._file.read_bytes())
+            return decode_uses(self._file.read_bytes())
         except (OSError, ValueError) as error:
             log.warning("%s: %s; chunks count as unused", self._file, error)
             return {}
@@ -60,13 +60,13 @@ class Uses:
         if self._file is None:
             return
         try:
-            write_durably(self._file, encoded(entries))
+            write_durably(self._file, encode_uses(entries))
         except OSError as error:
             log.warning("%s: %s; uses are not kept over a restart", self._file, error)
 
 
-def encoded(entries: Iterable[ChunkEntry]) -> bytes:
-    """A checksum and a row per chunk. Reads each entry once, without the shard's lock."""
+def encode_uses(entries: Iterable[ChunkEntry]) -> bytes:
+    """A checksum and a row per chunk. Reads each entry once, without the table's lock."""
     rows = []
     for entry in entries:
         key = catalog_key(entry.address)
@@ -75,7 +75,7 @@ def encoded(entries: Iterable[ChunkEntry]) -> bytes:
     return xxhash.xxh3_128_digest(body) + body
 
 
-def decoded(data: bytes) -> dict[bytes, Use]:
+def decode_uses(data: bytes) -> dict[bytes, Use]:
     """Raises `ValueError` for bytes that are no snapshot."""
     body = data[_CHECKSUM_BYTES:]
     if xxhash.xxh3_128_digest(body) != data[:_CHECKSUM_BYTES]:

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.shard.tiers.catalog import Catalog, _decoded, _encoded, catalog_key
+from kintsugi.store.shard.tiers.catalog import (
+    Catalog,
+    _decode_catalog_record,
+    _encode_catalog_record,
+    catalog_key,
+)
 from tests.contracts.store_contract import make_chunk
 
 MANIFEST, _ = make_chunk(range(40))
@@ -43,15 +48,15 @@ def test_the_map_grows_before_it_is_full(tmp_path: Path) -> None:
     catalog.close()
 
 
-@given(st.integers(0, 8 * len(_encoded(KEY, RECORD)) - 1))
+@given(st.integers(0, 8 * len(_encode_catalog_record(KEY, RECORD)) - 1))
 def test_any_flipped_bit_is_found(bit: int) -> None:
-    value = bytearray(_encoded(KEY, RECORD))
+    value = bytearray(_encode_catalog_record(KEY, RECORD))
     value[bit // 8] ^= 1 << bit % 8
-    assert _decoded(KEY, bytes(value)) is None
+    assert _decode_catalog_record(KEY, bytes(value)) is None
 
 
 def test_a_record_under_anothers_key_is_none() -> None:
     other = catalog_key(("rival", MANIFEST.key))
-    assert _decoded(KEY, _encoded(KEY, RECORD)) == RECORD
-    assert _decoded(other, _encoded(KEY, RECORD)) is None
-    assert _decoded(other, _encoded(other, RECORD)) is None
+    assert _decode_catalog_record(KEY, _encode_catalog_record(KEY, RECORD)) == RECORD
+    assert _decode_catalog_record(other, _encode_catalog_record(KEY, RECORD)) is None
+    assert _decode_catalog_record(other, _encode_catalog_record(other, RECORD)) is None

@@ -11,13 +11,13 @@ import pytest
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.policies import POLICIES
-from kintsugi.store.shard.keeper import Keeper
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import uses
 from kintsugi.store.shard.tiers.catalog import catalog_key
 from kintsugi.store.shard.tiers.uses import Use, Uses
+from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import make_chunk
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def test_chunks_newer_than_the_snapshot_are_the_newest(tmp_path: Path) -> None:
     shard.close()
     (tmp_path / "data/uses").write_bytes(snapshot)
     shard = open_shard(spec(tmp_path))
-    assert all(entry.used_at_s <= time.time() for entry in shard._index)
+    assert all(entry.used_at_s <= time.time() for entry in shard.table.entries())
     victims = [shard.disks[0].policy.evict(lambda _: True) for _ in range(2)]
     assert [entry.manifest.key for entry in victims if entry is not None] == [old.key, new.key]
     for entry in victims:
@@ -105,13 +105,13 @@ def test_a_damaged_snapshot_costs_nothing_but_order(
 
 def test_any_flipped_bit_is_found_and_rows_survive() -> None:
     manifest, _ = make_chunk(range(40))
-    data = uses.encoded([ChunkEntry(manifest, uses=7, used_at_s=12.5)])
-    assert uses.decoded(data) == {catalog_key(("acme", manifest.key)): Use(7, 12.5)}
+    data = uses.encode_uses([ChunkEntry(manifest, uses=7, used_at_s=12.5)])
+    assert uses.decode_uses(data) == {catalog_key(("acme", manifest.key)): Use(7, 12.5)}
     for bit in range(0, 8 * len(data), 7):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ValueError, match="checksum"):
-            uses.decoded(bytes(flipped))
+            uses.decode_uses(bytes(flipped))
 
 
 def test_a_disk_that_refuses_the_snapshot_is_logged(

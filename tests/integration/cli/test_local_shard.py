@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cli.commands.shard import local_shard
+from kintsugi.cli.session import local_shard
 from kintsugi.core.errors import Unavailable
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.registry import open_store

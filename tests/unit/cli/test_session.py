@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cli.rag import CHUNK_BYTES_MAX, build_prompt, read_chunk
+from kintsugi.cli.session import CHUNK_BYTES_MAX, build_prompt, read_chunk
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.spaces import Span
 from kintsugi.quality.questions import format_question

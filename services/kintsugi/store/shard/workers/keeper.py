@@ -1,6 +1,6 @@
-"""The shard's housekeeper: ends leases, forgets expired chunks, keeps uses, reads old bytes early.
+"""The shard's housekeeping thread: ends leases, forgets expired chunks, saves uses, scrubs.
 
-One thread. Scrubbing is bounded by a rate, because it shares the disk with loads; a chunk at a time.
+Scrubbing verifies one chunk at a time, at a bounded rate, because it shares the disk with loads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TURN_S = 1.0
 
 
 class Keeper:
-    """Its death makes the shard fail."""
+    """Runs `turn` every `turn_s`. If its thread dies, the shard fails."""
 
     def __init__(self, shard: Shard, scrub_bytes_per_s: float = 0.0, turn_s: float = TURN_S) -> None:
         """`scrub_bytes_per_s` 0 does not scrub."""
@@ -45,11 +45,11 @@ class Keeper:
             while not self._stop.wait(self._turn_s):
                 self.turn()
         except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
-            self.shard.fail(error)
+            self.shard.table.fail(error)
 
     def turn(self) -> None:
-        """What is done every `turn_s`."""
-        self.shard.expire()
+        """One round of housekeeping."""
+        self.shard.table.expire()
         self._unsaved_s += self._turn_s
         if self._unsaved_s >= SAVE_PERIOD_S:
             self.shard.save_uses()
@@ -64,14 +64,14 @@ class Keeper:
             self._budget_bytes -= size
 
     def _scrub_one(self) -> int:
-        """Verify the next chunk of the round; its bytes, 0 where there is none."""
+        """Verify the next chunk of the round; its size in bytes, 0 if there is none."""
         if not self._round:
-            self._round.extend(self.shard.addresses())
+            self._round.extend(entry.address for entry in self.shard.table.entries())
         while self._round:
             namespace, key = self._round.popleft()
-            size = self.shard.chunk_bytes(namespace, key)
-            if size:
+            entry = self.shard.table.get((namespace, key))
+            if entry is not None:
                 self.shard.verify(namespace, [key])
                 self.scrubbed_chunks += 1
-                return size
+                return entry.manifest.chunk_bytes
         return 0

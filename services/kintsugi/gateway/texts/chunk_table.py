@@ -1,0 +1,191 @@
+"""The table of chunks that a gateway knows: tokens and text by namespace and key, in one SQLite database.
+
+The table bounds itself. Triggers count what each namespace holds, and every change ends with the deletion of
+the least recently used chunks of whichever namespace holds too much.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.texts.known_texts import ChunkText
+from kintsugi.gateway.texts.lmdb_folder import read_lmdb_folder
+from kintsugi.precompute.database import Database
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+FILE_NAME = "chunks.sqlite"
+NAMESPACE_SHARE_MAX = 0.5
+"""Largest share of all chunks, and of all tokens, that one namespace may hold: two tenants never notice each
+other. Where more of them fill the table, the one that holds most gives way, so a namespace with less than an
+even share loses nothing to others. Shares are even between namespaces, not callers: a caller that may use a
+thousand namespaces has a thousand shares."""
+_CHECKSUM_BYTES = 8
+_REMEDY = "remove the folder, which costs hits but no answers, or name another gateway.data_dir"
+
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS chunk (
+    id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, key BLOB NOT NULL, used INTEGER NOT NULL,
+    tokens BLOB NOT NULL, text BLOB, UNIQUE (namespace, key));
+CREATE INDEX IF NOT EXISTS chunk_used ON chunk (namespace, used);
+CREATE TABLE IF NOT EXISTS share (
+    namespace TEXT PRIMARY KEY, chunks INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS share_chunks ON share (chunks);
+CREATE INDEX IF NOT EXISTS share_tokens ON share (tokens);
+CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunk BEGIN
+    INSERT INTO share VALUES (new.namespace, 1, (length(new.tokens) - {_CHECKSUM_BYTES}) / 4)
+    ON CONFLICT DO UPDATE SET chunks = chunks + 1, tokens = tokens + excluded.tokens;
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunk BEGIN
+    UPDATE share SET chunks = chunks - 1, tokens = tokens - (length(old.tokens) - {_CHECKSUM_BYTES}) / 4
+    WHERE namespace = old.namespace;
+    DELETE FROM share WHERE namespace = old.namespace AND chunks = 0;
+END;
+CREATE TABLE IF NOT EXISTS imported (source TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+_LARGEST = """
+SELECT namespace FROM (
+    SELECT * FROM (SELECT * FROM share ORDER BY chunks DESC LIMIT 1)
+    UNION SELECT * FROM (SELECT * FROM share ORDER BY tokens DESC LIMIT 1))
+ORDER BY max(1.0 * chunks / ?, 1.0 * tokens / ?) DESC LIMIT 1
+"""
+_DELETE_OLDEST = """
+DELETE FROM chunk WHERE id = (SELECT id FROM chunk WHERE namespace = ? ORDER BY used LIMIT 1)
+RETURNING text, length(tokens)
+"""
+
+Address = tuple[str, ChunkKey]
+Removed = tuple[str, ChunkText]
+"""The namespace and the text of a chunk that has left the table."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A known chunk."""
+
+    tokens: bytes
+    """Little-endian u32."""
+    text: ChunkText | None
+
+
+class ChunkTable:
+    """Thread-safe; reads do not wait for commits to a file. Errors: `Unavailable`, `ResourceExhausted`,
+    `Corrupted`, and `VersionMismatch` when a newer version has written the file."""
+
+    def __init__(self, folder: Path | None, chunks_max: int, tokens_max: int) -> None:
+        """Open or create the file in `folder`; without a folder the table lives in memory."""
+        path = None if folder is None else folder / FILE_NAME
+        self._chunks_max = chunks_max
+        self._tokens_max = tokens_max
+        self._writes = Database(path, _SCHEMA, SCHEMA_VERSION, _REMEDY)
+        self._reads = self._writes if path is None else Database(path, _SCHEMA, SCHEMA_VERSION, _REMEDY)
+        self.num_chunks = self.num_tokens = 0
+        """Totals after the last change."""
+        with self._writes.transaction() as db:
+            (self._used,) = db.execute("SELECT ifnull(max(used), 0) FROM chunk").fetchone()
+            if folder is not None:
+                self._import_lmdb(db, folder)
+            self._evict(db)
+
+    def _import_lmdb(self, db: sqlite3.Connection, folder: Path) -> None:
+        """Read once what versions before this table kept in the folder."""
+        source = folder / "data.mdb"
+        if not source.exists() or db.execute("SELECT 1 FROM imported").fetchone():
+            return
+        try:
+            for namespace, key, tokens, text in read_lmdb_folder(folder):
+                self._replace(db, (namespace, key), Record(tokens, text))
+        except KintsugiError as error:
+            log.warning("known chunks of an older version are not imported: %s", error)
+        db.execute("INSERT INTO imported VALUES (?)", (source.name,))
+
+    def texts(self) -> Iterator[Removed]:
+        """The namespace and text of every chunk whose text is known."""
+        with self._reads.open_read() as db:
+            for namespace, text in db.execute("SELECT namespace, text FROM chunk WHERE text IS NOT NULL"):
+                yield namespace, ChunkText.from_bytes(text)
+
+    def get(self, address: Address) -> Record | None:
+        """The chunk's record; None if it is absent or damaged."""
+        namespace, key = address
+        with self._reads.open_read() as db:
+            row = db.execute(
+                "SELECT tokens, text FROM chunk WHERE namespace = ? AND key = ?", (namespace, key.digest)
+            ).fetchone()
+        if row is None or row[0][:_CHECKSUM_BYTES] != _checksum(address, row[0][_CHECKSUM_BYTES:]):
+            return None
+        return Record(row[0][_CHECKSUM_BYTES:], None if row[1] is None else ChunkText.from_bytes(row[1]))
+
+    def share(self, namespace: str) -> tuple[int, int]:
+        """Chunks and tokens that the namespace holds."""
+        with self._reads.open_read() as db:
+            row = db.execute("SELECT chunks, tokens FROM share WHERE namespace = ?", (namespace,)).fetchone()
+        return (0, 0) if row is None else row
+
+    def apply(
+        self, touched: Iterable[Address], changes: Iterable[tuple[Address, Record | None]]
+    ) -> list[Removed]:
+        """Move touched chunks to the end of the eviction order, apply changes (None deletes a chunk), and
+        evict: all of it or nothing. Returns the texts of chunks that left."""
+        removed: list[Removed] = []
+        with self._writes.transaction() as db:
+            for namespace, key in touched:
+                self._used += 1
+                moved = (self._used, namespace, key.digest)
+                db.execute("UPDATE chunk SET used = ? WHERE namespace = ? AND key = ?", moved)
+            for address, record in changes:
+                removed += self._replace(db, address, record)
+            return removed + self._evict(db)
+
+    def _replace(self, db: sqlite3.Connection, address: Address, record: Record | None) -> list[Removed]:
+        where = (address[0], address[1].digest)
+        gone = db.execute(
+            "DELETE FROM chunk WHERE namespace = ? AND key = ? RETURNING text", where
+        ).fetchall()
+        if record is not None:
+            self._used += 1
+            tokens = _checksum(address, record.tokens) + record.tokens
+            text = None if record.text is None else record.text.to_bytes()
+            db.execute(
+                "INSERT INTO chunk (namespace, key, used, tokens, text) VALUES (?, ?, ?, ?, ?)",
+                (*where, self._used, tokens, text),
+            )
+        return [(address[0], ChunkText.from_bytes(text)) for (text,) in gone if text is not None]
+
+    def _evict(self, db: sqlite3.Connection) -> list[Removed]:
+        """Delete the oldest chunks of namespaces that exceed their share, then of the largest."""
+        removed: list[Removed] = []
+        bounds = (self._chunks_max, self._tokens_max)
+        chunks, tokens = db.execute(
+            "SELECT ifnull(sum(chunks), 0), ifnull(sum(tokens), 0) FROM share"
+        ).fetchone()
+        exceeding = "SELECT namespace FROM share WHERE chunks > ? OR tokens > ? LIMIT 1"
+        while True:
+            giving = db.execute(exceeding, [NAMESPACE_SHARE_MAX * bound for bound in bounds]).fetchone()
+            if giving is None and (chunks > self._chunks_max or tokens > self._tokens_max):
+                giving = db.execute(_LARGEST, bounds).fetchone()
+            if giving is None:
+                self.num_chunks, self.num_tokens = chunks, tokens
+                return removed
+            text, size = db.execute(_DELETE_OLDEST, giving).fetchone()
+            chunks, tokens = chunks - 1, tokens - (size - _CHECKSUM_BYTES) // 4
+            removed += [(giving[0], ChunkText.from_bytes(text))] if text is not None else []
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._reads.close()
+        self._writes.close()
+
+
+def _checksum(address: Address, tokens: bytes) -> bytes:
+    """xxh3-64 over key and tokens: a damaged row is a miss, not another prompt."""
+    return xxhash.xxh3_64_digest(address[1].digest + tokens)

@@ -1,0 +1,247 @@
+"""The life of a chunk: every legal transition, and nothing else. Pure: no lock, no I/O, no waiting.
+
+Only this module assigns to the fields of `ChunkEntry` and `Residence`, and only `EntryTable` calls it, under
+the lock that it alone takes; tests/unit/store/shard/test_ownership.py reads the sources to keep it so.
+
+A chunk is *present* from its commit until it is forgotten, and *gone* for good after that. Its state is that
+of its copies and of its write-back:
+
+    RAM copy     none -> whole             add_copy: a put is committed
+                 none -> loading -> whole  begin_load, advance_load: a promotion from the disk copy
+                 whole -> none             drop_copy: evicted beside a disk copy, or damaged
+                 whole -> leaving -> none  begin_write(leaving), end_write: evicted, and on no disk yet
+                 leaving -> whole          fail_write
+    disk copy    none -> whole             end_write, recovery
+                 whole -> none             drop_copy: damaged
+                 whole -> evicting         its tier's policy gave it up; an `Eviction` names it
+                 evicting -> none, or whole in the next tier, or whole where it was: end_demotion
+    write-back   none -> writing           begin_write
+                 writing -> none           end_write, fail_write
+    everything   -> gone                   forget: deletion, expiry, quota, quarantine, loss of the last copy
+
+Between events, for a chunk that is present (`check_present` asserts it):
+
+1. It has a copy, at most one in RAM and one on disk, and its entry has let go of neither.
+2. A RAM copy is loading only beside the disk copy that it is read from.
+3. It is leaving RAM only while it is written, and it is written only from a whole RAM copy.
+
+A residence goes back to its tier when its entry has let go of it (it is condemned) and its last reader is
+done, whichever comes last. A worker that ends its work on a chunk that is gone throws the result away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.work import Eviction, LoadStep, Promotion, WriteJob
+
+
+def check_present(entry: ChunkEntry) -> None:
+    """Assert what holds for a chunk that is present, between events."""
+    assert not entry.gone
+    assert entry.copies, "a chunk that is present has a copy"
+    assert not any(residence.condemned for residence in entry.copies)
+    assert entry.disk is not None or not entry.is_loading
+    assert entry.writing is not None or not entry.leaving
+    assert entry.writing is None or (entry.ram is not None and not entry.is_loading)
+
+
+# Uses and pins
+
+
+def touch(entry: ChunkEntry, now_s: float) -> None:
+    """Count a use. `now_s`: Unix seconds."""
+    entry.uses += 1
+    entry.used_at_s = now_s
+    for residence in entry.copies:
+        residence.tier.policy.touch(entry)
+
+
+def limit_used_at(entry: ChunkEntry, now_s: float) -> None:
+    """A recovered chunk was not used in the future, whatever its record or the clock says."""
+    entry.used_at_s = min(entry.used_at_s, now_s)
+
+
+def pin(entry: ChunkEntry) -> None:
+    entry.pins += 1
+
+
+def unpin(entry: ChunkEntry) -> None:
+    assert entry.pins > 0
+    entry.pins -= 1
+
+
+# Readers
+
+
+def acquire(residence: Residence) -> None:
+    """Hold the bytes where they are until `release`."""
+    assert not residence.condemned
+    residence.readers += 1
+
+
+def release(residence: Residence) -> None:
+    assert residence.readers > 0
+    residence.readers -= 1
+    _free_if_unused(residence)
+
+
+def condemn(residence: Residence) -> None:
+    """No entry has the residence (any more): free it once its last reader is done."""
+    assert not residence.condemned
+    residence.condemned = True
+    residence.tier.unlink(residence)
+    _free_if_unused(residence)
+
+
+def _free_if_unused(residence: Residence) -> None:
+    if residence.condemned and not residence.readers:
+        residence.tier.free(residence)
+
+
+# Copies
+
+
+def add_copy(entry: ChunkEntry, residence: Residence) -> None:
+    """`residence` now holds the bytes of `entry`, or will while it is loading."""
+    assert not entry.gone
+    assert not residence.condemned
+    if isinstance(residence.tier, RamTier):
+        assert entry.ram is None
+        entry.ram = residence
+    else:
+        assert entry.disk is None
+        entry.disk = residence
+    residence.tier.admit(entry)
+
+
+def drop_copy(entry: ChunkEntry, residence: Residence) -> None:
+    """The entry lets go of a copy. Where it was the last, the caller adds another, or forgets the chunk."""
+    if residence is entry.ram:
+        entry.ram = None
+    else:
+        assert residence is entry.disk
+        entry.disk = None
+    residence.tier.remove(entry)
+    condemn(residence)
+
+
+def forget(entry: ChunkEntry) -> None:
+    """Drop every copy; the chunk is gone."""
+    assert not entry.gone
+    for residence in entry.copies:
+        drop_copy(entry, residence)
+    entry.gone = True
+
+
+def order_again(entry: ChunkEntry, residence: Residence) -> None:
+    """A copy that its tier's policy had given up stays after all."""
+    residence.tier.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+
+
+# Write-back
+
+
+def begin_write(entry: ChunkEntry, leaving: bool = False) -> WriteJob:
+    """Hold the RAM copy while it is written to disk. `leaving`: it is dropped afterwards."""
+    assert entry.ram is not None
+    assert entry.disk is None
+    assert entry.writing is None
+    assert not entry.gone
+    acquire(entry.ram)
+    job = WriteJob(entry, entry.ram)
+    entry.writing = job.done
+    entry.leaving = leaving
+    return job
+
+
+def end_write(job: WriteJob, target: Residence | None) -> None:
+    """The catalog names `target`; None for a chunk that was gone before it was written."""
+    entry = job.entry
+    assert target is not None or entry.gone
+    leaving = _end_job(job)
+    if not entry.gone and target is not None:
+        add_copy(entry, target)
+        if leaving:
+            drop_copy(entry, job.source)
+    elif target is not None:
+        condemn(target)
+    release(job.source)
+
+
+def fail_write(job: WriteJob) -> None:
+    """The chunk could not be written: it stays in RAM."""
+    if _end_job(job) and not job.entry.gone:
+        order_again(job.entry, job.source)
+    release(job.source)
+
+
+def _end_job(job: WriteJob) -> bool:
+    """Whether the chunk was leaving RAM."""
+    entry = job.entry
+    assert entry.writing is job.done
+    assert entry.gone or entry.ram is job.source
+    entry.writing = None
+    leaving, entry.leaving = entry.leaving, False
+    return leaving
+
+
+# Promotion
+
+
+def begin_load(entry: ChunkEntry, target: Residence) -> Promotion:
+    """Fill `target`, a fresh residence in RAM, from the disk copy, which the caller has acquired."""
+    source = entry.disk
+    assert source is not None
+    assert source.readers > 0
+    assert isinstance(source.tier, DiskTier)
+    target.unloaded.update(range(len(target.offsets)))
+    acquire(target)
+    add_copy(entry, target)
+    return Promotion(entry, source, source.tier, target)
+
+
+def advance_load(step: LoadStep, lost: str) -> bool:
+    """A step has ended; whether the chunk is lost from now on. `lost`: why it could not be read, or empty."""
+    load, target = step.load, step.load.target
+    assert load.entry.gone or load.entry.ram is target
+    target.unloaded.difference_update(range(step.start, step.stop))
+    newly_lost = bool(lost) and not target.lost
+    target.lost = target.lost or lost
+    if not target.unloaded:
+        release(load.source)
+        release(target)
+    waiters, target.waiters = target.waiters, []
+    for waiter in waiters:
+        waiter()
+    return newly_lost
+
+
+def await_progress(residence: Residence, callback: Callable[[], None]) -> None:
+    """Call back once, at the next progress of the promotion that fills the residence."""
+    assert residence.unloaded
+    residence.waiters.append(callback)
+
+
+# Demotion
+
+
+def end_demotion(eviction: Eviction, target: Residence | None) -> bool:
+    """Drop a copy that an SSD tier gave up; whether the chunk had no other one.
+
+    `target`: its copy in the next tier, which the catalog there names; None where there is none.
+    """
+    entry, source = eviction.entry, eviction.source
+    if entry.disk is source and not entry.is_loading:
+        drop_copy(entry, source)
+        if target is not None:
+            add_copy(entry, target)
+        return not entry.copies
+    if target is not None:
+        condemn(target)
+    if entry.disk is source:  # a promotion reads it
+        order_again(entry, source)
+    return False

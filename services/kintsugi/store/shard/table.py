@@ -1,0 +1,598 @@
+"""Every chunk of a shard, one method per event. It alone takes the shard's lock.
+
+The lock guards the chunks and their residences, the index, the leases, the tiers' eviction order, the free
+space in RAM and the work queues. Each method decides what an event means and applies transitions of
+`kintsugi.store.shard.life`, which defines the states of a chunk. No method does I/O or copies chunk KV; those
+that wait, for room or for work, say so. Threads take work from `next_writes` and `next_load` and report how
+it ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
+from kintsugi.store.shard import admission, life
+from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
+from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
+from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, TierSpeed, choose_tier
+from kintsugi.store.shard.eviction.reuse import ReuseGaps
+from kintsugi.store.shard.index import Index
+from kintsugi.store.shard.pins import Leases
+from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
+from kintsugi.store.shard.reading import HeldChunk, Reading
+from kintsugi.store.shard.tiers.disk_tier import DiskTier, Recovered
+from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.work import (
+    Eviction,
+    LoadQueue,
+    LoadStep,
+    Promotion,
+    WriteBatch,
+    WriteJob,
+    WriteQueue,
+)
+
+log = logging.getLogger(__name__)
+
+CLEAR_BATCH = 256
+
+
+@dataclass
+class Counters:
+    """Counts since the shard started."""
+
+    hits: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    expired: int = 0
+
+
+class EntryTable:
+    """The chunks that are present, and the work under way on them. Thread-safe."""
+
+    def __init__(
+        self,
+        ram: RamTier,
+        disks: Sequence[DiskTier],
+        config: ShardConfig,
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self.counters = Counters()
+        self.reuse = ReuseGaps(clock)
+        self.queues = [WriteQueue(disk, ram.capacity_bytes) for disk in disks]
+        """One for each SSD tier, fastest first."""
+        self.draining = False
+        self.failure: BaseException | None = None
+        """What killed one of the shard's threads: nothing is served any more."""
+        self._ram = ram
+        self._disks = disks
+        self._config = config
+        self._wall_clock = wall_clock
+        self._clock = clock
+        self._index = Index()
+        self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
+        self._loads = LoadQueue()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Room came back, a writer has work, or a thread died."""
+        self._load_added = threading.Condition(self._lock)
+        ram.on_free = self._changed.notify_all
+
+    # The table as a whole
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def recover(self, found: Recovered) -> None:
+        """Add what an SSD tier held at start-up."""
+        with self._lock:
+            self.counters.quarantined += found.damaged
+            for entry in found.entries:
+                life.limit_used_at(entry, self._wall_clock())
+                self._index.add(entry)
+
+    def fail(self, error: BaseException) -> None:
+        """One of the shard's threads died: refuse everything from now on, and say why."""
+        log.critical("the shard failed", exc_info=error)
+        with self._lock:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def check_alive(self) -> None:
+        """Raise `Unavailable` once the shard has failed."""
+        if self.failure is not None:
+            raise Unavailable(f"this shard failed ({self.failure!r}); restart it")
+
+    def check(self) -> None:
+        """Assert for every chunk what `life` promises."""
+        with self._lock:
+            for entry in self._index:
+                life.check_present(entry)
+
+    def entries(self) -> list[ChunkEntry]:
+        """Every chunk that is present."""
+        with self._lock:
+            return list(self._index)
+
+    def used_bytes(self) -> int:
+        """Bytes taken in all tiers, including chunks that are gone but still being read."""
+        with self._lock:
+            on_disks = sum(disk.allocator.used_bytes for disk in self._disks)
+            return self._ram.allocator.used_bytes + on_disks
+
+    def returns_per_s(self) -> float:
+        """As `ReuseGaps.soon_per_s`."""
+        with self._lock:
+            return self.reuse.soon_per_s()
+
+    def get(self, address: Address) -> ChunkEntry | None:
+        """The chunk, if it is present. No use is counted, and nothing expires."""
+        with self._lock:
+            return self._index.get(address)
+
+    def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
+        """Chunks in key order."""
+        with self._lock:
+            return self._index.page(namespace, limit, after)
+
+    # Finding
+
+    def use(self, addresses: Iterable[Address]) -> list[ChunkEntry | None]:
+        """The chunk of each address; a hit counts as a use."""
+        with self._lock:
+            return [self._use_one(address) for address in addresses]
+
+    def _use_one(self, address: Address) -> ChunkEntry | None:
+        entry = self._find(address)
+        if entry is None:
+            self.counters.misses += 1
+            self.reuse.record_lookup_miss(address)
+            return None
+        self.counters.hits += 1
+        life.touch(entry, self._wall_clock())
+        return entry
+
+    def _find(self, address: Address) -> ChunkEntry | None:
+        """The chunk, unless it is absent or its time is over."""
+        entry = self._index.get(address)
+        if entry is not None and entry.expires_at_s <= self._wall_clock() and not entry.pins:
+            self.counters.expired += 1
+            self._forget(entry)
+            return None
+        return entry
+
+    def _find_all(self, addresses: Iterable[Address]) -> list[ChunkEntry]:
+        """The chunks that are present, each once."""
+        found = [self._find(address) for address in addresses]
+        return list(dict.fromkeys(entry for entry in found if entry is not None))
+
+    def find_candidates(
+        self, namespace: str, space_digest: bytes, anchors: Iterable[int]
+    ) -> dict[int, list[ChunkManifest]]:
+        """Chunks of a space by the anchor that they begin with, longest first."""
+        found: dict[int, list[ChunkManifest]] = {}
+        with self._lock:
+            for anchor in set(anchors):
+                entries = self._index.candidates(namespace, space_digest, anchor)
+                manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
+                if manifests:
+                    found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
+        return found
+
+    # Putting
+
+    def begin_put(self, manifest: ChunkManifest, options: PutOptions, wait_s: float) -> ChunkPut | None:
+        """Reserve room in RAM; None where the chunk is present. Waits for room, at most `wait_s`.
+
+        Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
+        """
+        self._config.check_size(manifest, self._ram.capacity_bytes)
+        recompute_ms = self._config.recompute_ms(manifest, options.recompute_ms)
+        deadline_s = self._clock() + wait_s
+        with self._lock:
+            while True:
+                self.check_alive()
+                if self.draining:
+                    raise Unavailable("this shard is draining; put to another")
+                if self._find((manifest.namespace, manifest.key)) is not None:
+                    return None
+                speeds = [TierSpeed(disk.name, disk.read_bytes_per_s) for disk in self._disks]
+                tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
+                residence = self._make_room_to_put(manifest, tier)
+                if residence is not None:
+                    break
+                if self._clock() >= deadline_s:
+                    raise NoRoomYet(
+                        f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or "
+                        f"waiting for the disk ({self._ram.allocator.free_bytes} of "
+                        f"{self._ram.capacity_bytes} bytes of RAM are free); try again later"
+                    )
+                self._changed.wait(deadline_s - self._clock())
+            life.acquire(residence)
+        now_s = self._wall_clock()
+        entry = ChunkEntry(manifest, now_s + options.ttl_s, recompute_ms, used_at_s=now_s)
+        return ChunkPut(entry, residence, self._ram, tier)
+
+    def _make_room_to_put(self, manifest: ChunkManifest, tier: str) -> Residence | None:
+        """RAM for a chunk that is to be written to `tier`; None where it has to wait."""
+        queue = self._queue_of(tier)
+        if queue is not None:
+            queue.check_size(manifest.chunk_bytes)
+            if queue.is_full_for(manifest.chunk_bytes):
+                return None
+        if not self._make_quota(manifest):
+            return None
+        return self._make_room(manifest)
+
+    def _queue_of(self, tier: str) -> WriteQueue | None:
+        """The queue of the tier with this name; None for RAM."""
+        return next((queue for queue in self.queues if queue.tier.name == tier), None)
+
+    def commit(self, put: ChunkPut) -> Committed:
+        """Make a chunk present whose frames are all there. Raises `NoRoomYet` where puts that began together
+        exceed a quota."""
+        entry = put.entry
+        with self._lock:
+            if self._find(entry.address) is not None:
+                self.abort(put)
+                return Committed(False, None)
+            if not self._make_quota(entry.manifest):
+                self.abort(put)
+                raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
+            self._index.add(entry)
+            life.add_copy(entry, put.residence)
+            queue = self._queue_of(put.tier)
+            writing = None if queue is None else self._begin_write(entry, queue)
+            life.release(put.residence)
+        return Committed(True, writing)
+
+    def abort(self, put: ChunkPut) -> None:
+        """Give back the room of a put that is not committed."""
+        with self._lock:
+            life.condemn(put.residence)
+            life.release(put.residence)
+
+    # Forgetting
+
+    def _forget(self, entry: ChunkEntry) -> None:
+        life.forget(entry)
+        self._index.remove(entry)
+
+    def _forget_evicted(self, entry: ChunkEntry) -> None:
+        self._forget(entry)
+        self.reuse.record_eviction(entry.address)
+
+    def delete(self, addresses: Iterable[Address]) -> int:
+        """Forget chunks; the number that was present. Durable once `flush` is done."""
+        with self._lock:
+            entries = self._find_all(addresses)
+            for entry in entries:
+                self._forget(entry)
+        return len(entries)
+
+    def clear(self, namespace: str) -> int:
+        """Forget a namespace's chunks; their number. Takes the lock for a few at a time."""
+        cleared = 0
+        while True:
+            with self._lock:
+                entries = self._index.page(namespace, CLEAR_BATCH, None)
+                for entry in entries:
+                    self._forget(entry)
+            if not entries:
+                return cleared
+            cleared += len(entries)
+
+    def expire(self) -> None:
+        """End leases and forget chunks whose time is over."""
+        with self._lock:
+            for lease_id in self._leases.due():
+                self.unpin(lease_id)
+        now_s = self._wall_clock()
+        due = [entry.address for entry in self.entries() if entry.expires_at_s <= now_s]  # without the lock
+        with self._lock:
+            for address in due:
+                self._find(address)
+
+    def quarantine_copies(
+        self, entry: ChunkEntry, verified: Sequence[Residence], damaged: Sequence[Residence]
+    ) -> None:
+        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it, or made
+        a copy of it meanwhile. A chunk that only RAM is left to hold is written to disk again."""
+        with self._lock:
+            at_rest = entry.writing is None and all(residence in verified for residence in entry.copies)
+            if entry.gone or not at_rest or all(residence in damaged for residence in entry.copies):
+                self._quarantine(entry)
+                return
+            self.counters.quarantined += 1
+            log.error("quarantined a copy of chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
+            for residence in entry.copies:
+                if residence in damaged:
+                    life.drop_copy(entry, residence)
+                    if entry.disk is None:
+                        self._begin_write(entry, self.queues[0])
+
+    def _quarantine(self, entry: ChunkEntry) -> None:
+        self.counters.quarantined += 1
+        log.error("quarantined chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
+        if not entry.gone:
+            self._forget(entry)
+
+    # Room in RAM
+
+    def _make_quota(self, manifest: ChunkManifest) -> bool:
+        """Forget a namespace's own chunks until another fits its quota; whether it does now."""
+        namespace = manifest.namespace
+        quota = self._config.quota_of(namespace)
+        while self._index.bytes_by_namespace.get(namespace, 0) + manifest.chunk_bytes > quota:
+            entry = self._evict_of(namespace)
+            if entry is None:
+                return False
+            self._forget(entry)
+        return True
+
+    def _evict_of(self, namespace: str) -> ChunkEntry | None:
+        """The chunk of a namespace that the slowest tier which has any gives up first."""
+        tiers: tuple[CopyTier, ...] = (*reversed(self._disks), self._ram)
+        for tier in tiers:
+            victim = tier.policy.evict(lambda entry: admission.may_be_forgotten(entry, namespace))
+            if victim is not None:
+                tier.evictions += 1
+                return victim
+        return None
+
+    def _make_room(self, manifest: ChunkManifest) -> Residence | None:
+        """RAM for a chunk, after evicting; None where nothing may leave now."""
+        residence = self._ram.allocate(manifest)
+        while residence is None and self._evict_from_ram(manifest.chunk_bytes):
+            residence = self._ram.allocate(manifest)
+        return residence
+
+    def _evict_from_ram(self, needed_bytes: int) -> bool:
+        """Drop a chunk that a disk also has, or send one there that leaves RAM once it is written."""
+        queue = self.queues[0] if self.queues and not self.queues[0].tier.failure else None
+        may_write = queue is None or queue.queue_bytes < needed_bytes
+        victim = self._ram.policy.evict(lambda entry: admission.may_leave_ram(entry, may_write))
+        if victim is None:
+            return False
+        assert victim.ram is not None
+        self._ram.evictions += 1
+        if victim.disk is not None:
+            life.drop_copy(victim, victim.ram)
+        elif queue is not None:
+            self._begin_write(victim, queue, leaving=True)
+        else:
+            self._forget_evicted(victim)
+        return True
+
+    # Write-back
+
+    def _begin_write(self, entry: ChunkEntry, queue: WriteQueue, leaving: bool = False) -> Future[None]:
+        job = life.begin_write(entry, leaving)
+        queue.add(job)
+        self._changed.notify_all()
+        return job.done
+
+    def make_durable(self, address: Address) -> Future[None] | None:
+        """Done once a chunk that is present is on disk, which starts now where RAM alone has it; None where
+        it is there, or absent. Raises `InvalidField` without an SSD tier."""
+        with self._lock:
+            entry = self._index.get(address)
+            if not self.queues:
+                raise InvalidField("ack", NO_SSD_TIER)
+            if entry is None or entry.writing is not None or entry.disk is not None:
+                return None if entry is None else entry.writing
+            return self._begin_write(entry, self.queues[0])
+
+    def drain(self, timeout_s: float) -> int:
+        """Refuse puts and write back what only RAM holds; the bytes that were not written in time. Waits."""
+        with self._lock:
+            self.draining = True
+            if self.queues:
+                for entry in self._index:
+                    if entry.disk is None and entry.writing is None:
+                        self._begin_write(entry, self.queues[0])
+            self._changed.wait_for(lambda: not self._count_unwritten() or self.failure, timeout_s)
+            return self._count_unwritten()
+
+    def _count_unwritten(self) -> int:
+        return sum(queue.queue_bytes for queue in self.queues)
+
+    def flush(self) -> list[Future[None]]:
+        """Done once every put and deletion until now is on disk."""
+        with self._lock:
+            self._changed.notify_all()
+            return [queue.add_flush() for queue in self.queues]
+
+    def next_writes(self, queue: WriteQueue) -> WriteBatch | None:
+        """Wait for work and take it; None once the queue is closed and empty."""
+        with self._lock:
+            self._changed.wait_for(lambda: queue.has_work or queue.closed)
+            return queue.take_batch() if queue.has_work else None
+
+    def close_writes(self, queue: WriteQueue) -> None:
+        """Have the writer end after what waits, deletions included."""
+        with self._lock:
+            queue.close()
+            self._changed.notify_all()
+
+    def abandon_writes(self, queue: WriteQueue) -> WriteBatch:
+        """The writer died: nobody will ever write what is returned."""
+        with self._lock:
+            return queue.abandon()
+
+    def end_write(self, queue: WriteQueue, job: WriteJob, target: Residence | None) -> None:
+        """The catalog names `target`; None for a chunk that was gone before it was written."""
+        with self._lock:
+            queue.end(job)
+            life.end_write(job, target)
+            self._changed.notify_all()
+
+    def fail_write(self, queue: WriteQueue, job: WriteJob) -> None:
+        """A chunk could not be written: it stays in RAM."""
+        with self._lock:
+            queue.end(job)
+            life.fail_write(job)
+            self._changed.notify_all()
+
+    # Demotion
+
+    def evict_from_disk(self, tier: DiskTier, needed_bytes: int) -> list[Eviction]:
+        """Chunks that the tier's policy gives up, worth more than is needed. Their copies stay until
+        `end_demotions`."""
+        goal = admission.bytes_to_evict(needed_bytes, tier.capacity_bytes)
+        evictions: list[Eviction] = []
+        with self._lock:
+            while goal > 0:
+                victim = tier.policy.evict(admission.may_leave_disk)
+                if victim is None:
+                    break
+                assert victim.disk is not None
+                tier.evictions += 1
+                goal -= victim.manifest.chunk_bytes
+                evictions.append(Eviction(victim, victim.disk))
+        return evictions
+
+    def begin_copy(self, eviction: Eviction) -> bool:
+        """Hold the copy that leaves until `end_copy`; False for a chunk that is gone, or in RAM."""
+        with self._lock:
+            if eviction.entry.disk is not eviction.source or eviction.entry.ram is not None:
+                return False
+            life.acquire(eviction.source)
+            return True
+
+    def end_copy(self, eviction: Eviction) -> None:
+        """The copy has been read."""
+        with self._lock:
+            life.release(eviction.source)
+
+    def end_demotions(self, evictions: Iterable[Eviction], placed: Mapping[Eviction, Residence]) -> None:
+        """Drop the copies that leave. `placed`: new ones, which the next tier's catalog names."""
+        with self._lock:
+            for eviction in evictions:
+                if life.end_demotion(eviction, placed.get(eviction)):
+                    self._forget_evicted(eviction.entry)
+
+    # Reading and promotion
+
+    def open(self, addresses: Sequence[Address], layers: range, heads: HeadRange) -> Reading:
+        """Hold chunks in place until `close`, and start to bring those on disk into RAM.
+
+        Raises `InvalidField` for a range that a chunk lacks.
+        """
+        with self._lock:
+            entries = [self._find(address) for address in addresses]
+            for entry in entries:
+                if entry is not None:
+                    admission.check_range(entry.manifest, layers, heads)
+            # First what is in RAM: loads evict, and must not evict what this reading holds.
+            held = [None if e is None or e.ram is None else _hold(e, e.ram, heads) for e in entries]
+            self._begin_loads(entry for entry in entries if entry is not None)
+            for position, entry in enumerate(entries):
+                if entry is not None and held[position] is None:
+                    held[position] = _hold(entry, entry.copies[0], heads)
+            return Reading(held)
+
+    def open_copies(self, address: Address) -> tuple[ChunkEntry, Reading] | None:
+        """Hold every whole copy of a chunk until `close`; None for an absent one."""
+        with self._lock:
+            if (entry := self._find(address)) is None:
+                return None
+            heads = HeadRange(0, entry.manifest.layout.num_kv_heads)
+            return entry, Reading([_hold(entry, copy, heads) for copy in entry.copies if not copy.unloaded])
+
+    def close(self, reading: Reading) -> None:
+        """Let the chunks go."""
+        with self._lock:
+            for chunk in reading.chunks:
+                if chunk is not None:
+                    life.release(chunk.residence)
+
+    def prefetch(self, addresses: Iterable[Address]) -> int:
+        """Start to bring chunks into RAM; how many are there or on their way."""
+        with self._lock:
+            entries = self._find_all(addresses)
+            self._begin_loads(entries)
+            return sum(entry.ram is not None for entry in entries)
+
+    def _begin_loads(self, entries: Iterable[ChunkEntry]) -> None:
+        """Load chunks that RAM lacks, as far as it has room for them now."""
+        loads: list[Promotion] = []
+        for entry in list(dict.fromkeys(entry for entry in entries if entry.ram is None)):
+            source = entry.copies[0]
+            life.acquire(source)  # what makes room must not take it
+            target = self._make_room(entry.manifest)
+            if target is None:
+                life.release(source)
+            else:
+                loads.append(life.begin_load(entry, target))
+        if loads:
+            self._loads.add(loads)
+            self._load_added.notify_all()
+
+    def next_load(self) -> LoadStep | None:
+        """Wait for work and take it; None once loading is closed and nothing is left."""
+        with self._lock:
+            while True:
+                self._load_added.wait_for(lambda: self._loads or self._loads.closed)
+                step = self._loads.take_step()
+                if step is not None:
+                    self._load_added.notify()
+                if step is not None or self._loads.closed:
+                    return step
+
+    def close_loads(self) -> None:
+        """Have the readers end after what was begun."""
+        with self._lock:
+            self._loads.closed = True
+            self._load_added.notify_all()
+
+    def advance_load(self, step: LoadStep, lost: str) -> None:
+        """A step has ended. `lost`: why the bytes could not be read, or empty."""
+        with self._lock:
+            if life.advance_load(step, lost):
+                self._quarantine(step.load.entry)
+
+    def await_layer(self, chunk: HeldChunk, layer: int, callback: Callable[[], None]) -> bool:
+        """Whether a layer is in RAM or lost; otherwise `callback` is called once, under the lock, at the next
+        progress."""
+        with self._lock:
+            if chunk.lost or chunk.ready(layer):
+                return True
+            life.await_progress(chunk.residence, callback)
+            return False
+
+    # Leases
+
+    def pin(self, addresses: Iterable[Address], lease_s: float) -> tuple[str, int]:
+        """Keep chunks from leaving; the lease's id and how many of them are present.
+
+        Raises `InvalidField` for a lease out of bounds, `ResourceExhausted` past what may be pinned.
+        """
+        with self._lock:
+            entries = self._find_all(addresses)
+            lease_id = self._leases.grant(entries, lease_s)
+            for entry in entries:
+                life.pin(entry)
+            return lease_id, len(entries)
+
+    def unpin(self, lease_id: str) -> int:
+        """End a lease; how many chunks it held."""
+        with self._lock:
+            entries = self._leases.end(lease_id)
+            for entry in entries:
+                life.unpin(entry)
+            return len(entries)
+
+
+def _hold(entry: ChunkEntry, residence: Residence, heads: HeadRange) -> HeldChunk:
+    life.acquire(residence)
+    return HeldChunk(entry.manifest, residence, heads)

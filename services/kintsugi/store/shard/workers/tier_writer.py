@@ -1,0 +1,106 @@
+"""Room and records on one SSD tier: what a full tier gives up moves to the next, or out of the store.
+
+A chunk is committed in the next tier before its copy leaves this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Mapping, Sequence
+
+import lmdb
+
+from kintsugi.core.errors import Corrupted
+from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.table import EntryTable
+from kintsugi.store.shard.tiers.disk_tier import DiskTier, runs_of
+from kintsugi.store.shard.work import Eviction
+
+log = logging.getLogger(__name__)
+
+_BOUNCE_BYTES = 4 << 20
+
+
+class TierWriter:
+    """Writes chunks to a tier, for the thread that asks. Any number of threads."""
+
+    def __init__(self, table: EntryTable, tier: DiskTier, below: TierWriter | None) -> None:
+        """`below`: the writer of the next slower tier; None for the last."""
+        self.tier = tier
+        self._table = table
+        self._below = below
+
+    def find_room(self, entry: ChunkEntry) -> Residence | None:
+        """Room for a chunk, after evicting what the policy gives up first; None where that is not enough.
+
+        Raises `lmdb.Error`.
+        """
+        while True:
+            residence = self.tier.allocate(entry)
+            if residence is not None:
+                return residence
+            evictions = self._table.evict_from_disk(self.tier, entry.manifest.chunk_bytes)
+            self.demote(evictions)
+            if not self.tier.bury() and not evictions:
+                return None
+
+    def sync_and_commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
+        """Have the catalog name chunks whose frames were written. Raises `OSError`, `lmdb.Error`."""
+        self.tier.slab.sync()
+        self.tier.commit(written)
+
+    def demote(self, evictions: Sequence[Eviction]) -> None:
+        """Drop the copies that leave the tier. Chunks that RAM does not hold go one tier down, or away."""
+        placed: Mapping[Eviction, Residence] = {}
+        if self._below is not None:
+            try:
+                placed = self._below.copy_from(self.tier, evictions)
+            except (OSError, lmdb.Error) as error:
+                log.error("%s: demotion to %s failed: %s", self.tier.name, self._below.tier.name, error)
+        self._table.end_demotions(evictions, placed)
+
+    def copy_from(self, tier: DiskTier, evictions: Sequence[Eviction]) -> Mapping[Eviction, Residence]:
+        """Committed copies of what leaves a faster tier and RAM does not hold.
+
+        Raises `OSError`, `lmdb.Error`; then there are none.
+        """
+        placed: dict[Eviction, Residence] = {}
+        try:
+            for eviction in evictions:
+                if self._table.begin_copy(eviction):
+                    try:
+                        self._copy(tier, eviction, placed)
+                    finally:
+                        self._table.end_copy(eviction)
+            if placed:
+                self.sync_and_commit([(eviction.entry, target) for eviction, target in placed.items()])
+        except BaseException:
+            for target in placed.values():
+                self.tier.return_unwritten(target)
+            raise
+        return placed
+
+    def _copy(self, tier: DiskTier, eviction: Eviction, placed: dict[Eviction, Residence]) -> None:
+        target = self.find_room(eviction.entry)
+        if target is None:
+            return
+        placed[eviction] = target
+        try:
+            _copy_frames(tier, eviction.source, self.tier, target)
+        except Corrupted as error:
+            log.error("%s: %s", tier.name, error)
+            self.tier.return_unwritten(placed.pop(eviction))
+
+
+def _copy_frames(tier: DiskTier, source: Residence, other: DiskTier, target: Residence) -> None:
+    """From slab to slab through a bounded buffer. Raises `OSError` and `Corrupted`."""
+    stride = source.stride
+    step = max(1, _BOUNCE_BYTES // stride)
+    bounce = memoryview(mmap.mmap(-1, step * stride))
+    for first in range(0, len(source.offsets), step):
+        count = min(step, len(source.offsets) - first)
+        frames = [bounce[i * stride : (i + 1) * stride] for i in range(count)]
+        tier.read(source, first, frames)
+        for start, stop in runs_of(target.offsets, stride, first, count):
+            other.slab.write(target.offsets[start], frames[start - first : stop - first])
