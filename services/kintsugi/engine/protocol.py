@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector tells the worker's side, and what it hears back."""
+"""The messages between the scheduler's side of the connector and the worker's side."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class SaveJob:
     chunk_start: int
     chunk_end: int
     tier: str
-    """Where the store is to keep it; empty: its client's default."""
+    """The tier that the store keeps it in; empty: its client's default."""
 
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """Chunks of which a few layers are read, to learn how fast they come. Nobody waits for it."""
+    """Chunks of which a few layers are read to measure loading. No request waits for it."""
 
     hits: tuple[ChunkHit, ...]
     manifests: dict[ChunkKey, ChunkManifest]
@@ -64,10 +64,10 @@ class PassSample:
     """What one blend took. Times are seconds."""
 
     busy_s: float
-    """In its slices, waiting for layers apart."""
+    """Time in its slices, without waiting for layers."""
     load_wait_s: float
     projection_share: float
-    """The model's, see `fusor.stack.DecoderStack`."""
+    """The model's projection share, see `fusor.stack.DecoderStack`."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ _DIED = "the engine has died; send the request to another"
 
 @dataclass
 class _Asked:
-    """What of a call accompanies its request through vLLM."""
+    """The state of a call that accompanies its request through vLLM."""
 
     call: OpenAICall
     spans: list[tuple[Span, ...] | None] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Asked:
     """What the engine yields from, to be closed."""
     accounting: dict[str, Any] | None = None
     engine_died: bool = False
-    """While it answered; vLLM makes an event of the error."""
+    """Whether the engine died during the answer; vLLM turns the error into an event."""
 
     def next_params(self) -> dict[str, Any]:
         """`kv_transfer_params` of the next prompt. Without spans the engine looks for chunks by content."""
@@ -78,7 +78,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _SegmentParams(TokenizeParams):  # type: ignore[misc]
-    """vLLM's tokenisation parameters, and whose prompt it is."""
+    """vLLM's tokenisation parameters, and the call that the prompt belongs to."""
 
     asked: _Asked | None = None
 
@@ -89,7 +89,7 @@ class _SegmentParams(TokenizeParams):  # type: ignore[misc]
 
 
 class _OnOurBehalf:
-    """What either kind of request says otherwise than vLLM's own. Stands before it among the bases."""
+    """Overrides for both kinds of request. Stands before vLLM's class among the bases."""
 
     _asked: Any
 
@@ -141,7 +141,7 @@ async def _note_outputs(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterat
 
 
 class OpenAIFront:
-    """Answers `OpenAICall`s on one engine. Of the event loop that the engine's client lives in."""
+    """Answers `OpenAICall`s on one engine, in the event loop of the engine's client."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class OpenAIFront:
         raise InvalidField("path", f"{call.path!r} is neither {CHAT_PATH} nor {COMPLETIONS_PATH}")
 
     async def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
-        """In place of the renderer's own. Called for the prompts of a request in their order."""
+        """Replaces the renderer's own. vLLM calls it for the prompts of a request in order."""
         asked = getattr(params, "asked", None)
         if asked is None or not asked.call.chunk_texts or not _may_be_cut(params):
             if asked is not None:
@@ -257,7 +257,7 @@ def _may_be_cut(params: Any) -> bool:
 
 
 async def _with_accounting(events: AsyncIterator[str], asked: _Asked) -> AsyncIterator[str]:
-    """Events as they come; from the engine's last output on the last one is held back and added to."""
+    """Pass events on. From the engine's last output on, hold the newest one back to add the accounting."""
     held: str | None = None
     async for event in events:
         if event == _DONE and held is not None:
@@ -279,7 +279,7 @@ def _add_accounting(event: str, accounting: Mapping[str, Any] | None) -> str:
 
 
 def _raw_request(trace: Mapping[str, str]) -> Request:
-    """What vLLM's handlers read headers from."""
+    """A request with the headers that vLLM's handlers read."""
     headers = [(name.lower().encode(), value.encode()) for name, value in trace.items()]
     return Request({"type": "http", "headers": headers})
 

@@ -57,13 +57,13 @@ logger = init_logger(__name__)
 
 @dataclass
 class _State:
-    """One request that asked for us."""
+    """One request with our parameters."""
 
     request: Request
     params: KintsugiParams
     space: ChunkSpace
     planner: Planner
-    """With what the gate allowed this request when it came: a later report changes nothing midway."""
+    """Plans with the selection that the gate allowed at admission: a later report changes nothing midway."""
     lookup: Lookup | None = None
     job: BlendJob | None = None
     """Made by the last claim; handed to the worker once blocks are allocated."""
@@ -71,7 +71,7 @@ class _State:
     ordinary_hasher: hashing.BlockHasher | None = None
     num_prefix_cached: int = 0
     computed_instead: frozenset[int] = frozenset()
-    """Where hit chunks begin that the planner does not load."""
+    """Starts of the hit chunks that the planner recomputes instead of loading them."""
     accounting: Accounting | None = None
     """Set when the outcome is known."""
 
@@ -97,7 +97,7 @@ class SchedulerSide:
     declined_because: str | None
     """Why this engine never blends; None where it does."""
     engine: EngineShape
-    """What forecasts depend on; the worker tells the projection share once it has blended."""
+    """What forecasts depend on; the worker reports the projection share once it has blended."""
     num_ranks: int = 1
     """Tensor-parallel ranks, each of which loads its part of a chunk."""
     has_windows: bool = False
@@ -170,12 +170,12 @@ class SchedulerSide:
             state.lookup = self._lookups.start(match_content, space, prompt)
 
     def _codecs(self) -> frozenset[Codec] | None:
-        """In which chunks count as found: where a calibration counts, what another codec lost is a miss."""
+        """The codecs in which a chunk counts as found: the calibrated one and `raw`; None: all."""
         calibrated = self.gate.state.limits is not None
         return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
 
     def _resolve_planner(self, params: KintsugiParams) -> Planner:
-        """The planner with what the calibration report says of this request. Raises where it forbids it."""
+        """The planner with the selection that the calibration report allows. Raises where it forbids it."""
         selection = self.gate.state.resolve(self.planner.selection, params.options)
         return self.planner.with_selection(selection)
 
@@ -204,7 +204,7 @@ class SchedulerSide:
         self._fork_behind(exact, request, state, digest)
 
     def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
-        """Let blocks have names of their own from the first one on that is not all exact tokens."""
+        """Give blocks their own names from the first one on that is not all exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
         hashing.fork(request, first_block, tag, self.hash_block_size, state.space.namespace)
 
@@ -390,7 +390,7 @@ class SchedulerSide:
         return metadata
 
     def update(self, report: WorkerReport) -> None:
-        """Hear what the worker finished. Comes before the scheduler releases those requests."""
+        """Take in what the worker finished, before the scheduler releases those requests."""
         if report.unable is not None:
             self.declined_because = report.unable
         try:
@@ -424,13 +424,13 @@ class SchedulerSide:
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
 
     def begin_step(self, output: SchedulerOutput) -> StepMetadata:
-        """Once per engine step, when it has been decided what it computes."""
+        """Called once per engine step, when its tokens have been scheduled."""
         self._lookups.step_began()
         self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
         return self.take_metadata()
 
     def end_step(self) -> BlendStats | None:
-        """Once per engine step, when its tokens are known."""
+        """Called once per engine step, when its output is known."""
         self._timing.step_ended()
         return self.take_stats()
 
@@ -502,7 +502,7 @@ class SchedulerSide:
 
 
 def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
-    """Spans with the keys of the prompt's own tokens; a key that was given must be that one."""
+    """The spans with their tokens' keys. Raises `ForeignChunkKey` for a span with another key."""
     check_spans(spans, len(prompt))
     keyed = []
     for index, span in enumerate(spans):

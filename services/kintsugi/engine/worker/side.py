@@ -56,7 +56,7 @@ class _Blend:
     meter: Meter
     """Measures the first stream."""
     advanced_s: float = 0.0
-    """In slices, waiting for layers included."""
+    """Time in slices, waiting for layers included."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ class WorkerSide:
             self._advance()
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Ids whose blocks the scheduler may use again, and those of them whose KV is not there."""
+        """Ids whose blocks the scheduler may use again, and those among them without KV."""
         done = self._released | set(self._finished)
         return done, set(self._without_kv)
 
@@ -281,7 +281,7 @@ class WorkerSide:
             budget -= self._advance_save(budget)
 
     def _admit(self, job: BlendJob) -> None:
-        """Begin a blend, or leave the prompt to vLLM."""
+        """Begin a blend, or hand the prompt to vLLM."""
         request_id = job.tokens.request_id
         with contain_defects(f"begin the blend of {request_id}", partial(self._fail, request_id)):
             self._begin_blend(job)
@@ -295,7 +295,7 @@ class WorkerSide:
         return spent
 
     def _sample(self, request_id: str, blend: _Blend) -> None:
-        """What the loading controller learns from a blend; nothing from one that lost chunks on the way."""
+        """The loading controller's sample of a blend; None for one that lost chunks."""
         tally = blend.work.tally
         if blend.work.status is PassStatus.FAILED or tally.restarts:
             return
@@ -305,7 +305,7 @@ class WorkerSide:
         self._loads.append(_load_sample(blend.meter))
 
     def _read_some(self, job: ProbeJob) -> LoadSample:
-        """Read a few layers of some chunks and let them go."""
+        """Read a few layers of some chunks, and drop them."""
         assert self._model is not None
         layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
         heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
@@ -327,7 +327,7 @@ class WorkerSide:
             logger.error("Reading a chunk to learn how fast it comes broke", exc_info=error)
 
     def _fail(self, request_id: str, reason: str | None) -> None:
-        """The request's KV is not there: vLLM computes it."""
+        """Report the request without KV, so that vLLM computes it."""
         self._finished[request_id] = Accounting(Outcome.FAILED, reason=reason)
         self._without_kv.add(request_id)
 
