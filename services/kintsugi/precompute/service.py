@@ -2,7 +2,7 @@
 
     add_PrecomputeServicer_to_server(PrecomputeServicer(JobManager(state)), server)
 
-The gateway mounts it on its port behind its authentication; `serve` serves it alone, on loopback.
+A server that mounts it must control access; `serve` serves it alone, on loopback.
 """
 
 from __future__ import annotations

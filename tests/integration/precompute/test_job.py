@@ -103,7 +103,7 @@ def test_a_bad_document_is_reported_and_the_rest_goes_on(bench: Bench) -> None:
         file.write(b'{"id": "e"}\n{broken\n')
     progress = bench.run(errors_share_max=0.5)
     assert (progress.documents, progress.documents_failed) == (12, 2)
-    assert {failure.reason[:9] for failure in progress.failures} == {"no column", "is no JSO"}
+    assert {failure.reason[:9] for failure in progress.failures} == {"no column", "is not JS"}
     with pytest.raises(InvalidField, match="2 of 14 documents failed, more than 5%"):
         bench.run()
     assert progress.chunks_filled == len(bench.prefilled)  # nothing lost by the failure, nothing done twice
