@@ -281,10 +281,12 @@ class AsyncEngine(EngineBackend):
 
         self._metrics, _ = start_http_server(port, host, get_prometheus_registry())
 
-    def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        # Serve streams from generator functions only: a method that returns a generator runs in a thread.
         self.check_health()
-        answer: AsyncGenerator[OpenAIHead | bytes, None] = self._front.answer(call)
-        return answer
+        async with aclosing(self._front.answer(call)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         from vllm import TokensPrompt

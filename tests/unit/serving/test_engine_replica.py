@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 
@@ -39,3 +40,9 @@ def test_a_replica_that_has_ended_reports_nothing_and_answers_nobody(
         await replica.close()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("name", ["generate", "openai"])
+def test_what_serve_streams_is_a_generator_function(name: str) -> None:
+    """Serve would run any other method in a thread, and refuse the generator that it returns."""
+    assert inspect.isasyncgenfunction(getattr(EngineReplica, name))
