@@ -25,6 +25,11 @@ class StubEngines(Engines):
     async def idle(self) -> bool:
         return self.backend.seen.running == 0
 
+    async def closed(self) -> StubBackend:
+        backend = StubBackend()
+        await backend.close()
+        return backend
+
     def close(self) -> None:
         self._runner.close()
 
@@ -42,5 +47,3 @@ class TestStub(BackendContract):
             engines.run(engines.backend.info())
         with pytest.raises(Unavailable):
             engines.run(engines.answer(engines.request(engines.tokens(5))))
-        engines.run(engines.backend.close())
-        engines.run(engines.backend.close())

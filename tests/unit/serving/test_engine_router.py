@@ -16,6 +16,7 @@ from ray.serve.request_router import PendingRequest
 
 from kintsugi.core.exchange import EngineRequest, OpenAICall
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.tokens import TokenIds
 from kintsugi.serving.engine_router import EngineRouter, Sent
 
 PARAMS = KintsugiParams("acme")
@@ -49,7 +50,7 @@ def first(made: EngineRouter, replicas: list[Any], request: PendingRequest) -> s
 
 
 def prompt(begin: int, length: int = 512) -> EngineRequest:
-    return EngineRequest("r", tuple(range(begin, begin + length)), PARAMS)
+    return EngineRequest("r", TokenIds.of(range(begin, begin + length)), PARAMS)
 
 
 def test_what_waits_counts_and_all_others_follow() -> None:
@@ -122,7 +123,7 @@ def test_a_conversation_goes_where_its_beginning_went_until_that_engine_dies() -
         each.routing_stats["at"] = 2
     assert first(made, replicas, asked(prompt(0, 2304))) == name
     made._memory.forget(name)
-    assert made._memory.resident_tokens(made._wanted(request).prefix, name) == 0
+    assert made._memory.resident_tokens(made._memoize_wanted(request).prefix, name) == 0
 
 
 def test_openai_calls_are_weighed_by_their_texts() -> None:
