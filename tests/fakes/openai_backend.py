@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
-from kintsugi.gateway.backend import EngineBackend
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.store.client.in_process import InProcessStore
 from kintsugi.store.client.ram import RamStore
 
 INFO = EngineInfo("scripted", "ab" * 32, (0,), True, 4096, "on")
@@ -44,7 +44,7 @@ class ScriptedBackend(EngineBackend):
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
@@ -75,4 +75,4 @@ class ScriptedBackend(EngineBackend):
 
 def gateway_over(backend: EngineBackend, **more: Any) -> Gateway:
     """A gateway with an empty store and a tokenizer of characters."""
-    return Gateway(backend, InProcessStore(RamStore()), lambda text: [ord(letter) for letter in text], **more)
+    return Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text], **more)

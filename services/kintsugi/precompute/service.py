@@ -27,7 +27,7 @@ from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
-from kintsugi.store.protocol.status import refuse
+from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import check_listen
 
 SERVICE = "kintsugi.rpc.v1.Precompute"
@@ -119,7 +119,7 @@ async def _or_abort(context: Any, answer: Callable[[], Answer]) -> Answer:
     try:
         return await asyncio.to_thread(answer)
     except KintsugiError as error:
-        await refuse(context, error)
+        await abort_call(context, error)
         raise
 
 

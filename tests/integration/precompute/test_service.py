@@ -23,9 +23,9 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.manager import JobManager
 from kintsugi.precompute.service import serve
-from kintsugi.precompute.worker import StubPrefiller
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
+from tests.fakes.stub_prefiller import StubPrefiller
 from tests.integration.precompute.conftest import Bench, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -149,7 +149,7 @@ def test_the_command_line(bench: Bench, tmp_path: Path, monkeypatch: pytest.Monk
     planned = json.loads(run("precompute", *what, *state, "--dry-run", "--json"))
     assert planned["chunks_missing"] == planned["chunks"] > 0
     assert planned["predicted_s"] is None
-    assert "unknown: no run of this model yet" in run("precompute", *what, *state, "--dry-run")
+    assert "unknown: this model has not run yet" in run("precompute", *what, *state, "--dry-run")
     assert "prefilled" in run("precompute", *what, *state, "--corpus", "tea")
     assert json.loads(run("coverage", *what, "--json"))["coverage"] == 1.0
     assert "100.0% resident" in run("coverage", *what)

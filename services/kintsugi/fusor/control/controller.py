@@ -1,9 +1,9 @@
 """The loading controller decides what to load, how much to recompute, or not to blend at all. Pure.
 
 From the paper (§5, "loading controller"): the ratio at which recomputing takes as long as loading, but at
-least the ratio that quality requires. (`core.tiers` makes the paper's other choice, the storage tier.) In
-addition, a chunk is recomputed if that is faster than loading it, and the prompt is prefilled in full if
-nothing beats that: on a fast accelerator behind a slow network, loading loses.
+least the ratio that quality requires. (`store.shard.eviction.placement` makes the paper's other choice, the
+storage tier.) In addition, a chunk is recomputed if that is faster than loading it, and the prompt is
+prefilled in full if nothing beats that: on a fast accelerator behind a slow network, loading loses.
 
 Priors are optimistic: without any measurement a prompt is blended, which makes the engine measure, and a
 source that was never read counts as instant. `engine.scheduler.timing` keeps the estimates up to date after
@@ -61,7 +61,7 @@ class LoadingController(Planner):
         plan, forecast = _try_fewer_loads(fixed, forecast, full_s, request)
         if forecast.ttft_s > full_s and not (request.is_trial and _transfers_within(full_s, plan, request)):
             raise _make_refusal(plan, forecast, full_s, request)
-        if request.ratio is None and request.is_alone:
+        if request.options.ratio is None and request.is_alone:
             plan, forecast = _raise_ratio(plan, forecast, min(self.ratio_max, 1.0), full_s, request)
         return replace(plan, predicted_ttft_s=forecast.ttft_s)
 

@@ -32,7 +32,7 @@ from kintsugi.gateway.recent_info import INFO_TTL_S
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest, parse_bearer
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.store.protocol.status import refuse
+from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import ServedFiles, ServerTls, parse_address
 
 log = logging.getLogger("kintsugi.gateway")
@@ -101,7 +101,7 @@ class KintsugiService:
                 async with _run_beside(announcement) as announced:
                     yield served, announced
         except KintsugiError as error:
-            await refuse(context, error)
+            await abort_call(context, error)
         except Exception:  # noqa: BLE001  # `record` has logged it
             text = f"a defect of the gateway; its log has request {served.request_id}"
             await context.abort(grpc.StatusCode.INTERNAL, text)
@@ -162,9 +162,8 @@ class KintsugiService:
 
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         pieces = await self.gateway.tokenize(caller, request.namespace, list(request.texts))
-        return pb.TokenizeResponse(
-            texts=[pb.TokenizedText(token_ids=piece.token_ids, key=piece.key.hex) for piece in pieces]
-        )
+        texts = [pb.TokenizedText(token_ids=piece.token_ids, key=piece.key.hex) for piece in pieces]
+        return pb.TokenizeResponse(texts=texts)
 
 
 async def _write_first(
@@ -237,7 +236,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def refuse(requests: Any, context: Any) -> None:
             _, service, method = path.split("/")
             if service != SERVICE:
-                await refuse(context, error)
+                await abort_call(context, error)
             async with self._service.serve(method, context):
                 raise error
 

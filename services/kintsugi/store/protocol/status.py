@@ -61,7 +61,7 @@ def error_name(error: errors.KintsugiError) -> str:
     return next((cls.__name__ for cls, _ in _TABLE if isinstance(error, cls)), type(error).__name__)
 
 
-async def refuse(context: Any, error: errors.KintsugiError) -> None:
+async def abort_call(context: Any, error: errors.KintsugiError) -> None:
     """End a call with the status and metadata that say `error`."""
     context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
     await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])

@@ -29,7 +29,7 @@ from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
-from kintsugi.store.protocol.status import refuse
+from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.local import ArenaDoor
@@ -74,7 +74,7 @@ def _answers(
             with self.metrics.time_rpc(handler.__name__):
                 return await handler(self, request, context)
         except KintsugiError as error:
-            await refuse(context, error)
+            await abort_call(context, error)
 
     return handle_rpc
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.tiers import cheapest_tier
 
 AUTO = "auto"
 RAM = "ram"
@@ -45,3 +44,11 @@ def choose_tier(
         return names[0]
     speeds = [(tier.name, tier.read_bytes_per_s) for tier in tiers]
     return cheapest_tier(speeds, chunk_bytes, recompute_ms / 1e3) or (names[0] if durable else RAM)
+
+
+def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:
+    """The loading controller's second question (paper, section 5): the last of `tiers`, pairs of name and
+    bytes per second with the dearest first, from which `num_bytes` load within `hides_s`. None if no tier is
+    fast enough."""
+    hiding = [name for name, bytes_per_s in tiers if num_bytes <= bytes_per_s * hides_s]
+    return hiding[-1] if hiding else None
