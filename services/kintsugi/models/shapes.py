@@ -65,10 +65,6 @@ class ModelShape:
         if self.layers < 1:
             raise InvalidField("layers", f"{self.layers} is not positive")
 
-    def with_layers(self, layers: int) -> ModelShape:
-        """The same shape with another number of layers."""
-        return dataclasses.replace(self, layers=layers)
-
     @property
     def layer_types(self) -> list[str]:
         """The attention type of each layer, by transformers' names."""
@@ -237,7 +233,7 @@ SHAPES: dict[str, ModelShape] = {
         dtype="bfloat16",
     ),
 }
-"""Every named shape. The two large ones have the layers of real models; `with_layers` sets how many."""
+"""Every named shape. The two large ones have the layers of real models, but fewer of them."""
 
 
 def find_shape(name: str) -> ModelShape:

@@ -393,8 +393,8 @@ class Job:
     def _bytes_of(self, chunks: Sequence[PendingChunk]) -> int:
         """Stored size of the chunks. Most chunks of a corpus are equally long, so each length is computed
         once."""
-        sizes = Counter(chunk.num_tokens for chunk in chunks)
-        return sum(self.facts.chunk_bytes(size) * count for size, count in sizes.items())
+        facts, sizes = self.facts, Counter(chunk.num_tokens for chunk in chunks)
+        return sum(facts.layout.chunk_bytes(facts.codec, size) * count for size, count in sizes.items())
 
     def _record_failed_chunks(self, failed: Sequence[tuple[PendingChunk, str]]) -> None:
         self.progress.chunks_failed += len(failed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,12 @@ def _plot_quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     def across(row: EvaluationRow) -> float:
         return row.cost if against_cost else row.ttft.mean * 1e3
 
-    styles = _Styles()
-    for name, family in _group_by_family(here).items():
+    families = _group_by_family(here)
+    styles = _choose_styles(families)
+    for name, family in families.items():
         points = sorted(family, key=across)
         up = [quality_of(row)[0] for row in points]
-        _draw_line(axes, name, list(map(across, points)), up, styles, linewidth=1.3, elinewidth=0.7)
+        _draw_line(axes, name, list(map(across, points)), up, **styles[name], linewidth=1.3, elinewidth=0.7)
     for row in here:
         quality, label = quality_of(row)
         if row.method == FULL:
@@ -77,35 +78,30 @@ def _plot_quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     return figure
 
 
-def _draw_line(
-    axes: Any, name: str, across: list[float], up: list[Interval], styles: _Styles, **options: float
-) -> None:
+def _draw_line(axes: Any, name: str, across: list[float], up: list[Interval], **options: Any) -> None:
     """Draw a line through the means, with error bars."""
     errors = [[one.mean - one.low for one in up], [one.high - one.mean for one in up]]
-    means, style = [one.mean for one in up], styles.style_of(name)
-    axes.errorbar(across, means, yerr=errors, label=name, markersize=4.5, capsize=2, **style, **options)
+    means = [one.mean for one in up]
+    axes.errorbar(across, means, yerr=errors, label=name, markersize=4.5, capsize=2, **options)
 
 
-class _Styles:
-    """One colour and marker per selector, one line style per check layer of a selector."""
-
-    def __init__(self) -> None:
-        self._families: dict[str, list[str]] = {}
-
-    def style_of(self, name: str) -> dict[str, str]:
-        """Matplotlib's arguments for a baseline or a family, `selector @check_layer`."""
+def _choose_styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Matplotlib's arguments for each distinct baseline or family, `selector @check_layer`: one colour and
+    marker per selector, one line style per check layer of a selector."""
+    styles, families = {}, dict[str, list[str]]()
+    for name in dict.fromkeys(names):
         if name in BASELINE_STYLES:
-            return BASELINE_STYLES[name]
+            styles[name] = BASELINE_STYLES[name]
+            continue
         selector = name.split(" ", 1)[0]
-        families = self._families.setdefault(selector, [])
-        if name not in families:
-            families.append(name)
-        number = list(self._families).index(selector)
-        return {
+        families.setdefault(selector, []).append(name)
+        number = list(families).index(selector)
+        styles[name] = {
             "color": COLOURS[number % len(COLOURS)],
             "marker": MARKERS[number % len(MARKERS)],
-            "linestyle": STYLES[families.index(name) % len(STYLES)],
+            "linestyle": STYLES[(len(families[selector]) - 1) % len(STYLES)],
         }
+    return styles
 
 
 def _group_by_family(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
@@ -120,11 +116,11 @@ def _group_by_family(rows: Sequence[EvaluationRow]) -> dict[str, list[Evaluation
 
 def _plot_rates(rates: Sequence[RateRow]) -> Any:
     figure, axes = create_figure()
-    styles = _Styles()
-    for method in dict.fromkeys(row.method for row in rates):
+    styles = _choose_styles(row.method for row in rates)
+    for method, style in styles.items():
         points = sorted((row for row in rates if row.method == method), key=lambda row: row.rate_per_s)
         up = [Interval(one.mean * 1e3, one.low * 1e3, one.high * 1e3) for one in (row.ttft for row in points)]
-        _draw_line(axes, method, [row.rate_per_s for row in points], up, styles)
+        _draw_line(axes, method, [row.rate_per_s for row in points], up, **style)
     axes.set_xlabel("requests per second (Poisson)")
     axes.set_ylabel("mean time to first token, ms")
     axes.set_yscale("log")

@@ -68,8 +68,6 @@ class LoadingController(Planner):
 
 def predict_full_s(request: PlanRequest) -> float | None:
     """Seconds to the first token of a full prefill; None if nothing is known about it."""
-    if request.engine is None:
-        return None
     full_s = full_prefill_s(request.engine, request.measured, _region(request))
     return None if full_s is None else request.ahead_s + full_s
 
@@ -81,8 +79,6 @@ def _region(request: PlanRequest) -> ForecastRegion:
 def _forecast(
     selection: Selection, hits: Sequence[ChunkHit], request: PlanRequest, measured: Measured | None = None
 ) -> BlendForecast | None:
-    if request.engine is None:
-        return None
     return blend_forecast(
         request.engine, measured or request.measured, selection, hits, _region(request), request.ahead_s
     )

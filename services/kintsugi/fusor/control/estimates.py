@@ -63,10 +63,6 @@ class Link:
     """Seconds until bytes arrive: the network round trip and the shard's queue."""
     s_per_byte: float
 
-    @property
-    def bytes_per_s(self) -> float:
-        return 1 / self.s_per_byte if self.s_per_byte else float("inf")
-
 
 Terms = tuple[float, ...]
 

@@ -34,26 +34,20 @@ class Meter:
     def measure(self, frames: Frames) -> Frames:
         """Yield the same frames, measured. Closes `frames`."""
         try:
-            yield from self._measure_frames(frames)
+            asked = self.clock()
+            for item in frames:
+                arrived = self.clock()
+                yield item
+                if isinstance(item, LayerFrame) and item.layer < self.layers_max:
+                    self._add(self.sources[item.chunk], arrived - asked, len(item.data))
+                    if item.layer < self.layers_max - 1:  # after the last, the loader may wait for room
+                        self.decode_s += self.clock() - arrived
+                        self.decode_bytes += len(item.data)
+                asked = self.clock()
         finally:
             close = getattr(frames, "close", None)
             if close is not None:
                 close()
-
-    def _measure_frames(self, frames: Frames) -> Frames:
-        while True:
-            asked = self.clock()
-            item = next(frames, None)
-            if item is None:
-                return
-            arrived = self.clock()
-            yield item
-            if isinstance(item, ChunkLost) or item.layer >= self.layers_max:
-                continue
-            self._add(self.sources[item.chunk], arrived - asked, len(item.data))
-            if item.layer < self.layers_max - 1:  # after the last one, the loader may have waited for room
-                self.decode_s += self.clock() - arrived
-                self.decode_bytes += len(item.data)
 
     def _add(self, source: ChunkSource, seconds: float, num_bytes: int) -> None:
         known = self._transfers.get(source)

@@ -23,12 +23,11 @@ class PlanRequest:
     hits: tuple[ChunkHit, ...]
     """Chunks that the store holds and the prefix cache does not cover entirely, with their sizes and
     sources."""
+    engine: EngineShape
     options: BlendOptions = field(default_factory=BlendOptions)
     """The request's options; the planner decides about those that are None."""
     exact_end: int = 0
     """As in `BlendPlan`."""
-    engine: EngineShape | None = None
-    """None if nothing can be predicted."""
     measured: Measured = field(default_factory=Measured)
     ahead_s: float = 0.0
     """Seconds of computing left in passes that go first; a full prefill shares the engine with them, too."""
