@@ -7,12 +7,10 @@ holds one configuration in one setting; each setting also has rows for full pref
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
@@ -97,9 +95,6 @@ class EvaluationRow:
     em_loss: Interval | None = None
     """Full prefill's exact match minus this one's, on the same prompts."""
     by_task: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
