@@ -149,7 +149,7 @@ def test_the_command_line(bench: Bench, tmp_path: Path, monkeypatch: pytest.Monk
     planned = json.loads(run("precompute", *what, *state, "--dry-run", "--json"))
     assert planned["chunks_missing"] == planned["chunks"] > 0
     assert planned["predicted_s"] is None
-    assert "unknown: no run of this model yet" in run("precompute", *what, *state, "--dry-run")
+    assert "unknown: this model has not run yet" in run("precompute", *what, *state, "--dry-run")
     assert "prefilled" in run("precompute", *what, *state, "--corpus", "tea")
     assert json.loads(run("coverage", *what, "--json"))["coverage"] == 1.0
     assert "100.0% resident" in run("coverage", *what)

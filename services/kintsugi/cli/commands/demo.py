@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
+from kintsugi.cli.options import DemoTask
 from kintsugi.cli.render import print_accounting, print_comparison
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
@@ -44,17 +44,6 @@ SMALL_MODEL_NOTE = (
     "This model has 2.8 million parameters, and the question was chosen: at this length the model is rarely "
     "right. To see the times of a larger model, run kintsugi demo --random-weights."
 )
-
-
-@dataclass(frozen=True)
-class DemoTask:
-    """The options of `kintsugi demo`. Without a model it uses the bundled one, or one with random weights."""
-
-    model: str | None
-    random_weights: bool
-    files: Sequence[Path]
-    question: str | None
-    repeat: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +93,7 @@ def _choose_show(screen: Screen, task: DemoTask) -> Show:
         return _bundle_show()
     if task.model is not None and task.random_weights:
         raise InvalidField("random-weights", "makes a model of its own; omit --model")
-    texts = [read_chunk(path) for path in task.files] or demo_texts()
+    texts = [read_chunk(path) for path in task.files or ()] or demo_texts()
     random.Random(_ORDER_SEED).shuffle(texts)
     question = task.question or BUNDLED_QUESTIONS[0]
     model = make_random_model(screen) if task.model is None else resolve_model_argument(task.model)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import error_document, exit_code_of
+from kintsugi.cli.exits import error_document
+from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, parse_selectors
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid, plots
 from kintsugi.quality.evaluate import (
     Axes,
@@ -33,23 +31,6 @@ from kintsugi.quality.measure import Bench, answer_tokens, tokenize_questions
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.questions import read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
-
-
-@dataclass(frozen=True)
-class EvaluateTask:
-    """The options of `kintsugi eval`."""
-
-    spec: MeasuringEngineSpec
-    questions: Path
-    limit: int | None
-    selectors: Sequence[SelectorName]
-    ratios: Sequence[float]
-    check_layers: Sequence[int] | None
-    """None: the layers that `quality.grid` proposes."""
-    axes: dict[str, Any]
-    """The fields of `quality.evaluate.Axes` except the selections."""
-    plots: Path | None
-    max_tokens: int | None
 
 
 @dataclass
@@ -73,13 +54,13 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     """Measure, print and plot. An engine that fails costs its own results and those of later engines only."""
     if task.plots is not None:
         prepare_folder(task.plots)
-    found = Evaluation(task.spec.model, str(task.questions), [], [], [], None)
+    found = Evaluation(task.model, str(task.questions), [], [], [], None)
     try:
         _measure(screen, task, found)
     except KintsugiError as error:
         if not found.rows:
             raise
-        found.error = error_document(error, exit_code_of(error))
+        found.error = error_document(error)
         screen.note(f"kintsugi: {found.error['message']}")
     _show(screen, task, found)
     return found
@@ -99,7 +80,8 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     questions = read_questions(task.questions, task.limit)
     settings = list(_axes(task, num_layers=2).engines())
     for number, (codec, speed) in enumerate(settings):
-        spec = dataclasses.replace(task.spec, codec=codec, store=task.spec.store or _memory(speed))
+        store = task.chunk_store or _memory(speed)
+        spec = MeasuringEngineSpec(task.model, codec=codec, store=store, vllm_args={"dtype": task.dtype})
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
                 engine = stack.enter_context(start_measuring_engine(spec))
@@ -128,8 +110,19 @@ def _memory(speed: float | None) -> str:
 
 
 def _axes(task: EvaluateTask, num_layers: int) -> Axes:
-    selections = grid.selections(task.selectors, task.ratios, num_layers, task.check_layers)
-    return Axes(selections, **task.axes)
+    """Raises `InvalidField`."""
+    layers = parse_integers("check_layers", task.check_layers) or None  # None: those that the grid proposes
+    selectors, ratios = parse_selectors(task.selectors), parse_floats("ratios", task.ratios)
+    axes: dict[str, Any] = {
+        "codecs": [codec.strip() for codec in task.codecs.split(",")],
+        "chunk_tokens": parse_integers("chunk_tokens", task.chunk_tokens),
+        "chunk_counts": parse_integers("chunks", task.chunks),
+        "batches": parse_integers("batches", task.batches),
+        "tier_bytes_per_s": parse_floats("tiers", task.tiers),
+        "rates_per_s": parse_floats("rates", task.rates),
+    }
+    selections = grid.selections(selectors, ratios, num_layers, layers)
+    return Axes(selections, **{name: values for name, values in axes.items() if values})
 
 
 HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.options import ServeTask
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
     EngineSpec,
@@ -46,28 +47,6 @@ POLL_S = 0.5
 INFO_PERIOD_S = 5.0
 GIB = 1 << 30
 DIRECTORY_PORTS = 16
-
-
-@dataclass(frozen=True)
-class ServeTask:
-    """The options of `kintsugi serve`. They override the configuration file."""
-
-    model: str | None = None
-    config: Path | None = None
-    ram: str | None = None
-    ssd: Sequence[str] = ()
-    data_dir: Path | None = None
-    shards: int | None = None
-    engines: int | None = None
-    grpc_port: int | None = None
-    http_port: int | None = None
-    tokens_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    insecure: bool = False
-    read_only: bool = False
-    allow_uncalibrated: bool = False
-    print_config: bool = False
 
 
 def build_service_spec(task: ServeTask) -> ServiceSpec:

@@ -11,8 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import exit_on_error
-from kintsugi.cli.options import Json
+from kintsugi.cli.options import Dtype
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
@@ -111,8 +110,8 @@ def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_
     return rows
 
 
-@exit_on_error
 def size(
+    screen: Screen,
     model: Annotated[str, typer.Option(help="Checkpoint folder; config.json suffices.")],
     corpus_tokens: Annotated[str, typer.Option(help="Tokens in all chunks, such as 250M.")],
     bandwidth: Annotated[str, typer.Option(help="Slowest link to an engine, such as 25Gbit/s or 7GB/s.")],
@@ -129,8 +128,7 @@ def size(
     tflops: Annotated[
         float, typer.Option(help="Peak TFLOP/s of an engine's devices, used without a measured rate.")
     ] = 989.0,
-    dtype: Annotated[str, typer.Option(help="Data type that engines will serve with.")] = "auto",
-    as_json: Json = False,
+    dtype: Dtype = "auto",
 ) -> None:
     """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
     work = SizingWorkload(
@@ -153,7 +151,7 @@ def size(
         "full_prefill_source": prefill.source,
         "codecs": [row.to_mapping(prefill.seconds) for row in rows],
     }
-    Screen(as_json).show(document, lambda console: render(console, work, prefill, bytes_per_s, rows))
+    screen.show(document, lambda console: render(console, work, prefill, bytes_per_s, rows))
 
 
 HEADINGS = ("codec", "B/token", "corpus", "RAM", "SSD", "pays", "hides", "ms", "wins")
