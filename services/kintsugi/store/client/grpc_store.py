@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -32,7 +32,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.calls import ShardCalls
 from kintsugi.store.client.received import Received
-from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost, frames_of
+from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import (
     Buffer,
@@ -52,12 +52,11 @@ _ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
 
 
 @dataclass(frozen=True)
-class GrpcOptions:
-    """A client's options for one shard."""
+class UrlOptions:
+    """A client's options for one shard that the query of its URL may set."""
 
-    call_timeout_s: float = 10.0
-    """Deadline of calls without bulk bytes."""
-    put_timeout_s: float = 120.0
+    __pydantic_config__ = STRICT
+
     ack: Literal["ram", "durable", ""] = ""
     """When a put returns: once the chunk is in RAM, or on disk. Empty: the shard's default."""
     tier: str = ""
@@ -65,12 +64,21 @@ class GrpcOptions:
     recompute_ms_per_token: float = 0.0
     """Prefill time per token, for puts without a `recompute_ms`; placement and eviction weigh it. 0:
     unknown."""
-    tls: TlsFiles | None = None
-    """None: without encryption, which a shard beyond loopback refuses."""
     same_host: bool = True
     """Read from the shard's memory where it runs on this host and shares it."""
     ttl_s: float = 0.0
     """Lifetime of every chunk put; 0: chunks do not expire."""
+
+
+@dataclass(frozen=True)
+class GrpcOptions(UrlOptions):
+    """A client's options for one shard."""
+
+    call_timeout_s: float = 10.0
+    """Deadline of calls without bulk bytes."""
+    put_timeout_s: float = 120.0
+    tls: TlsFiles | None = None
+    """None: without encryption, which a shard beyond loopback refuses."""
 
 
 class _Manifests:
@@ -234,7 +242,7 @@ class GrpcStore(ChunkStore):
                     lease = FrameLease(arena, first)
                     described: pb.LeaseLayersResponse | None = first
                     while described is not None:
-                        for frame in frames_of(described):
+                        for frame in described.frames:
                             yield received.copy_leased_frame(frame, lease)
                         described = None if described.last else next(leased, None)
                     return
@@ -248,11 +256,7 @@ class GrpcStore(ChunkStore):
         try:
             first: pb.LeaseLayersResponse | None = next(messages, None)
             return first
-        except (
-            ResourceExhausted,
-            NotFound,
-            VersionMismatch,
-        ) as error:  # the last: an older shard has no leases
+        except (ResourceExhausted, NotFound, VersionMismatch) as error:  # the last: an older shard
             self._same_host.suspend(error, CROWDED_RETRY_S)
             return None
 
@@ -363,16 +367,9 @@ def open_grpc(url: str) -> GrpcStore:
 
 
 @dataclass(frozen=True)
-class _Query:
-    """The options in a URL's query."""
+class _Query(UrlOptions):
+    """All options in a URL's query."""
 
-    __pydantic_config__ = STRICT
-
-    ack: Literal["ram", "durable", ""] = ""
-    tier: str = ""
-    ttl_s: float = 0.0
-    recompute_ms_per_token: float = 0.0
-    same_host: bool = True
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -390,18 +387,11 @@ def options_of(query: str) -> GrpcOptions:
         if not (values.tls_ca and values.tls_cert and values.tls_key):
             raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
         tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
-    return GrpcOptions(
-        ack=values.ack,
-        tier=values.tier,
-        ttl_s=values.ttl_s,
-        recompute_ms_per_token=values.recompute_ms_per_token,
-        same_host=values.same_host,
-        tls=tls,
-    )
+    return GrpcOptions(**{one.name: getattr(values, one.name) for one in fields(UrlOptions)}, tls=tls)
 
 
 def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
-    response, payload = wire.parse_layers(message)
+    response, payload = wire.parse_payload(message, pb.StreamLayersResponse)
     position = 0
     for header in response.frames:
         yield header, payload[position : position + header.size_bytes]
