@@ -7,12 +7,11 @@ from contextlib import ExitStack, closing
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments, parse_json_object
-from kintsugi.cli.render import format_count
+from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import CalibrationReport, ReportEntry, Thresholds, describe_selection, shortfalls
@@ -92,9 +91,7 @@ HEADINGS = ("selector", "r", "@", "cost", "KL", "p99", "top-1", "right", "n")
 def render(console: Console, report: CalibrationReport) -> None:
     """Print the entries, best first, and the choice below them."""
     console.print(Text(f"{report.binding.codec}, {report.questions}"), style="dim")
-    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
-    for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    table = make_figures_table(HEADINGS, box=SIMPLE_HEAD, padding=(0, 1))
     ordered = sorted(report.entries, key=lambda entry: (-entry.num_prompts, entry.cost))
     for entry in ordered[:ROWS_MAX]:
         chosen = entry.selection == report.choice.selection

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
 from kintsugi.cli.options import DemoTask
-from kintsugi.cli.render import print_accounting, print_comparison
+from kintsugi.cli.render import make_plain_table, print_accounting, print_comparison
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     REGARDLESS,
@@ -156,7 +155,7 @@ def _render(console: Console, show: Show, prompt: RagPrompt, measurements: Seque
     titles = " · ".join(chunk.title for chunk in prompt.chunks)
     console.print()
     console.print(f"[bold]{len(prompt.token_ids):,} tokens[/] on {show.model.name}", highlight=False)
-    prompt_table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), style="dim")
+    prompt_table = make_plain_table(style="dim")
     prompt_table.add_row("chunks", Text(titles))
     prompt_table.add_row("question", Text(show.question))
     if show.expected is not None:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from kintsugi.cli.exits import error_document
 from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, parse_selectors
-from kintsugi.cli.render import format_count
+from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.quality import grid, plots
@@ -138,16 +137,13 @@ def render(console: Console, evaluation: Evaluation) -> None:
         rows = [row for row in evaluation.rows if row.setting == setting]
         parts.append(f"{rows[0].num_prompts} questions")
         console.print("\n" + ", ".join(parts), highlight=False)
-        table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-        for index, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        table = make_figures_table(HEADINGS, box=None, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*_cells(row))
         console.print(table)
     if evaluation.rates:
-        table = Table(title="TTFT by request rate", header_style="bold")
-        for index, heading in enumerate(("method", "requests/s", "TTFT ms", "p95 ms")):
-            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        headings = ("method", "requests/s", "TTFT ms", "p95 ms")
+        table = make_figures_table(headings, title="TTFT by request rate")
         for rate in evaluation.rates:
             p95 = f"{rate.ttft_p95_s * 1e3:.0f}"
             table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)

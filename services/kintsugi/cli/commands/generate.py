@@ -115,7 +115,6 @@ def _page(
         question=task.question,
         answer=blend.generation.text,
         facts=[("TTFT", f"{blend.ttft_s * 1e3:,.0f} ms"), *facts_of(accounting)],
-        legend=html.LEGEND,
         parts=html.parts_of(prompt, accounting, lambda token: str(tokenizer.decode([token]))),
         timeline=html.timeline_of(accounting),
         comparison_headings=HEADINGS if task.compare else (),

@@ -137,7 +137,8 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
     _check_here(spec)
     spec = _with_free_ports(spec)
     events = Events(screen)
-    with _stop_signal() as stop, _run_service(screen, spec, stop) as service:
+    stop = threading.Event()
+    with _run_service(screen, spec, stop) as service:
         if stop.is_set():
             return ExitCode.OK
         events.say_ready(service)
@@ -177,18 +178,6 @@ def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
             free_port(gateway.host, port, 1)
     directory = free_port(store.host, store.directory_port, DIRECTORY_PORTS)
     return dataclasses.replace(spec, store=dataclasses.replace(store, directory_port=directory))
-
-
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """Yield an event to be set by signals; restores their handlers at the end."""
-    stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _listen_for_signals(stop: threading.Event) -> None:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from kintsugi.cli.options import Dtype
+from kintsugi.cli.render import make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
@@ -161,9 +161,7 @@ def render(
     console: Console, work: SizingWorkload, prefill: Prefill, bytes_per_s: float, rows: list[CodecRow]
 ) -> None:
     """Print a table of codecs, and the assumptions below it."""
-    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    table = make_figures_table(HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(
             row.size.codec.name.lower(),
