@@ -2,8 +2,9 @@
 #
 #   make demo [MODEL=path]   answer a question from blended chunks, beside full prefill: right and wrong on a
 #                            small trained model, times on a larger random one; or both on yours
-#   make test                the tests, without the long matrices
-#   make test-full           everything
+#   make test                the quick tests: at most 8 minutes on two cores, in two parts side by side whose
+#                            output appears when they end
+#   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1]
@@ -32,7 +33,7 @@ GPU_ONLY := triton
 
 BENCHMARKS := $(wildcard benchmarks/*.py)
 
-.PHONY: help setup demo test test-full check proto bench lock images tools
+.PHONY: help setup demo test test-units test-systems test-full check proto bench lock images tools
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,11 +65,18 @@ else
 	$(BIN)/kintsugi demo --random-weights
 endif
 
+# The first part computes; the second mostly waits for engines and servers that it starts.
 test: setup tools
-	$(BIN)/python -m pytest -m "not full"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-units test-systems
+
+test-units:
+	$(BIN)/python -m pytest -m "not full" tests/unit benchmarks/tests
+
+test-systems:
+	$(BIN)/python -m pytest -m "not full" tests --ignore=tests/unit
 
 test-full: setup tools
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m full
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/ruff format --check .

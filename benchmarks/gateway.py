@@ -37,9 +37,9 @@ from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.sdk.client import AsyncClient
 from kintsugi.sdk.types import Delta
-from kintsugi.serving.stub import StubBackend, StubDelays
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
+from tests.fakes.stub_backend import StubBackend, StubDelays
 
 RATE_PER_S = 50.0
 CHUNKS = 200

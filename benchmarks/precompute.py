@@ -46,7 +46,7 @@ from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec, ModelFacts
-from kintsugi.precompute.worker import StubPrefiller
+from tests.fakes.stub_prefiller import StubPrefiller
 
 NAMESPACE = "bench"
 

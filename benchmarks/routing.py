@@ -10,32 +10,36 @@ is faster.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report
-from benchmarks.support.record_route import (
+from kintsugi.serving.routing import BLOCK_TOKENS, EngineView, PrefixMemory, RouteCosts, Wanted, rank_engines
+from tests.fakes.engine_fleet import (
+    CHUNK_TOKENS,
+    CHUNKS,
+    QUESTION_TOKENS,
     Arrival,
     Fleet,
-    Ours,
-    Outcome,
+    ForecastRouter,
+    Hardware,
     RoundRobin,
     TwoChoices,
-    conversations,
-    retrievals,
+    Waits,
+    draw_retrievals,
     simulate,
 )
-from kintsugi.serving.routing import EngineView, PrefixMemory, RouteCosts, Wanted, rank_engines
 
 TRACE = Path(__file__).resolve().parent.parent.parent / "shared/data/mooncake_conversation_trace.jsonl"
+TRACE_BLOCK_TOKENS = 512
 SEED = 7
-TOKENS_PER_S = 20_000.0
-"""Speed of an engine's prefill: roughly an 8-billion-parameter model on one current GPU."""
 UTILISATIONS = (0.5, 0.8)
 
 
@@ -43,11 +47,23 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def compared(name: str, arrivals: list[Arrival], fleet: Fleet, costs: RouteCosts) -> list[Figure]:
-    """Ours against the two others, on the same requests and engines."""
+def read_conversations(path: Path) -> list[Arrival]:
+    """A trace of Mooncake's: times, lengths and shared beginnings of a production chat service."""
+    arrivals = []
+    per_block = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        blocks = [block * per_block + part for block in record["hash_ids"] for part in range(per_block)]
+        whole = record["input_length"] // BLOCK_TOKENS
+        arrivals.append(Arrival(record["timestamp"] / 1e3, record["input_length"], tuple(blocks[:whole])))
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+def compare(name: str, arrivals: list[Arrival], fleet: Fleet) -> list[Figure]:
+    """Our router with its default costs against the two others, on the same requests and engines."""
     say(f"{name}: {len(arrivals)} requests on {fleet.engines} engines")
-    ours = simulate(arrivals, fleet, Ours(costs), SEED)
-    others: dict[str, Outcome] = {
+    ours = simulate(arrivals, fleet, ForecastRouter(fleet.shards()), SEED)
+    others: dict[str, Waits] = {
         "two_choices": simulate(arrivals, fleet, TwoChoices(SEED), SEED),
         "round_robin": simulate(arrivals, fleet, RoundRobin(), SEED),
     }
@@ -55,8 +71,8 @@ def compared(name: str, arrivals: list[Arrival], fleet: Fleet, costs: RouteCosts
     for other, outcome in others.items():
         for label, share in (("p50", 0.5), ("p95", 0.95)):
             mine, theirs = ours.percentile(share), outcome.percentile(share)
-            detail = f"TTFT {theirs:.3f} s against {mine:.3f} s; prefix hits {outcome.hit_share:.2f}, "
-            detail += f"{ours.hit_share:.2f}"
+            detail = f"TTFT {theirs:.3f} s against {mine:.3f} s; prefix hits {outcome.resident_share:.2f}, "
+            detail += f"{ours.resident_share:.2f}"
             figures.append(Figure.at_least(f"{name}_{other}_{label}", theirs / mine, 1.0, detail=detail))
     return figures
 
@@ -64,29 +80,29 @@ def compared(name: str, arrivals: list[Arrival], fleet: Fleet, costs: RouteCosts
 def on_conversations(quick: bool) -> list[Figure]:
     if not TRACE.exists():
         return [Figure("conversations", None, "×", detail=f"{TRACE.name} is not here")]
-    arrivals = conversations(TRACE)[: 1500 if quick else None]
-    tokens = sum(arrival.num_tokens for arrival in arrivals)
+    arrivals = read_conversations(TRACE)[: 1500 if quick else None]
+    hardware = Fleet(1, 1).hardware
+    work_s = sum(hardware.first_token_s(arrival.num_tokens) for arrival in arrivals)
     duration_s = arrivals[-1].at_s - arrivals[0].at_s
     figures = []
     for utilisation in UTILISATIONS:
-        engines = math.ceil(tokens / duration_s / TOKENS_PER_S / utilisation)
+        engines = math.ceil(work_s / duration_s / utilisation)
         # Ten times the trace's rate, on as many more engines: a service, not one node.
         faster = [Arrival(a.at_s / 10, a.num_tokens, a.blocks) for a in arrivals]
-        fleet = Fleet(10 * engines, 10 * engines, TOKENS_PER_S)
-        figures += compared(f"conversations_{utilisation:g}", faster, fleet, RouteCosts())
+        figures += compare(f"conversations_{utilisation:g}", faster, Fleet(10 * engines, 10 * engines))
     return figures
 
 
 def on_retrieval(quick: bool) -> list[Figure]:
-    """Chunks in 8 bit, 0.065 MB a token: 25 Gb/s between hosts, memory within one."""
-    fleet = Fleet(8, 4, TOKENS_PER_S, remote_s_per_token=21e-6, local_s_per_token=2e-6)
-    costs = RouteCosts(hit_share=0.25, remote_ms_per_token=0.02)
+    """Eight engines on four hosts; utilisation as if a host had its share of every prompt's chunks."""
+    fleet, chunk_tokens = Fleet(8, 4), CHUNKS * CHUNK_TOKENS
+    local = chunk_tokens // fleet.hosts
+    one_s = fleet.hardware.first_token_s(QUESTION_TOKENS, same_host=local, remote=chunk_tokens - local)
     figures = []
     for utilisation in UTILISATIONS:
-        seconds = (64 + fleet.hit_share * 3072) / TOKENS_PER_S + 0.005
-        rate_per_s = utilisation * fleet.engines / seconds
-        arrivals = retrievals(2_000 if quick else 20_000, rate_per_s, SEED)
-        figures += compared(f"retrieval_{utilisation:g}", arrivals, fleet, costs)
+        rate_per_s = utilisation * fleet.engines / one_s
+        arrivals = draw_retrievals(2_000 if quick else 20_000, rate_per_s, SEED)
+        figures += compare(f"retrieval_{utilisation:g}", arrivals, fleet)
     return figures
 
 
@@ -124,7 +140,7 @@ def main() -> None:
     figures = [*on_conversations(options.quick), *on_retrieval(options.quick), decision_us()]
     if options.real:
         figures += on_two_engines(options.quick)
-    config: dict[str, Any] = {"seed": SEED, "tokens_per_s": TOKENS_PER_S, "quick": options.quick}
+    config: dict[str, Any] = {"seed": SEED, "hardware": asdict(Hardware()), "quick": options.quick}
     report("routing", config, figures, "routing" if options.save and not options.quick else None)
 
 

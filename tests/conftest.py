@@ -23,6 +23,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import pytest
 from hypothesis import settings
 
+from tests.heap import freeze_imports, unfreeze_imports
+
 # An example that waits for a busy machine is not slow code.
 settings.register_profile("kintsugi", deadline=None)
 settings.load_profile("kintsugi")
@@ -107,6 +109,32 @@ EVIDENCE = pytest.StashKey[Evidence]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[EVIDENCE] = Evidence()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that name the same engine follow each other, where the first of them stood. Those that leave it
+    unusable come last."""
+    places: dict[str, int] = {}
+
+    def order(numbered: tuple[int, pytest.Item]) -> tuple[int, bool, int]:
+        number, item = numbered
+        mark = next((mark for mark in item.iter_markers("engine") if mark.args), None)
+        if mark is None:
+            return number, False, number
+        parameters = getattr(item, "callspec", None)
+        name = mark.args[0].format(**(parameters.params if parameters else {}))
+        return places.setdefault(name, number), mark.kwargs.get("ends", False), number
+
+    items[:] = [item for _, item in sorted(enumerate(items), key=order)]
+
+
+def pytest_collection_finish() -> None:
+    freeze_imports()
+
+
+def pytest_unconfigure() -> None:
+    unfreeze_imports()
 
 
 @pytest.hookimpl(wrapper=True)

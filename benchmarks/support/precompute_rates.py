@@ -17,9 +17,10 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_b
 from kintsugi.precompute.batches import Batches
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedChunk, ScannedDocument, pack_tokens
-from kintsugi.precompute.worker import StubPrefiller, WorkerSpec
+from kintsugi.precompute.worker import WorkerSpec
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
+from tests.fakes.stub_prefiller import StubPrefiller
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "rates")
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")

@@ -19,6 +19,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.exchange import EngineRequest, Usage
 from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.serving.ray_backend import RayBackend
@@ -71,7 +72,7 @@ async def _conversation(backend: RayBackend, number: int, turns: int) -> list[Us
     for turn in range(turns):
         prompt += [draw.randrange(20, 1000) for _ in range(TURN_TOKENS)]
         sampling = {"max_tokens": 2, "temperature": 0.0}
-        request = EngineRequest(f"{number}-{turn}", tuple(prompt), params, sampling)
+        request = EngineRequest(f"{number}-{turn}", TokenIds.of(prompt), params, sampling)
         async with aclosing(backend.generate(request)) as deltas:
             async for delta in deltas:
                 prompt += delta.token_ids

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -28,7 +29,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
-from kintsugi.gateway.backend import EngineBackend
+from kintsugi.core.tokens import TokenIds
 
 Result = TypeVar("Result")
 
@@ -52,20 +53,24 @@ class Engines(ABC):
     async def idle(self) -> bool:
         """Whether the engines work on nothing."""
 
+    @abstractmethod
+    async def closed(self) -> EngineBackend:
+        """A backend of this kind that has been closed."""
+
     _numbers = itertools.count()
 
-    def tokens(self, length: int) -> tuple[int, ...]:
+    def tokens(self, length: int) -> TokenIds:
         """Ids that no other test sends in this order."""
         number = next(self._numbers)
-        return tuple(
-            3 + (number * 31 + index * (number + 7)) % (self.vocabulary - 3) for index in range(length)
+        return TokenIds.of(
+            [3 + (number * 31 + index * (number + 7)) % (self.vocabulary - 3) for index in range(length)]
         )
 
     def request(self, prompt: Sequence[int], **sampling: Any) -> EngineRequest:
         number = next(self._numbers)
         params = KintsugiParams("contract", spans=())
         chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
-        return EngineRequest(f"request-{number}", tuple(prompt), params, chosen)
+        return EngineRequest(f"request-{number}", TokenIds.of(prompt), params, chosen)
 
     async def answer(self, request: EngineRequest) -> list[EngineDelta]:
         async with aclosing(self.backend.generate(request)) as deltas:
@@ -150,7 +155,7 @@ class BackendContract:
             engines.run(engines.answer(engines.request(engines.tokens(5), temprature=0.5)))
         with pytest.raises(InvalidField, match="max_tokens"):
             engines.run(engines.answer(engines.request(engines.tokens(5), max_tokens=0)))
-        for prompt in ((), engines.tokens(info.max_model_len + 1)):
+        for prompt in (TokenIds(), engines.tokens(info.max_model_len + 1)):
             with pytest.raises(InvalidField):
                 engines.run(engines.answer(engines.request(prompt)))
         assert engines.run(engines.answer(engines.request(engines.tokens(5))))[-1].finish_reason == "length"
@@ -178,7 +183,7 @@ class BackendContract:
         assert last.accounting.get("chunks_hit", 0) == 0, "another namespace finds nothing"
 
     def test_one_chunk_that_cannot_be_saved_does_not_fail_the_others(self, engines: Engines) -> None:
-        outcomes = engines.run(engines.backend.save("save", "contract", [engines.tokens(16), ()]))
+        outcomes = engines.run(engines.backend.save("save", "contract", [engines.tokens(16), TokenIds()]))
         assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.FAILED]
         assert outcomes[1].reason
 
@@ -204,3 +209,20 @@ class BackendContract:
         assert head.status == 200
         assert pieces
         assert all(isinstance(piece, bytes) for piece in pieces)
+
+    def test_a_closed_backend_answers_nobody(self, engines: Engines) -> None:
+        call = OpenAICall("openai", "/v1/completions", {}, KintsugiParams("contract"))
+
+        async def ask() -> None:
+            backend = await engines.closed()
+            await backend.close()
+            with pytest.raises(Unavailable):
+                await backend.info()
+            with pytest.raises(Unavailable):
+                await backend.save("save", "contract", [engines.tokens(16)])
+            with pytest.raises(Unavailable):
+                await anext(backend.generate(engines.request(engines.tokens(5))))
+            with pytest.raises(Unavailable):
+                await anext(backend.openai(call))
+
+        engines.run(ask())

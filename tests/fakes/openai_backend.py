@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
-from kintsugi.gateway.backend import EngineBackend
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.client.ram import RamStore
 
@@ -43,7 +44,7 @@ class ScriptedBackend(EngineBackend):
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:

@@ -1,4 +1,4 @@
-"""The command line over a real engine, in a process of its own: what a user's script would see."""
+"""The command line over a real engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import kintsugi
+from kintsugi.cli.main import app
 from kintsugi.models.factory import make_checkpoint
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.shapes import find_shape
+from tests.integration.engine.conftest import EngineSlot
 
 pytestmark = pytest.mark.engine
 
@@ -27,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kintsugi_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: what a user's script would see."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
     command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -56,10 +60,12 @@ def test_generate_blends_and_keeps_stdout_clean(model: Path, tmp_path: Path) -> 
     assert "0.txt" in text
 
 
-def test_doctor_runs_the_self_test(model: Path) -> None:
-    result = kintsugi_command("doctor", "--model", str(model), "--json")
+@pytest.mark.filterwarnings("ignore")
+def test_doctor_runs_the_self_test(model: Path, engine_slot: EngineSlot) -> None:
+    engine_slot.close()
+    result = CliRunner().invoke(app, ["doctor", "--model", str(model), "--json"])
     document = json.loads(result.stdout)
     verdicts = {check["name"]: check for check in document["checks"]}
     assert verdicts["vllm hooks"]["verdict"] == "ok", verdicts["vllm hooks"]
     assert verdicts["self-test"]["verdict"] == "ok", verdicts["self-test"]
-    assert result.returncode == 0
+    assert result.exit_code == 0

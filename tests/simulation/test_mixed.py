@@ -20,6 +20,7 @@ def assert_clean(report: MixReport) -> None:
     assert report.answers > 0
 
 
+@pytest.mark.engine("tiny-llama float32")
 def test_a_few_mixes(engine_slot: EngineSlot) -> None:
     """float32, so that nothing can hide behind rounding."""
     report = run_mixes(engine_slot.get("tiny-llama", dtype="float32"), seed=1, count=10)

@@ -37,9 +37,9 @@ from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
-from kintsugi.precompute.worker import StubPrefiller
 from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.grpc_store import GrpcStore
+from tests.fakes.stub_prefiller import StubPrefiller
 
 pytestmark = [
     pytest.mark.full,

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+WEIGHTS_CHANGED = "weights_changed"
+"""The reason why nothing is blended or saved once a worker has found other weights than it started with."""
+
 
 class Outcome(StrEnum):
     """How the prompt was prefilled."""
@@ -60,7 +63,7 @@ class Accounting:
     blend_ms: float = 0.0
     """Wall time from the first slice to the last, engine steps between them included."""
     chunks_recomputed: int = 0
-    """Of those hit, chunks that were computed because loading them was predicted to be slower."""
+    """Hit chunks that were computed because loading them was predicted to be slower."""
     ttft_ms: float | None = None
     """From the scheduler's first look at the request, its queue behind it, to the end of the engine step that
     brought the first token."""

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.tokens import TokenIds
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class EngineRequest:
     """One prompt, tokenised by whoever sends it."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     params: KintsugiParams
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's `SamplingParams` by name; the engine refuses what it does not know with `InvalidField`."""
@@ -63,7 +64,7 @@ class SaveState(StrEnum):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """Of one chunk."""
+    """What became of one chunk, and why."""
 
     state: SaveState
     reason: str = ""

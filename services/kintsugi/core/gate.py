@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
-from kintsugi.core.plan import Selection
+from kintsugi.core.plan import Selection, apply_options
 from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport
-from kintsugi.core.request import SelectorName
+from kintsugi.core.request import BlendOptions
 
 CALIBRATE = "run: kintsugi calibrate --model MODEL --store URL (or --allow-uncalibrated, at your own risk)"
 
@@ -39,36 +39,28 @@ class GateState:
         if self.reason is not None:
             raise NotBlendable(self.reason, self.detail)
 
-    def resolve(
-        self,
-        fallback: Selection,
-        ratio: float | None,
-        selector: SelectorName | None,
-        adaptive_mass: float | None = None,
-    ) -> Selection:
-        """The selection for a request that names some of it.
+    def resolve(self, fallback: Selection, options: BlendOptions) -> Selection:
+        """The selection for a request with these options.
 
-        `fallback` is the engine's own where no report decides. Raises `NotBlendable` where the gate is
-        closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1 is
-        a full prefill by another way, and always allowed.
+        `fallback` is the engine's own, for where no report decides. Raises `NotBlendable` where the gate is
+        closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1
+        computes what a full prefill does, and is always allowed.
         """
         self.check_open()
         default = self.default or fallback
-        chosen = selector or default.selector
+        chosen = options.selector or default.selector
         limit = None if self.limits is None else self.limits.get(chosen.value)
-        if self.limits is not None and limit is None and ratio != 1.0:
+        if self.limits is not None and limit is None and options.ratio != 1.0:
             raise NotBlendable(
                 "selector_not_calibrated",
                 f"{chosen.value} did not pass calibration at any ratio; "
                 f"those that did: {', '.join(sorted(self.limits))}",
             )
-        wanted = default if limit is None or chosen is default.selector else limit
-        wanted = replace(wanted, selector=chosen)
-        if ratio is not None:
-            wanted = replace(wanted, ratio=ratio)
+        start = default if limit is None or chosen is default.selector else limit
+        wanted = apply_options(start, options)
         if limit is not None:
-            _check_minimum(wanted, limit, adaptive_mass)
-        return wanted if adaptive_mass is None else replace(wanted, adaptive_mass=adaptive_mass)
+            _check_minimum(wanted, limit, options.adaptive_mass)
+        return wanted
 
 
 def _check_minimum(wanted: Selection, limit: Selection, adaptive_mass: float | None) -> None:

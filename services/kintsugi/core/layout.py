@@ -30,7 +30,7 @@ SCALE_BYTES = 1
 """A scale is a float of three bits of exponent and five of mantissa. Its own rounding costs little accuracy,
 because elements are divided by the rounded scale."""
 EXPONENTS_BYTES = 2
-"""Of a head: one exponent that its scales of K count from, and one for those of V."""
+"""Two exponents per head: the one that its scales of K count from, and the one for V."""
 SINK_TOKENS = 4
 
 

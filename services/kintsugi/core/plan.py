@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import blake3
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import SelectorName
+from kintsugi.core.request import BlendOptions, SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
@@ -34,7 +34,7 @@ class ChunkHit:
     end: int
     key: ChunkKey
     num_bytes: int = 0
-    """Of all layers, as one rank loads them."""
+    """Bytes of all layers that one rank loads."""
     source: ChunkSource = ChunkSource()
 
     @property
@@ -74,6 +74,11 @@ class Selection:
             raise InvalidField("query_layers", f"{list(self.query_layers)} must ascend from 0 or above")
         if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
             raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
+
+
+def apply_options(selection: Selection, options: BlendOptions) -> Selection:
+    """The selection with what a request chooses in place of its own."""
+    return replace(selection, **options.chosen)
 
 
 @dataclass(frozen=True)

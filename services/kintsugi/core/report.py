@@ -45,7 +45,7 @@ class Binding:
     __pydantic_config__ = STRICT
 
     fingerprint: str
-    """Of the model, hexadecimal."""
+    """The model's fingerprint, hexadecimal."""
     prefix: str
     """Digest of the tokens that chunks were prefilled behind."""
     codec: str
@@ -122,7 +122,7 @@ class ReportEntry:
     accuracy: float | None = None
     """Share of prompts answered right; None where the questions have no answers."""
     accuracy_full: float | None = None
-    """Of full prefill, on the same prompts."""
+    """Full prefill's accuracy on the same prompts."""
 
     def __post_init__(self) -> None:
         values = [self.cost, self.kl_mean, self.kl_p99, self.top1_agreement]
@@ -147,7 +147,7 @@ class Thresholds:
     """Nats. One answer in a hundred may be another one; more would show in the agreement."""
     top1_agreement_min: float = 0.95
     accuracy_share_min: float = 0.97
-    """Of full prefill's accuracy. The paper's own loss is 0.02 F1."""
+    """Share of full prefill's accuracy that a blend must reach. The paper's own loss is 0.02 F1."""
     prompts_min: int = 32
     """Entries of fewer prompts were only screened: they neither pass nor fail."""
 
@@ -232,7 +232,7 @@ class CalibrationReport:
     @staticmethod
     def from_bytes(document: bytes) -> CalibrationReport:
         """Raises `Corrupted` for what is no report or was edited, `VersionMismatch` for another format."""
-        values = _parsed(document)
+        values = _parse_report(document)
         if values.get("version") != REPORT_VERSION:
             raise VersionMismatch(
                 f"a calibration report of format {values.get('version')!r}; this build reads "
@@ -254,14 +254,14 @@ class CalibrationReport:
 
     def created_after(self, document: bytes) -> CalibrationReport:
         """This calibration, with `created` moved past that of a stored document if a clock was behind."""
-        latest = Revision.of(document).created
+        latest = ReportRevision.of(document).created
         if _moment(self.created) > latest:
             return self
         return dataclasses.replace(self, created=(latest + _STEP).isoformat(timespec="seconds"))
 
 
 @dataclass(frozen=True, order=True)
-class Revision:
+class ReportRevision:
     """How recent a stored document is. A total order, the same for every reader of the same bytes.
 
     Every field is one that reports always had: a counter of its own would be an unknown field to builds that
@@ -271,25 +271,25 @@ class Revision:
     created: datetime
     """A new calibration is above all older ones, tripped or not."""
     is_tripped: bool
-    """Of one calibration, the tripped report is above the one that allows blending."""
+    """Between two documents of one calibration, the tripped report is above the one that allows blending."""
     digest: str
     """Decides between two trips of one calibration."""
 
     @staticmethod
-    def of(document: bytes) -> Revision:
+    def of(document: bytes) -> ReportRevision:
         """The lowest one for a document that is no report or was edited. Never raises.
 
         Checks the digest alone, so that reports with fields of later builds are ordered too, and so that a
         store does not spend time on the measurements of a hostile one.
         """
         try:
-            values = _parsed(document)
+            values = _parse_report(document)
             digest = values.pop("digest", None)
             if digest != _digest(values):
-                return Revision(_OLDEST, False, "")
+                return ReportRevision(_OLDEST, False, "")
         except (Corrupted, RecursionError):
-            return Revision(_OLDEST, False, "")
-        return Revision(_moment(values.get("created")), values.get("tripped") is not None, digest)
+            return ReportRevision(_OLDEST, False, "")
+        return ReportRevision(_moment(values.get("created")), values.get("tripped") is not None, digest)
 
 
 def supersedes(document: bytes, other: bytes | None) -> bool:
@@ -299,7 +299,7 @@ def supersedes(document: bytes, other: bytes | None) -> bool:
     """
     if other is None:
         return True
-    return document != other and Revision.of(document) > Revision.of(other)
+    return document != other and ReportRevision.of(document) > ReportRevision.of(other)
 
 
 def _moment(created: object) -> datetime:
@@ -312,7 +312,7 @@ def _moment(created: object) -> datetime:
     return moment if moment <= _LATEST else _OLDEST
 
 
-def _parsed(document: bytes) -> dict[str, Any]:
+def _parse_report(document: bytes) -> dict[str, Any]:
     """The JSON object that a document holds, unchecked. Raises `Corrupted`."""
     if len(document) > REPORT_BYTES_MAX:
         raise Corrupted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are read")

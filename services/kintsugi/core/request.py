@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from pydantic import StrictBool, StrictFloat, StrictInt
@@ -67,6 +68,43 @@ class SelectorName(StrEnum):
 
 
 @dataclass(frozen=True)
+class BlendOptions:
+    """What a request chooses about its blend; None leaves the choice to the engine's calibration.
+
+    This is one value from the wire to the planner, and everything between converts it by field name. A new
+    option is a field here with its check, and a field of the same name in `KintsugiParams`, `_Wire`,
+    `core.plan.Selection` and the wire protocol's `GenerateRequest`.
+    """
+
+    ratio: float | None = None
+    selector: SelectorName | None = None
+    adaptive_mass: float | None = None
+    """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
+            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
+        if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
+            raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> BlendOptions:
+        """The options among `values`, by field name; other names are left alone. Raises `InvalidField`."""
+        chosen = {name: values.get(name) for name in OPTION_NAMES}
+        if chosen["selector"] is not None:
+            chosen["selector"] = parse_selector(chosen["selector"])
+        return BlendOptions(**chosen)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that are not None, by field name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+OPTION_NAMES = tuple(field.name for field in fields(BlendOptions))
+
+
+@dataclass(frozen=True)
 class _Wire:
     """The JSON form of `KintsugiParams`. JSON has types: `true` is no ratio, and `"yes"` no flag."""
 
@@ -88,8 +126,8 @@ class _Wire:
 class KintsugiParams:
     """One request's constraints.
 
-    ``spans`` None means: find known chunks by content. ``ratio``, ``selector`` and ``adaptive_mass``
-    None mean: the engine's calibrated default.
+    ``spans`` None means: find known chunks by content. ``ratio``, ``selector`` and ``adaptive_mass`` mean
+    what they do in `BlendOptions`, which `options` makes of them.
     """
 
     namespace: str
@@ -98,24 +136,26 @@ class KintsugiParams:
     ratio: float | None = None
     selector: SelectorName | None = None
     adaptive_mass: float | None = None
-    """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
     explain: bool = False
-    """Have the response say which positions each layer computed, and what `timeline` has it say."""
+    """Report which positions each layer computed, and what `timeline` reports."""
     timeline: bool = False
-    """Have the response say when each layer was loaded and computed. Costs nothing but bytes."""
+    """Report when each layer was loaded and computed."""
     tier: str = ""
-    """Of a save: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: the store's client's."""
+    """Where a save keeps its chunk: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: as the
+    store's client is configured."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
         if self.tier and (self.op is not Op.SAVE or len(self.tier) > TIER_CHARS_MAX):
             raise InvalidField("tier", f"is for op=save alone and has at most {TIER_CHARS_MAX} characters")
-        if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
-            raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
-        if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
-            raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
         if self.op is Op.SAVE and (self.spans is None or len(self.spans) != 1):
             raise InvalidSpan("spans", "op=save needs exactly one span: the chunk to prefill and store")
+        _ = self.options  # checks its fields
+
+    @cached_property
+    def options(self) -> BlendOptions:
+        """What the request chooses about its blend."""
+        return BlendOptions(**{name: getattr(self, name) for name in OPTION_NAMES})
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> KintsugiParams:
@@ -129,12 +169,10 @@ class KintsugiParams:
             namespace=wire.namespace,
             op=wire.op,
             spans=None if wire.spans is None else parse_spans(wire.spans),
-            ratio=wire.ratio,
-            selector=None if wire.selector is None else parse_selector(wire.selector),
-            adaptive_mass=wire.adaptive_mass,
             explain=wire.explain,
             timeline=wire.timeline,
             tier=wire.tier,
+            **BlendOptions.from_mapping(vars(wire)).chosen,
         )
 
     def to_mapping(self) -> dict[str, Any]:
@@ -142,18 +180,9 @@ class KintsugiParams:
         wire: dict[str, Any] = {"version": PARAMS_VERSION, "op": self.op.value, "namespace": self.namespace}
         if self.spans is not None:
             wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
-        if self.ratio is not None:
-            wire["ratio"] = self.ratio
-        if self.selector is not None:
-            wire["selector"] = self.selector.value
-        if self.adaptive_mass is not None:
-            wire["adaptive_mass"] = self.adaptive_mass
-        if self.explain:
-            wire["explain"] = True
-        if self.timeline:
-            wire["timeline"] = True
-        if self.tier:
-            wire["tier"] = self.tier
+        for name, value in self.options.chosen.items():
+            wire[name] = value.value if isinstance(value, StrEnum) else value
+        wire |= {name: getattr(self, name) for name in ("explain", "timeline", "tier") if getattr(self, name)}
         return {PARAMS_KEY: wire}
 
 

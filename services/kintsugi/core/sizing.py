@@ -30,7 +30,7 @@ class ModelSize:
     """Weights that one token passes through in the decoder's layers; embeddings and head left out."""
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Of a causal prefill: two per weight and token, and attention over half a square per layer."""
+        """FLOPs of a causal prefill: two per weight and token, and attention over half a square per layer."""
         attention = 2 * num_tokens**2 * self.heads * self.layout.head_dim * self.layout.num_layers
         return float(2 * self.active_parameters * num_tokens + attention)
 

@@ -7,16 +7,15 @@ digest of ids is the same on every machine (Python's `hash()` is not). See docs/
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import blake3
-import numpy as np
 import xxhash
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.tokens import TokenIds
 
 KEY_BYTES = 32
 FORMAT_VERSION = 2
@@ -31,25 +30,8 @@ NAMESPACE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """`token_ids` as little-endian u32, the form that every digest reads.
-
-    Raises `InvalidField` for anything but integers that fit in 32 bits: a rounded or wrapped id would
-    be another chunk's.
-    """
-    if len(token_ids) == 0:
-        return b""
-    try:
-        ids = np.asarray(token_ids)
-    except ValueError:
-        raise InvalidField("token_ids", "must be one flat list of ids") from None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
-        raise InvalidField("token_ids", "every id must be an integer in [0, 2**32)")
-    return ids.astype("<u4").tobytes()
-
-
-def token_ids_of(data: bytes) -> tuple[int, ...]:
-    """What `token_bytes` was given."""
-    return struct.unpack(f"<{len(data) // 4}I", data)
+    """`token_ids` as little-endian u32, the form that every digest reads. Raises `InvalidField`."""
+    return TokenIds.of(token_ids).data
 
 
 def check_namespace(namespace: str) -> str:

@@ -1,7 +1,7 @@
-"""One vLLM engine behind an event loop: what a service drives.
+"""One vLLM engine behind an event loop: the engine of a service.
 
-vLLM's own `AsyncLLM` runs scheduler and worker in a process of their own; here are its requests' checks,
-their cancellation, and what the engine says about itself.
+vLLM's `AsyncLLM` runs scheduler and worker in a process of their own. This module checks requests, cancels
+them, and describes the engine.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
-from kintsugi.core.deploy import OpenAISpec
+from kintsugi.core.backend import EngineBackend
+from kintsugi.core.deploy import EngineSpec, ModelSpec, OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -31,6 +33,7 @@ from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import check_namespace
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import LoadMeter, LoadStats
 from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_prompt, transfer_config
@@ -46,10 +49,10 @@ if TYPE_CHECKING:
 UNABLE = frozenset(
     ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
 )
-"""Reasons that only the worker finds, and that stay. All others can pass: a report comes, a store answers."""
+"""Reasons that only the worker finds and that last. All others may pass: a report comes, a store answers."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its path: the short name `uni` is turned into `mp` on CPUs, whatever the binding."""
+"""Named by its path: vLLM turns the short name `uni` into `mp` on CPUs, whatever the binding."""
 PROBE_NAMESPACE = "kintsugi-probe"
 PROBE_TOKENS = 8
 SAVES_AT_ONCE = 64
@@ -62,7 +65,7 @@ class AsyncSpec:
 
     model: str
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     store: str
     """URL of the chunk store. Scheduler and worker run in another process: no `ram://`."""
     prefix_token_ids: tuple[int, ...] | None = None
@@ -71,6 +74,28 @@ class AsyncSpec:
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`."""
     openai: OpenAISpec = field(default_factory=OpenAISpec)
+
+    @staticmethod
+    def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
+        """The engine that a service's configuration asks for. Reads the tokenizer where there is a system
+        prompt."""
+        connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
+        if engines.allow_uncalibrated:
+            connector["allow_uncalibrated"] = True
+        arguments: dict[str, Any] = {"dtype": model.dtype, **engines.vllm}
+        if model.max_model_len is not None:
+            arguments["max_model_len"] = model.max_model_len
+        if engines.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(engines.kv_cache_gib * (1 << 30))
+        return AsyncSpec(
+            model.path,
+            model.name or Path(model.path).name or model.path,
+            store,
+            prefix_token_ids=None if model.system_prompt is None else _prefix_of(model),
+            extra_config=connector,
+            vllm_args=arguments,
+            openai=engines.openai,
+        )
 
     @property
     def connector(self) -> dict[str, Any]:
@@ -90,87 +115,104 @@ class AsyncSpec:
         return load(EngineConfig, self.connector, "connector")
 
 
-class AsyncEngine:
-    """A running engine. Make it with `start`, inside the event loop that uses it; `stop` it."""
+def _prefix_of(model: ModelSpec) -> tuple[int, ...]:
+    """The system prompt as it begins a prompt, BOS included where the tokenizer writes one."""
+    from transformers import AutoTokenizer
 
-    def __init__(
-        self, client: Any, spec: AsyncSpec, store: ChunkStore, gate: Gate, unsupported: str | None
-    ) -> None:
-        """Owns all of it."""
+    return tuple(AutoTokenizer.from_pretrained(model.path)(model.system_prompt).input_ids)
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What `launch` starts and an `AsyncEngine` owns."""
+
+    client: Any
+    """vLLM's `AsyncLLM`."""
+    store: ChunkStore
+    gate: Gate
+    unsupported: str | None
+    """Why this engine never blends; None where it may."""
+
+
+async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> EngineParts:
+    """Load the model. 10-30 s.
+
+    ``prepare`` is called on a thread before a calibration report is looked for, with the binding that the
+    report must have. Raises `InvalidField` for an impossible configuration, `Unavailable` where vLLM does not
+    start.
+    """
+    config = spec.config
+    # A fingerprint reads all weights: from the disk while vLLM is imported.
+    digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise Unavailable(f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]") from error
+    from kintsugi.engine.scheduler.gate import binding_of, open_gate
+    from kintsugi.engine.worker.support import find_unsupported
+
+    try:
+        vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        await digested
+        binding = binding_of(vllm_config, config)
+        await asyncio.to_thread(prepare, binding)
+        store = open_store(config.store)
+        gate = await asyncio.to_thread(open_gate, config, store, binding)
+        client = AsyncLLM.from_vllm_config(vllm_config)
+    except KintsugiError:
+        raise
+    except Exception as error:
+        # vLLM raises many types here, from a bad config value to a failed allocation.
+        raise Unavailable(f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}") from error
+    return EngineParts(client, store, gate, find_unsupported(vllm_config))
+
+
+class AsyncEngine(EngineBackend):
+    """A running engine. Make it with `start`, inside the event loop that uses it, and `close` it."""
+
+    client: Any = None
+    """The `AsyncLLM`, for vLLM's own handling of OpenAI requests; None once closed."""
+
+    def __init__(self, spec: AsyncSpec, parts: EngineParts) -> None:
+        """Owns the parts. Not ready before `warm_up`."""
         from kintsugi.engine.scheduler.gate import prefix_of, tokenizer_of
 
-        self.client = client
-        """The `AsyncLLM`, for vLLM's own handling of OpenAI requests."""
-        self.store = store
-        """The chunks', and the calibration reports'."""
-        self.load = LoadMeter()
-        self.prefix_token_ids = prefix_of(spec.config, client.vllm_config)
+        self.client = parts.client
+        self.store = parts.store
+        """Holds the chunks and the calibration reports."""
+        self.prefix_token_ids = prefix_of(spec.config, parts.client.vllm_config)
         """What chunks are prefilled behind."""
-        self.max_model_len = int(client.model_config.max_model_len)
+        self.max_model_len = int(parts.client.model_config.max_model_len)
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
-        self._tokenizer = tokenizer_of(client.vllm_config)
+        self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
-        self._watched = WatchedClient(client)
-        self._gate = gate
-        self._declined = unsupported
+        self._load = LoadMeter()
+        self._watched = WatchedClient(parts.client, self._load)
+        self._gate = parts.gate
+        self._declined = parts.unsupported
         self._submitted = 0
         self._front: Any = None
         self._metrics: Any = None
 
-    @staticmethod
-    async def start(
-        spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None
-    ) -> AsyncEngine:
-        """Load the model and answer one prompt, so that the first that counts finds everything ready.
-
-        ``prepare`` is called on a thread before a calibration report is looked for, with what it has to speak
-        about. 10-30 s. Raises `InvalidField` for a configuration that cannot be, `Unavailable` where vLLM
-        does not start.
-        """
-        config = spec.config
-        # A fingerprint reads all weights: from the disk while vLLM is imported.
-        digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
-        try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise Unavailable(
-                f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]"
-            ) from error
-        from kintsugi.engine.scheduler.gate import binding_of, open_gate
-        from kintsugi.engine.worker.support import unsupported
-
-        try:
-            vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(
-                UsageContext.ENGINE_CONTEXT
-            )
-            await digested
-            binding = binding_of(vllm_config, config)
-            await asyncio.to_thread(prepare, binding)
-            store = open_store(config.store)
-            gate = await asyncio.to_thread(open_gate, config, store, binding)
-            client = AsyncLLM.from_vllm_config(vllm_config)
-        except KintsugiError:
-            raise
-        except Exception as error:
-            # vLLM raises many types here, from a bad config value to a failed allocation.
-            raise Unavailable(
-                f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}"
-            ) from error
-        engine = AsyncEngine(client, spec, store, gate, unsupported(vllm_config))
-        await engine._warm_up()
+    @classmethod
+    async def start(cls, spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> Self:
+        """Launch an engine and warm it up. ``prepare`` and errors as `launch`."""
+        engine = cls(spec, await launch(spec, prepare))
+        await engine.warm_up()
         return engine
 
-    async def _warm_up(self) -> None:
-        """Two prompts: the worker says with the first whether it can blend, the second is answered so. And
-        vLLM's OpenAI handlers, which take seconds to import."""
+    async def warm_up(self) -> None:
+        """Answer two prompts, so that the first that counts finds everything ready: with the first the worker
+        says whether it can blend, and the second is answered accordingly. Also import vLLM's OpenAI
+        handlers, which takes seconds."""
         from kintsugi.engine.openai.handlers import OpenAIFront
 
         name, options = self._spec.name, self._spec.openai
-        self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options, self.load)
-        tokens = (*self.prefix_token_ids, *range(PROBE_TOKENS))[-PROBE_TOKENS:]
+        self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options)
+        tokens = TokenIds.of((*self.prefix_token_ids, *range(PROBE_TOKENS)))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
             request = EngineRequest(f"warm-up-{index}", tokens, params, {"max_tokens": 1, "temperature": 0.0})
@@ -181,8 +223,8 @@ class AsyncEngine:
             if reason.split(":", 1)[0] in UNABLE:
                 self._declined = reason
 
-    def info(self) -> EngineInfo:
-        """What a gateway has to know."""
+    async def info(self) -> EngineInfo:
+        self.check_health()
         state = self._gate.state
         unable = self._watched.weights_changed or self._declined
         closed = unable or (None if state.is_open else f"{state.reason}: {state.detail}")
@@ -208,24 +250,19 @@ class AsyncEngine:
         return config.report is None and not config.allow_uncalibrated
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Have sampled answers shown to somebody from now on, or to nobody."""
+        """Show sampled answers to `watcher` from now on; None: to none."""
         self._watched.watcher = watcher
 
     async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
-        """The first position of a full prefill, for whoever compares. Not counted as load. Raises
+        """Compute the first position of a full prefill, for comparison. Not counted as load. Raises
         `Unavailable`."""
         self.check_health()
         self._submitted += 1
-        try:
+        with _errors_as_ours():
             return await prefill_in_full(self.client, prompt, f"full-{self._submitted}", priority)
-        except Exception as error:
-            translated = _translate_vllm_error(error)
-            if translated is None:
-                raise
-            raise translated from error
 
     def stats(self) -> LoadStats:
-        return self.load.stats()
+        return self._load.stats()
 
     def check_health(self) -> None:
         """Raises `Unavailable` where the engine's process is gone."""
@@ -233,66 +270,49 @@ class AsyncEngine:
             raise Unavailable("the engine has ended; it is started again")
 
     def when_ended(self, act: Callable[[], None]) -> None:
-        """Call ``act`` on the event loop once the engine's process has ended by itself; not for `stop`."""
-        # vLLM tells nobody; but with its core ends the task that reads the core's answers.
+        """Call ``act`` on the event loop once the engine's process has ended by itself; not for `close`."""
+        # vLLM does not report it, but the task that reads the core's answers ends with the core.
         self.client.output_handler.add_done_callback(lambda task: None if task.cancelled() else act())
 
     def serve_metrics(self, host: str, port: int) -> None:
-        """Answer Prometheus with what vLLM and the connector count, until `stop`."""
+        """Answer Prometheus with what vLLM and the connector count, until `close`."""
         from prometheus_client import start_http_server
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
         self._metrics, _ = start_http_server(port, host, get_prometheus_registry())
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        """As `EngineBackend.openai`."""
+        # Serve streams from generator functions only: a method that returns a generator runs in a thread.
+        self.check_health()
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """As `EngineBackend.generate`. Raises `InvalidField` before anything is submitted."""
+        from vllm import TokensPrompt
+
+        self.check_health()
         self._check_model(request.fingerprint)
         self._check_prompt(request.prompt_token_ids)
         sampling = self._sampling(request)
         self._submitted += 1
-        ticket = f"{request.request_id}-{self._submitted}"
-        self.load.began(ticket, len(request.prompt_token_ids))
+        # Also where nothing is blended: response times of a shared prefix cache reveal what others ask.
+        salt = request.params.namespace
+        outputs = self._watched.generate(
+            TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),
+            sampling,
+            f"{request.request_id}-{self._submitted}",
+            trace_headers=dict(request.trace) or None,
+            priority=request.priority,
+        )
         completed = 0
-        try:
-            async with aclosing(self._outputs(request, sampling, ticket)) as outputs:
+        with _errors_as_ours():
+            async with aclosing(outputs):
                 async for output in outputs:
-                    if completed == 0:
-                        self.load.answered(ticket)
                     piece = output.outputs[0]
                     completed += len(piece.token_ids)
                     delta = EngineDelta(tuple(piece.token_ids), piece.text)
                     yield _last(delta, output, completed) if output.finished else delta
-        finally:
-            self.load.ended(ticket)
-
-    async def _outputs(self, request: EngineRequest, sampling: Any, ticket: str) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs, and its errors as ours."""
-        from vllm import TokensPrompt
-
-        # Also where nothing is blended: who shares a prefix cache learns from its times what others ask.
-        salt = request.params.namespace
-        try:
-            outputs = self._watched.generate(
-                TokensPrompt(prompt_token_ids=list(request.prompt_token_ids), cache_salt=salt),
-                sampling,
-                ticket,
-                trace_headers=dict(request.trace) or None,
-                priority=request.priority,
-            )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
-        except Exception as error:
-            translated = _translate_vllm_error(error)
-            if translated is None:
-                raise
-            raise translated from error
 
     def _check_model(self, fingerprint: str) -> None:
         if fingerprint not in ("", self.binding.model.hex):
@@ -317,32 +337,29 @@ class AsyncEngine:
             **check_sampling(request.sampling),
         }
         try:
-            return SamplingParams(
-                **values,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args={"kv_transfer_params": request.params.to_mapping()},
-            )
-        except Exception as error:
-            # vLLM's own type here is no `ValueError` in every version.
-            translated = _translate_vllm_error(error)
-            if not isinstance(translated, InvalidField):
-                raise
-            raise InvalidField("sampling", translated.problem) from error
+            with _errors_as_ours():
+                return SamplingParams(
+                    **values,
+                    output_kind=RequestOutputKind.DELTA,
+                    extra_args={"kv_transfer_params": request.params.to_mapping()},
+                )
+        except InvalidField as error:
+            raise InvalidField("sampling", error.problem) from error
 
     async def save(
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
-        """As `EngineBackend.save`. A tier that the store lacks is the outcome's reason."""
+        self.check_health()
         check_namespace(namespace)
         kept_in = "" if tier == "auto" else tier
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
-        async def one(index: int, chunk: tuple[int, ...]) -> SaveOutcome:
+        async def one(index: int, chunk: TokenIds) -> SaveOutcome:
             try:
                 prompt = save_prompt(self.prefix_token_ids, chunk, namespace, tier=kept_in)
             except InvalidField as error:
@@ -350,7 +367,7 @@ class AsyncEngine:
             assert prompt.params is not None
             request = EngineRequest(
                 f"{request_id}-{index}",
-                tuple(prompt.token_ids),
+                TokenIds.of(prompt.token_ids),
                 prompt.params,
                 {"max_tokens": 1, "temperature": 0.0},
                 priority,
@@ -374,8 +391,8 @@ class AsyncEngine:
         reason = str(accounting.get("reason") or "the connector did not answer")
         return SaveOutcome(SaveState.FAILED, reason)
 
-    async def stop(self) -> None:
-        """End the engine's process and what it is at. Idempotent."""
+    async def close(self) -> None:
+        """End the engine's process with what it computes. Idempotent."""
         if self.client is None:
             return
         client, self.client = self.client, None
@@ -400,6 +417,18 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
         accounting=(output.kv_transfer_params or {}).get(PARAMS_KEY),
         usage=Usage(len(output.prompt_token_ids), completed, output.num_cached_tokens or 0),
     )
+
+
+@contextmanager
+def _errors_as_ours() -> Iterator[None]:
+    """vLLM's errors as ours."""
+    try:
+        yield
+    except Exception as error:
+        translated = _translate_vllm_error(error)
+        if translated is None:
+            raise
+        raise translated from error
 
 
 def _translate_vllm_error(error: Exception) -> KintsugiError | None:

@@ -31,7 +31,7 @@ from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
 from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.worker.side import WorkerSide
-from kintsugi.engine.worker.support import has_windows, unsupported
+from kintsugi.engine.worker.support import find_unsupported, has_windows
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import FixedRatioPlanner, Planner
@@ -83,7 +83,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
-                declined_because=unsupported(vllm_config),
+                declined_because=find_unsupported(vllm_config),
                 engine=_engine_of(vllm_config, config),
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),

@@ -28,7 +28,7 @@ class TeacherForcing(AdapterLogitsProcessor):  # type: ignore[misc]
 
 
 class _Forced:
-    """One request's tokens, in order; free again once they are used up."""
+    """Forces one request's tokens in order, and nothing once they are used up."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = list(token_ids)

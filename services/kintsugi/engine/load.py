@@ -1,4 +1,4 @@
-"""How busy an engine is: what waits for its first token, and how long that is likely to take. Pure."""
+"""How busy an engine is: the requests that wait for a first token, and their likely wait. Pure."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ MEMORY_S = 30.0
 
 @dataclass(frozen=True)
 class LoadStats:
-    """At one moment. Travels to whoever routes and scales, as plain numbers."""
+    """The load at one moment, as plain numbers for routing and autoscaling."""
 
     running: int
-    """Requests that have not ended, those below among them."""
+    """Requests that have not ended, waiting ones included."""
     waiting: int
     """Requests without a first token yet."""
     waiting_tokens: int
-    """Of their prompts."""
+    """Prompt tokens of the waiting requests."""
     tokens_per_s: float
-    """Prompt tokens that were answered per second in which one waited; 0: nothing is known yet."""
+    """Prompt tokens answered per second of waiting; 0: not measured yet."""
     busy_share: float = 0.0
-    """Of the last `MEMORY_S`, in which somebody waited for a first token."""
+    """Share of the last `MEMORY_S` in which some request waited for its first token."""
 
     @property
     def queueing_ms(self) -> float:
-        """Predicted until a request that came now would begin: the work before it, at the recent rate."""
+        """Predicted queueing of a request that arrives now: the waiting tokens at the recent rate."""
         return 1e3 * self.waiting_tokens / self.tokens_per_s if self.tokens_per_s > 0 else 0.0
 
 
@@ -45,27 +45,27 @@ class LoadMeter:
         self._tokens = 0.0
         self._busy_share = 0.0
 
-    def began(self, request_id: str, num_tokens: int) -> None:
+    def record_start(self, request_id: str, num_tokens: int) -> None:
         self._count_time()
         self._waiting[request_id] = num_tokens
         self._running.add(request_id)
 
-    def answered(self, request_id: str) -> None:
-        """Its first token is there."""
+    def record_first_token(self, request_id: str) -> None:
+        """Idempotent."""
         self._count_time()
         num_tokens = self._waiting.pop(request_id, 0)
         keep = math.exp2(-num_tokens / MEMORY_TOKENS)
         self._busy_s *= keep
         self._tokens = (self._tokens + num_tokens) * keep
 
-    def ended(self, request_id: str) -> None:
-        """However it ended. Idempotent."""
+    def record_end(self, request_id: str) -> None:
+        """The request has ended, for whatever reason. Idempotent."""
         self._count_time()
         self._waiting.pop(request_id, None)
         self._running.discard(request_id)
 
     def _count_time(self) -> None:
-        """Time counts while somebody waits: an idle engine has no rate."""
+        """Count time only while a request waits: an idle engine has no rate."""
         now_s = self._clock()
         elapsed_s = now_s - self._counted_s
         keep = math.exp(-elapsed_s / MEMORY_S)

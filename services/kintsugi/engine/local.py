@@ -22,6 +22,7 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Generation:
     itl_s: list[float]
     """Between each token and the one before; one fewer than tokens."""
     logprobs: list[float]
-    """Of each chosen token."""
+    """The logprob of each chosen token."""
     top_logprobs: list[dict[int, float]]
     """Token id -> logprob at each step: the chosen one and `Prompt.top_logprobs` more."""
     finish_reason: str | None
@@ -243,7 +244,7 @@ class LocalEngine:
 
     def unlimited(self) -> AbstractContextManager[None]:
         """Meanwhile ratios below what passed calibration are blended, too: to show what they would give."""
-        return self._scheduler.gate.lifted()
+        return self._scheduler.gate.lift_limits()
 
     @property
     def _scheduler(self) -> SchedulerSide:
@@ -341,4 +342,5 @@ def save_prompt(
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
     start, end = len(prefix_token_ids), len(prefix_token_ids) + len(chunk)
     params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end, key),), tier=tier)
-    return Prompt([*prefix_token_ids, *chunk, chunk[-1]], params, max_tokens=1, priority=priority)
+    token_ids = TokenIds.join(map(TokenIds.of, (prefix_token_ids, chunk, chunk[-1:])))
+    return Prompt(token_ids, params, max_tokens=1, priority=priority)

@@ -1,4 +1,4 @@
-"""An engine core whose parent was killed ends: vLLM's own would keep its memory, and its GPU's, for good."""
+"""Ends an engine core whose parent was killed. vLLM's own would keep its memory, and its GPU's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector tells the worker's side, and what it hears back."""
+"""The messages between the scheduler's side of the connector and the worker's side."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.plan import BlendPlan, ChunkHit
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.fusor.control.estimates import Transfer
-
-WEIGHTS_CHANGED = "weights_changed"
-"""Why nothing is blended or saved once a worker has found other weights than it started with."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class BlendJob:
     explain: bool
     timeline: bool
     next_token_id: int
-    """Of the prompt's last token, which the engine computes behind the blend."""
+    """The prompt's last token, which the engine computes behind the blend."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +47,12 @@ class SaveJob:
     chunk_start: int
     chunk_end: int
     tier: str
-    """Where the store is to keep it; empty: its client's default."""
+    """The tier that the store keeps it in; empty: its client's default."""
 
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """Chunks of which a few layers are read, to learn how fast they come. Nobody waits for it."""
+    """Chunks of which a few layers are read to measure loading. No request waits for it."""
 
     hits: tuple[ChunkHit, ...]
     manifests: dict[ChunkKey, ChunkManifest]
@@ -67,10 +64,10 @@ class PassSample:
     """What one blend took. Times are seconds."""
 
     busy_s: float
-    """In its slices, waiting for layers apart."""
+    """Time in its slices, without waiting for layers."""
     load_wait_s: float
     projection_share: float
-    """The model's, see `fusor.stack.DecoderStack`."""
+    """The model's projection share, see `fusor.stack.DecoderStack`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     unable: str | None = None
     """Why blending is off on this worker; None when it is on."""
     passes: dict[str, PassSample] = field(default_factory=dict)
-    """Of the finished, blends that went as planned."""
+    """Samples of finished blends that went as planned, by request id."""
     loads: list[LoadSample] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:

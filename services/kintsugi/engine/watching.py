@@ -1,7 +1,7 @@
-"""Answers that somebody wants to look at, on their way through an engine's client: gRPC's and OpenAI's alike.
+"""Counts the requests of an engine's client, gRPC's and OpenAI's, and shows some answers to a watcher.
 
-A sampled request asks vLLM for logprobs, which its answer does not show to whoever asked: vLLM's handlers
-look at what the caller wanted.
+A sampled request asks vLLM for logprobs that its caller does not see: vLLM's handlers return only what the
+caller's own request asks for.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.accounting import WEIGHTS_CHANGED
+from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op
+from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
-from kintsugi.engine.protocol import WEIGHTS_CHANGED
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
-SELECTING = ("ratio", "selector", "adaptive_mass")
-"""Of a request's parameters, those that choose another selection than calibration did."""
 
 
 class Watcher(Protocol):
-    """What is needed of `quality.shadow.Shadow`."""
+    """What `quality.shadow.Shadow` does for this module."""
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...
 
@@ -30,13 +29,14 @@ class Watcher(Protocol):
 
 
 class WatchedClient:
-    """A `vllm.v1.engine.async_llm.AsyncLLM`, and a watcher of its answers where there is one."""
+    """A `vllm.v1.engine.async_llm.AsyncLLM` that counts its requests and shows them to a watcher, if any."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, load: LoadMeter) -> None:
         self.watcher: Watcher | None = None
         self.weights_changed: str | None = None
-        """The reason that an answer gave, once one has: the worker has stopped blending for good."""
+        """The reason that answers give once the worker has found other weights; None before."""
         self._client = client
+        self._load = load
         self._logprobs_max = _logprobs_max(client.model_config)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,21 +47,26 @@ class WatchedClient:
     ) -> AsyncGenerator[Any, None]:
         """As vLLM's. Closing it ends the work in the engine."""
         watcher = self.watcher
-        # Callers choose their request's id: by it they could choose to be looked at, too.
+        # Callers choose their request's id, and must not choose with it whether they are sampled.
         ticket = "" if watcher is None else uuid.uuid4().hex
         asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, ticket)
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         first: dict[int, float] = {}
-        async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
-            async for output in outputs:
-                if watcher is not None and asked is not None:
-                    first = first or _first_logprobs(output, asked.top_logprobs)
-                accounting = _accounting(output) if output.finished else None
-                self._note_reason(accounting)
-                if watcher is not None and asked is not None and output.finished and first:
-                    watcher.take(asked, _generation(output, first, accounting))
-                yield output
+        self._load.record_start(request_id, len(prompt.get("prompt_token_ids") or ()))
+        try:
+            async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
+                async for output in outputs:
+                    self._load.record_first_token(request_id)
+                    if watcher is not None and asked is not None:
+                        first = first or _first_logprobs(output, asked.top_logprobs)
+                    accounting = _accounting(output) if output.finished else None
+                    self._note_reason(accounting)
+                    if watcher is not None and asked is not None and output.finished and first:
+                        watcher.take(asked, _generation(output, first, accounting))
+                    yield output
+        finally:
+            self._load.record_end(request_id)
 
     def _note_reason(self, accounting: dict[str, Any] | None) -> None:
         reason = str((accounting or {}).get("reason") or "")
@@ -69,18 +74,18 @@ class WatchedClient:
             self.weights_changed = reason
 
     def _prepare_blend(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
-        """A blend as the watcher wants it.
+        """The prompt as the watcher wants it, None for a request that it does not sample.
 
-        None where it does not; where the caller chose how to blend, so that what calibration saw of its own
-        choice says nothing; where the caller wants other logprobs; where a grammar bounds the answer: vLLM
-        masks logits with it before it takes their logprobs.
+        Never sampled are requests that choose their own blend options, of which calibration says nothing,
+        that want other logprobs, or whose answer follows a grammar: vLLM masks logits with it before it takes
+        their logprobs.
         """
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
         params = asked.get(PARAMS_KEY)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if params is None or params["op"] != Op.BLEND or not token_ids or sampling.n != 1:
             return None
-        if any(params.get(name) is not None for name in SELECTING):
+        if any(params.get(name) is not None for name in OPTION_NAMES):
             return None
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
@@ -90,8 +95,7 @@ class WatchedClient:
 
 
 def _logprobs_max(model_config: Any) -> int:
-    """How many may be asked for; 0 where what vLLM reports is not the model's own, but what sampling made of
-    it, or no logprobs."""
+    """How many logprobs a request may ask for; 0 where vLLM reports other values than the model's own."""
     if model_config.logprobs_mode != RAW:
         return 0
     known = int(model_config.max_logprobs)
@@ -104,7 +108,7 @@ def _accounting(output: Any) -> dict[str, Any] | None:
 
 
 def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:
-    """An answer of which only the first position counts: it does not depend on what was drawn there."""
+    """An answer reduced to its first position, which does not depend on the drawn token."""
     best = max(first, key=lambda token: first[token])
     return Generation(
         token_ids=[best],
@@ -124,13 +128,13 @@ def _first_logprobs(output: Any, limit: int) -> dict[int, float]:
     if not positions or positions[0] is None:
         return {}
     found = {int(token): float(entry.logprob) for token, entry in positions[0].items()}
-    # A drawn token that is none of the best is reported, too, and would count as the least likely of them.
+    # vLLM also reports the drawn token where it is not among the best.
     best = sorted(found, key=lambda token: -found[token])[:limit]
     return {token: found[token] for token in best}
 
 
 async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
-    """The first position of a full prefill, without us and without what lies in the prefix cache."""
+    """The first position of a full prefill, without blending and without the prefix cache."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -151,7 +151,7 @@ class TokenFile(Access):
                     try:
                         self._grants = grants_of(self._path)
                     except InvalidField as error:
-                        log.warning("the tokens file is ignored until it is valid: %s", error)
+                        log.warning("the tokens file is invalid; the previous tokens stay in use: %s", error)
                     self._stamp = stamp
             return self._grants
 

@@ -17,8 +17,8 @@ from contextlib import aclosing, contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, Unavailable
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.saves import ToSave

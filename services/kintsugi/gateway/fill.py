@@ -19,6 +19,7 @@ from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.saves import Saver, ToSave
 from kintsugi.gateway.threaded_store import ThreadedStore
 
@@ -80,7 +81,7 @@ class _Sighted:
 
 @dataclass(frozen=True)
 class _Waiting:
-    tokens: bytes
+    tokens: TokenIds
     since_s: float
 
 
@@ -91,13 +92,13 @@ class FillQueue:
         self.config = config or FillConfig()
         self._sighted: OrderedDict[Address, _Sighted] = OrderedDict()
         self._waiting: OrderedDict[Address, _Waiting] = OrderedDict()
-        self._waiting_bytes = 0
+        self._waiting_tokens = 0
         self._running: set[Address] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def record_miss(self, address: Address, tokens: bytes, now_s: float) -> MissDecision:
+    def record_miss(self, address: Address, tokens: TokenIds, now_s: float) -> MissDecision:
         """Counts a miss and queues the chunk if it is due."""
         if address in self._waiting or address in self._running:
             return MissDecision.DUPLICATE
@@ -108,10 +109,10 @@ class FillQueue:
         if sighted.sights < self.config.sights:
             return MissDecision.COUNTED
         full = len(self._waiting) >= self.config.queue_max
-        if full or self._waiting_bytes + len(tokens) > 4 * self.config.queue_tokens_max:
+        if full or self._waiting_tokens + len(tokens) > self.config.queue_tokens_max:
             return MissDecision.FULL
         self._waiting[address] = _Waiting(tokens, now_s)
-        self._waiting_bytes += len(tokens)
+        self._waiting_tokens += len(tokens)
         return MissDecision.QUEUED
 
     def due_in_s(self, idle: bool, now_s: float) -> float | None:
@@ -121,7 +122,7 @@ class FillQueue:
         oldest = next(iter(self._waiting.values()))
         return 0.0 if idle else max(0.0, oldest.since_s + self.config.patience_s - now_s)
 
-    def take(self) -> list[tuple[Address, bytes]]:
+    def take(self) -> list[tuple[Address, TokenIds]]:
         """The next batch, all of one namespace. Each chunk ends with `complete_chunk` or `drop_chunk`."""
         if not self._waiting:
             return []
@@ -130,10 +131,10 @@ class FillQueue:
         self._running.update(chosen)
         return [(address, self._dequeue(address)) for address in chosen]
 
-    def _dequeue(self, address: Address) -> bytes:
+    def _dequeue(self, address: Address) -> TokenIds:
         """Removes a chunk from the queue; its tokens."""
         tokens = self._waiting.pop(address).tokens
-        self._waiting_bytes -= len(tokens)
+        self._waiting_tokens -= len(tokens)
         return tokens
 
     def complete_chunk(self, address: Address, saved: bool) -> None:
@@ -185,9 +186,9 @@ class Filler:
         self._saver = saver
         self._idle = idle
         self._observe = observe
-        self._unchecked: OrderedDict[Address, bytes] = OrderedDict()
+        self._unchecked: OrderedDict[Address, TokenIds] = OrderedDict()
         """Chunks of requests that missed some of them; the store is asked which."""
-        self._unchecked_bytes = 0
+        self._unchecked_tokens = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -197,14 +198,14 @@ class Filler:
     def suspect(self, namespace: str, chunks: Sequence[ToSave]) -> None:
         """Looks up chunks of which a request lacked some, and fills the missing ones when they are due."""
         for key, tokens in chunks:
-            room = 4 * self.queue.config.queue_tokens_max - self._unchecked_bytes
+            room = self.queue.config.queue_tokens_max - self._unchecked_tokens
             if (namespace, key) in self._unchecked:
                 continue
             if len(self._unchecked) >= self.queue.config.queue_max or len(tokens) > room:
                 self._observe(MissDecision.FULL)
                 continue
             self._unchecked[namespace, key] = tokens
-            self._unchecked_bytes += len(tokens)
+            self._unchecked_tokens += len(tokens)
         self._wake.set()
 
     def wake(self) -> None:
@@ -214,7 +215,7 @@ class Filler:
 
     def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
-            self._unchecked_bytes -= len(self._unchecked.pop((namespace, key), b""))
+            self._unchecked_tokens -= len(self._unchecked.pop((namespace, key), TokenIds()))
             self.queue.forget((namespace, key))
 
     async def _run(self) -> None:
@@ -235,7 +236,7 @@ class Filler:
                 log.exception("filling failed; it goes on with the next chunk")
 
     async def _check(self) -> None:
-        unchecked, self._unchecked, self._unchecked_bytes = self._unchecked, OrderedDict(), 0
+        unchecked, self._unchecked, self._unchecked_tokens = self._unchecked, OrderedDict(), 0
         by_namespace: dict[str, list[ToSave]] = {}
         for (namespace, key), tokens in unchecked.items():
             by_namespace.setdefault(namespace, []).append((key, tokens))

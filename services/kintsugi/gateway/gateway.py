@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
@@ -20,7 +21,6 @@ from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.access import Access, Caller, OpenAccess, open_access
 from kintsugi.gateway.answers import AnswerPipeline
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved
@@ -215,7 +215,7 @@ class Gateway:
                 )
         keys = [piece.key for piece in pieces]
         tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
-        missing = [(p.key, p.tokens) for p, held in zip(pieces, tiers, strict=True) if held is None]
+        missing = [(p.key, p.token_ids) for p, held in zip(pieces, tiers, strict=True) if held is None]
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
         await self._resolver.learn(space, chunks, pieces)
         states: dict[ChunkKey, tuple[PutState, str]] = {}

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest, Usage
-from kintsugi.core.request import KintsugiParams, Op, SelectorName, check_priority
+from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import Span
 from kintsugi.gateway.access import Caller
 from kintsugi.gateway.answers import Ask
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.recent_info import Spaces
 from kintsugi.gateway.requests import choose_request_id
@@ -35,9 +35,7 @@ class GenerateCall:
     question: Segment
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's `SamplingParams` by name."""
-    ratio: float | None = None
-    selector: SelectorName | None = None
-    adaptive_mass: float | None = None
+    options: BlendOptions = field(default_factory=BlendOptions)
     explain: bool = False
     no_blend: bool = False
     priority: int = 0
@@ -108,10 +106,8 @@ class Prompts:
             namespace=call.namespace,
             op=Op.OFF if call.no_blend else Op.BLEND,
             spans=prompt.chunks,
-            ratio=call.ratio,
-            selector=call.selector,
-            adaptive_mass=call.adaptive_mass,
             explain=call.explain,
+            **call.options.chosen,
         )
         return prompt, EngineRequest(
             call.request_id,
@@ -133,7 +129,7 @@ class Prompts:
         space = await self._spaces.find(namespace)
         pieces = await self._resolver.pieces(space, segments)
         await self._resolver.learn(space, segments, pieces)
-        return [(piece.key, piece.tokens) for piece in pieces]
+        return [(piece.key, piece.token_ids) for piece in pieces]
 
 
 class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
@@ -189,4 +185,4 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
 
     async def find_missed(self) -> Sequence[ToSave]:
         placed = zip(self._prompt.spans, self._prompt.pieces, strict=True)
-        return [(piece.key, piece.tokens) for span, piece in placed if span.key is not None]
+        return [(piece.key, piece.token_ids) for span, piece in placed if span.key is not None]

@@ -7,10 +7,11 @@ import logging
 import uuid
 from collections.abc import Sequence
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveOutcome, SaveState
-from kintsugi.core.spaces import ChunkKey, token_ids_of
-from kintsugi.gateway.backend import EngineBackend
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ RUNNING_MAX = 4
 BATCH_TOKENS = 16_384
 """Tokens in one call to the engines, unless a single chunk has more."""
 
-ToSave = tuple[ChunkKey, bytes]
-"""A chunk's key and its tokens, little-endian u32."""
+ToSave = tuple[ChunkKey, TokenIds]
+"""A chunk's key and its tokens."""
 _Address = tuple[str, ChunkKey]
 
 
@@ -49,7 +50,7 @@ class Saver:
                 f"{len(self._futures)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; "
                 "send fewer and longer ones, or again later"
             )
-        size = sum(len(tokens) // 4 for tokens in fresh.values())
+        size = sum(map(len, fresh.values()))
         if self._waiting_tokens + size > self._waiting_tokens_max:
             raise ResourceExhausted(
                 f"{self._waiting_tokens} tokens wait to be prefilled and at most {self._waiting_tokens_max} "
@@ -77,7 +78,7 @@ class Saver:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
             async with self._slots:
-                ids = [token_ids_of(tokens) for _, tokens in batch]
+                ids = [tokens for _, tokens in batch]
                 outcomes = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
                 if len(outcomes) != len(batch):
                     raise Unavailable(f"the engine answered {len(outcomes)} of {len(batch)} chunks")
@@ -88,7 +89,7 @@ class Saver:
             outcomes = [SaveOutcome(SaveState.FAILED, f"defect: {type(defect).__name__}")] * len(batch)
         finally:
             for (key, tokens), outcome in zip(batch, outcomes, strict=True):
-                self._waiting_tokens -= len(tokens) // 4
+                self._waiting_tokens -= len(tokens)
                 future = self._futures.pop((namespace, key))
                 if not future.done():
                     future.set_result(outcome)
@@ -105,7 +106,7 @@ def _batches(chunks: Sequence[ToSave]) -> list[list[ToSave]]:
     batches: list[list[ToSave]] = []
     size = BATCH_TOKENS
     for chunk in chunks:
-        tokens = len(chunk[1]) // 4
+        tokens = len(chunk[1])
         if size + tokens > BATCH_TOKENS:
             batches.append([])
             size = 0

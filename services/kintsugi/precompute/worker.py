@@ -1,4 +1,4 @@
-"""Prefillers: the interface, the implementation on vLLM, and a stub for measurements without a model."""
+"""Prefillers: the interface and the implementation on vLLM, and the worker that starts one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
-from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
-from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchor_of
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.layout import KVLayout
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.precompute.ledger import PendingChunk
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.protocol.interface import ChunkStore
 
 
 class NotStarted(Unavailable):
@@ -115,48 +112,6 @@ class EnginePrefiller(Prefiller):
 
     def close(self) -> None:
         self._engine.close()
-
-
-class StubPrefiller(Prefiller):
-    """A stub without a model: puts random KV of the right shape, or (``put`` false) nothing at all.
-
-    For measurements and simulations of everything around the prefill. It appends the key of every chunk to
-    the file ``log``, if given, before the chunk is put.
-    """
-
-    def __init__(self, spec: WorkerSpec, log: str = "", put: bool = True) -> None:
-        self._spec = spec
-        self._log = log
-        self._store: ChunkStore | None = open_store(spec.store) if put else None
-
-    def fill(self, chunks: Sequence[PendingChunk]) -> list[str]:
-        return [self._fill_one(chunk) for chunk in chunks]
-
-    def _fill_one(self, chunk: PendingChunk) -> str:
-        if self._log:
-            descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            try:
-                os.write(descriptor, chunk.key.hex.encode() + b"\n")
-            finally:
-                os.close(descriptor)
-        if self._store is None:
-            return FILLED
-        layout, ids = self._spec.layout, chunk.token_ids
-        size = layout.frame_bytes(Codec.RAW, len(ids))
-        frames = [np.random.default_rng(ids[0] + n).bytes(size) for n in range(layout.num_layers)]
-        manifest = ChunkManifest.of(
-            self._spec.space, chunk.key, anchor_of(ids), len(ids), layout, Codec.RAW, frames
-        )
-        try:
-            self._store.put(manifest, frames)
-        except KintsugiError as error:
-            return f"{type(error).__name__}: {error}"
-        return FILLED
-
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
 
 
 class Worker:

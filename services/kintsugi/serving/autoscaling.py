@@ -1,5 +1,5 @@
-"""How many engines and shards there should be. Pure decisions; Serve asks the two policies, and applies the
-delays and bounds of the configuration to what they say.
+"""How many engines and shards there should be. Pure decisions: Serve calls the two policies and applies the
+configuration's delays and bounds to their answers.
 
 Serve sends this module to its controller by value, so it imports nothing of ours.
 """
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 BUSY_SHARE_MAX = 0.7
-"""Of time in which an engine prefills: above, queues grow with every burst."""
+"""Share of time in which an engine may prefill. Above it, queues grow with every burst."""
 FILL_SHARE_MIN = 0.8
-"""Of capacity: a shard that evicts below it has chunks that expire, not too little room."""
+"""Share of its capacity that a full shard uses. One that evicts below it has chunks that expire."""
 SHRINK_SHARE_MAX = 0.5
-"""Of what would be left: no shard is taken away that its chunks would soon need again."""
+"""Share of the remaining capacity that may be used after a shard is removed, or it would soon be back."""
 RETURNS_PER_S = 0.05
-"""Lookups per shard for chunks that were evicted lately: so many are worth a shard."""
+"""Lookups per shard for recently evicted chunks that are worth another shard."""
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Of all engines together."""
+    """The load of all engines together."""
 
     engines: int
     waiting_tokens: float
-    """Of prompts that have no first token yet."""
+    """Tokens of prompts that have no first token yet."""
     tokens_per_s: float
     """Prompt tokens that one engine gets done; 0: unknown."""
     busy_engines: float
@@ -47,7 +47,7 @@ def engines_wanted(load: EngineLoad, queueing_ms_max: float) -> int:
 
 @dataclass(frozen=True)
 class ShardLoad:
-    """Of all shards together."""
+    """The load of all shards together."""
 
     shards: int
     used_bytes: float

@@ -13,22 +13,23 @@ from typing import Any
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.report import Binding, CalibrationReport, Thresholds, describe_selection
 from kintsugi.core.schema import load
+from kintsugi.engine.asynchronous import AsyncSpec
 
 NOT_CALIBRATED = "not_calibrated"
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 BOUND = ("portable", "query_layers")
-"""Of the connector's configuration, what calibration has to share with the engines that serve."""
+"""Fields of the connector's configuration that calibration must share with the engines that serve."""
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """How it ended."""
+    """The result of a calibration."""
 
     choice: str | None
-    """What may be blended; None: nothing."""
+    """The selection that may be blended; None: nothing may."""
     why: str
-    """Of the choice, or of there being none."""
+    """Why this choice, or why none."""
 
 
 class Calibrator:
@@ -41,7 +42,7 @@ class Calibrator:
         self._says = "starting vLLM"
 
     def progress(self) -> str:
-        """Which part it is at."""
+        """The part that is running."""
         return self._says
 
     def _say(self, part: str) -> None:
@@ -56,10 +57,9 @@ class Calibrator:
         from kintsugi.quality import reports
         from kintsugi.quality.session import MeasuringEngineSpec as MeasuredSpec
         from kintsugi.quality.session import start_measuring_engine
-        from kintsugi.serving.engine_replica import async_spec
         from kintsugi.store.client.registry import open_store
 
-        serving = async_spec(self._model, self._engines, self._store_url)
+        serving = AsyncSpec.of(self._model, self._engines, self._store_url)
         connector = {name: value for name, value in serving.extra_config.items() if name in BOUND}
         spec = MeasuredSpec(
             serving.model,
@@ -69,7 +69,7 @@ class Calibrator:
             vllm_args=serving.vllm_args,
         )
         with start_measuring_engine(spec) as engine:
-            report = self._measured(engine)
+            report = self._measure_report(engine)
         store = open_store(self._store_url)
         try:
             reports.publish(store, report)
@@ -78,7 +78,7 @@ class Calibrator:
         chosen = report.choice.selection
         return Calibrated(None if chosen is None else describe_selection(chosen), report.choice.why)
 
-    def _measured(self, engine: Any) -> CalibrationReport:
+    def _measure_report(self, engine: Any) -> CalibrationReport:
         from kintsugi.quality.calibrate import Budget, calibrate, prepare_bench
         from kintsugi.quality.questions import read_questions
         from kintsugi.quality.shadow import utc_now
@@ -101,9 +101,11 @@ class Calibrator:
 
 
 def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
-    """Put the report that lies beside the checkpoint where engines look, if it speaks about them and none is
-    there; whether it did. Raises `Corrupted` and `VersionMismatch` for a file that is no report of ours, and
-    what a store raises."""
+    """Publish the report beside the checkpoint if it is of this `binding` and the store has none.
+
+    Returns whether it was published. Raises `Corrupted` and `VersionMismatch` for a file that is no report of
+    ours, and the store's errors.
+    """
     from kintsugi.quality import reports
     from kintsugi.store.client.registry import open_store
 
@@ -121,7 +123,7 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
 
 
 def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:
-    """What to calibrate on: what is configured, else what lies beside the checkpoint, else nothing."""
+    """The file to calibrate on: the configured one, else the one beside the checkpoint, else None."""
     if engines.questions:
         return Path(engines.questions)
     beside = Path(model.path) / QUESTIONS_FILE
@@ -129,7 +131,7 @@ def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:
 
 
 def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str) -> Any:
-    """The actor. It waits until the cluster has room for one more engine."""
+    """Start the actor, which waits until the cluster has room for one more engine."""
     import ray
 
     from kintsugi.core.settings import non_default_fields

@@ -1,8 +1,7 @@
-"""Which shards are alive, on a Ray cluster: shards say so to one named actor, clients ask it over gRPC.
+"""Which shards of a Ray cluster are alive. Shards report to one named actor, and clients ask it over gRPC.
 
-Ray starts the actor again when it dies, on the head node and at its old port. Until every shard has had time
-to say again that it is there, a directory that was started anew gives no map at all: clients keep the one
-they have, instead of one that lacks half of the shards.
+Ray restarts a dead actor on the head node and at its old port. A restarted directory gives no map until every
+shard has had time to report: clients keep the map they have, instead of one that lacks half of the shards.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import grpc
 
 from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.core.ramp import share_at
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import format_address, is_wildcard, tls_of
 from kintsugi.serving.directory_service import DirectoryService
@@ -34,10 +32,12 @@ ACTOR_NAME = "kintsugi-directory"
 RAY_NAMESPACE = "kintsugi"
 HEARTBEAT_S = 1.0
 LEASE_S = 5.0
-"""A shard that has not been heard of for so long is dead to clients. Several heartbeats: busy shards are
+"""A shard that has not reported for this long is dead to clients. Several heartbeats, since busy shards are
 late."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
+RAMP_STEPS = 12
+"""Each step moves chunks, and a chunk that moves is a miss: enough steps to be gradual."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,25 @@ class _Left:
 
 @dataclass(frozen=True)
 class Configured:
-    """What may change of a store without a restart, on its way from Serve over shards to the directory."""
+    """The settings of a store that change without a restart. Serve tells shards, and shards the directory."""
 
     replicas: int
     ramp_s: float
 
 
+def share_at(age_s: float, ramp_s: float) -> float:
+    """The share of its chunks, in (0, 1], that a shard gets ``age_s`` after it joined a running store empty.
+
+    It grows by a step every ``ramp_s / RAMP_STEPS``, and is 1 from ``ramp_s`` on.
+    """
+    assert age_s >= 0
+    if age_s >= ramp_s:
+        return 1.0
+    return (1 + int(RAMP_STEPS * age_s / ramp_s)) / (RAMP_STEPS + 1)
+
+
 class Membership(ShardDirectory):
-    """The shards that were heard of lately. For one thread."""
+    """The shards that reported lately. For one thread."""
 
     def __init__(
         self,
@@ -73,10 +84,10 @@ class Membership(ShardDirectory):
         clock: Callable[[], float] = time.monotonic,
         ramp_s: float = 0.0,
     ) -> None:
-        """``settling``: shards are out there that are yet to be heard of; give no map for one lease."""
+        """``settling``: some shards may not have reported yet, so give no map for one lease."""
         self._lease_s = lease_s
         self.ramp_s = ramp_s
-        """How long a shard that joins empty takes to be given all its chunks."""
+        """Seconds until a shard that joins empty is given all its chunks."""
         self._clock = clock
         self._settled_s = clock() + lease_s if settling else clock()
         self._members: dict[str, _Member] = {}
@@ -87,8 +98,8 @@ class Membership(ShardDirectory):
         self._map = ShardMap(0)
 
     def record_heartbeat(self, shard_id: str, address: str, instance: str, is_empty: bool = False) -> None:
-        """A shard is alive, and holds nothing if it says so. ``instance`` names its process: another one is a
-        shard that was started again. Raises `ResourceExhausted` for one too many."""
+        """Note that a shard is alive, and whether it holds nothing. ``instance`` names its process: another
+        name means that the shard was restarted. Raises `ResourceExhausted` beyond `SHARDS_MAX` shards."""
         now_s = self._clock()
         known = self._members.get(shard_id)
         if known is None:
@@ -102,7 +113,7 @@ class Membership(ShardDirectory):
         self._members[shard_id] = replace(known, address=address, instance=instance, heard_s=now_s)
 
     def _restore_member(self, shard_id: str, instance: str) -> _Member | None:
-        """A shard that was merely not heard of: it holds what it held, and was on its way all the time."""
+        """A member that merely did not report for a while and still holds its chunks; None: it restarted."""
         left = self._left.get(shard_id)
         if left is None or left.member.instance != instance:
             return None
@@ -113,9 +124,11 @@ class Membership(ShardDirectory):
         return member.ramps and now_s - member.joined_s < self.ramp_s
 
     def _holds_chunks_of(self, shard_id: str, now_s: float) -> bool:
-        """Whether others may hold what is about to be this shard's: they are there long enough, and it was
-        not, not lately, or not yet with all that is its own. Shards that start together, or again, find
-        nothing to be spared."""
+        """Whether other shards may hold the chunks that are about to move to this one.
+
+        They do if some have been here for `ramp_s`, and this one has not, or left long ago, or left before it
+        had all its chunks. Shards that start together, or restart, have nothing to take over.
+        """
         if not any(now_s - member.joined_s >= self.ramp_s for member in self._members.values()):
             return False
         left = self._left.get(shard_id)
@@ -123,8 +136,8 @@ class Membership(ShardDirectory):
             return True
         return self._is_ramping(left.member, left.left_s)
 
-    def left(self, shard_id: str) -> None:
-        """A shard is about to stop; unknown ones are none of our business."""
+    def remove_member(self, shard_id: str) -> None:
+        """Remove a shard that is about to stop; unknown ones are ignored."""
         member = self._members.pop(shard_id, None)
         if member is None:
             return
@@ -136,9 +149,9 @@ class Membership(ShardDirectory):
     def current(self) -> ShardMap:
         now_s = self._clock()
         if now_s < self._settled_s:
-            raise Unavailable("the directory was started anew and listens for shards; ask again")
+            raise Unavailable("the directory has restarted and waits for shards to report; ask again")
         for name in [n for n, member in self._members.items() if now_s - member.heard_s > self._lease_s]:
-            self.left(name)
+            self.remove_member(name)
         members = sorted(self._members.items())
         shards = tuple(ShardAddress(name, member.address) for name, member in members)
         shares = tuple(
@@ -208,7 +221,7 @@ class DirectoryActor:
         self._membership.record_heartbeat(shard_id, address, instance, is_empty)
 
     async def leave(self, shard_id: str) -> None:
-        self._membership.left(shard_id)
+        self._membership.remove_member(shard_id)
 
 
 def ensure_directory(store: dict[str, Any]) -> Any:
@@ -269,7 +282,7 @@ def reachable(store_url: str) -> str:
     return parts._replace(netloc=address).geturl()
 
 
-def parted(store_url: str) -> tuple[str, TlsFiles | None]:
+def split_store_url(store_url: str) -> tuple[str, TlsFiles | None]:
     """A directory's `host:port` and the TLS files to reach it with, of a `shards://` URL. Raises
     `InvalidField`."""
     parts = urlsplit(store_url)

@@ -1,4 +1,4 @@
-"""The gRPC face of a shard directory: service `ShardDirectory`. Mounted by whoever knows the shards."""
+"""The gRPC service `ShardDirectory` over a directory in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLL_S = 0.2
 
 
 class DirectoryService:
-    """Hands out what a directory of this process knows."""
+    """Answers with the directory's map."""
 
     def __init__(self, directory: ShardDirectory) -> None:
         self._directory = directory

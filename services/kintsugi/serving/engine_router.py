@@ -1,20 +1,21 @@
-"""Serve's request router for engines: what `serving.routing` decides, in Serve's terms.
+"""Serve's request router for engines. `serving.routing` makes the decisions.
 
-Serve sends this module to every holder of a handle by value; what it decides with is imported there.
+Serve sends this module by value to every holder of a handle, which imports `serving.routing` itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.exchange import EngineRequest, OpenAICall
-from kintsugi.serving.directory import parted, reachable
+from kintsugi.serving.directory import reachable, split_store_url
 from kintsugi.serving.routing import (
     EngineView,
     PrefixMemory,
@@ -32,32 +33,40 @@ log = logging.getLogger(__name__)
 
 
 class Sent:
-    """Tokens that went to an engine since it reported last, and have not been answered."""
+    """What waits at one engine: its last report, and the unanswered tokens sent to it since."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens = 0
-        self._report: Any = None
+        self._clock = clock
+        self._report: Mapping[str, Any] = {}
+        self._reported_s = 0.0
         self._by_request: dict[str, int] = {}
 
-    def reported(self, report: Any) -> None:
-        """What waits now is in the report, if it is a new one."""
+    def hear(self, report: Mapping[str, Any]) -> None:
+        """Start from zero if the report is new: it counts what waits."""
         if report != self._report:
-            self._report, self.tokens = report, 0
+            self._report, self._reported_s, self.tokens = report, self._clock(), 0
             self._by_request.clear()
+
+    def waiting_tokens(self) -> int:
+        """Between two reports the engine answers what it reported, at the rate that it reported."""
+        age_s = self._clock() - self._reported_s
+        answered = age_s * float(self._report.get("tokens_per_s", 0.0))
+        return max(0, int(self._report.get("waiting_tokens", 0) - answered)) + self.tokens
 
     def add(self, request_id: str, num_tokens: int) -> None:
         self._by_request[request_id] = num_tokens
         self.tokens += num_tokens
 
-    def answered(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         self.tokens -= self._by_request.pop(request_id, 0)
 
 
 class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """For one handle. Ranks all replicas; Serve goes down the list where one is full."""
+    """Ranks all replicas for one handle. Serve takes the next where one is full."""
 
     def initialize_state(self, store_url: str = "", **costs: float) -> None:
-        """With a ``store_url`` of shards, chunks that lie on an engine's own host count in its favour.
+        """With a ``store_url`` of shards, chunks on an engine's own host count in its favour.
 
         ``costs``: `RouteCosts`, by name.
         """
@@ -68,50 +77,50 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         self._opening = asyncio.ensure_future(self._open_directory(store_url)) if store_url else None
 
     async def _open_directory(self, store_url: str) -> None:
-        """Off the loop: the first map may take a while, and until it is there all hosts are alike."""
+        """Open the directory off the loop. Until the first map comes, all hosts are alike."""
         try:
-            address, tls = parted(await asyncio.to_thread(reachable, store_url))
+            address, tls = split_store_url(await asyncio.to_thread(reachable, store_url))
             directory = GrpcDirectory(address, tls)
             await asyncio.to_thread(directory.current)
             self._directory = directory
         except (KintsugiError, ValueError) as error:
-            log.warning("routing does not know where chunks lie: %s", error)
+            log.warning("routing does not know which host holds which chunk: %s", error)
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
     ) -> Sequence[list[Any]]:
-        """Each replica a rank of its own, the best first."""
+        """Give each replica a rank of its own, the best first."""
         if pending_request is None:
             return [candidate_replicas]
-        # Without it Serve asks again at once where all are full.
+        # Otherwise Serve asks again at once where all are full.
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
-        order = rank_engines(views, self._wanted(pending_request), self._memory, self._costs)
+        order = rank_engines(views, self._memoize_wanted(pending_request), self._memory, self._costs)
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
-        """What the replica reported, and what was sent there since."""
+        """The replica's report, and what was sent to it since."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
-        sent.reported(report)
+        sent.hear(report)
         return EngineView(
-            int(report.get("waiting_tokens", 0)) + sent.tokens,
+            sent.waiting_tokens(),
             float(report.get("tokens_per_s", 0.0)),
             str(report.get("host", "")),
             str(report.get("fingerprint", "")),
         )
 
-    def _wanted(self, pending_request: PendingRequest) -> Wanted:
-        """What a call brings along, found once."""
+    def _memoize_wanted(self, pending_request: PendingRequest) -> Wanted:
+        """What a call wants, derived once per call."""
         kept = vars(pending_request)
         if "kintsugi_wanted" not in kept:
-            kept["kintsugi_wanted"] = self._found(pending_request)
+            kept["kintsugi_wanted"] = self._derive_wanted(pending_request)
         wanted: Wanted = kept["kintsugi_wanted"]
         return wanted
 
-    def _found(self, pending_request: PendingRequest) -> Wanted:
-        """Nothing of a call that asks an engine about itself."""
+    def _derive_wanted(self, pending_request: PendingRequest) -> Wanted:
+        """What a call wants; nothing for calls such as `info`."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
                 ids, params = argument.prompt_token_ids, argument.params
@@ -126,15 +135,15 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return Wanted(0)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
-        wanted = self._wanted(pending_request)
+        wanted = self._memoize_wanted(pending_request)
         self._memory.record_route(wanted.prefix, replica_id.unique_id)
         sent = self._sent.setdefault(replica_id.unique_id, Sent())
         sent.add(pending_request.metadata.internal_request_id, wanted.num_tokens)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Engines may answer in milliseconds and report once a second: what is over waits no more."""
+        """Stop counting a request that has ended: engines answer in milliseconds and report once a second."""
         if replica_id.unique_id in self._sent:
-            self._sent[replica_id.unique_id].answered(internal_request_id)
+            self._sent[replica_id.unique_id].remove(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         super().on_replica_actor_died(replica_id)

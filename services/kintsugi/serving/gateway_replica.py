@@ -1,7 +1,7 @@
-"""The deployment `GatewayReplica`: gRPC and HTTP on ports of its own, and the engines through Serve's handle.
+"""The deployment `GatewayReplica`: gRPC and HTTP on its own ports, and the engines through Serve's handle.
 
-No request passes through Serve's proxy. A change of the gateway's configuration opens its ports anew in the
-same process: engines do not notice.
+No request passes through Serve's proxy. A change of the gateway's configuration closes its ports and opens
+them again in the same process; engines do not notice.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec, ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S, GatewayServer, load_gateway_tls
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
@@ -37,7 +37,7 @@ class OpenGateway:
 
     @staticmethod
     async def open(spec: GatewaySpec, backend: EngineBackend, store_url: str, model: str) -> OpenGateway:
-        """Raises `Unavailable` where a port cannot be had, `InvalidField` for what is refused."""
+        """Raises `Unavailable` where a port cannot be bound, `InvalidField` for an invalid configuration."""
         front = await Front.open(spec, backend, store_url, model)
         grpc = GatewayServer(front, spec)
         http = HttpServer(HttpFront(front).app, spec.host, spec.http_port, load_gateway_tls(spec))
@@ -51,7 +51,7 @@ class OpenGateway:
         return opened
 
     async def close(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Answers under way may end, for `grace_s` at most. Idempotent."""
+        """Let running answers end, for `grace_s` at most. Idempotent."""
         await asyncio.gather(self.http.stop(grace_s), self.grpc.stop(grace_s))
         await self.front.close()
 
@@ -87,7 +87,7 @@ class GatewayReplica:
         return self._opened.grpc.address, self._opened.http.address
 
     def addresses(self) -> dict[str, str]:
-        """`host:port` by protocol, for whoever started the service."""
+        """`host:port` by protocol."""
         grpc, http = self._open_addresses()
         return {"grpc": grpc, "http": http}
 

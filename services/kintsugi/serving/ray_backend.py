@@ -6,15 +6,13 @@ no replica is there, requests wait for the one that Serve starts, as long as the
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
-from kintsugi.gateway.backend import EngineBackend
-
-T = TypeVar("T")
+from kintsugi.core.tokens import TokenIds
 
 
 class RayBackend(EngineBackend):
@@ -25,34 +23,28 @@ class RayBackend(EngineBackend):
         self._streams = handle.options(stream=True)
         self._closed = False
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        self._check_open()
-        async with aclosing(self._streamed(self._streams.generate.remote(request))) as deltas:
-            async for delta in deltas:
-                yield delta
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        return self._stream_answer(self._streams.generate, request)
 
-    async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        self._check_open()
-        async with aclosing(self._streamed(self._streams.openai.remote(call))) as pieces:
-            async for piece in pieces:
-                yield piece
+    def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        return self._stream_answer(self._streams.openai, call)
 
     async def save(
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
-        self._check_open()
-        return await self._asked(
-            self._handle.save.remote(request_id, namespace, list(chunks), priority, tier)
+        outcomes: list[SaveOutcome] = await self._await_answer(
+            self._handle.save, request_id, namespace, list(chunks), priority, tier
         )
+        return outcomes
 
     async def info(self) -> EngineInfo:
-        self._check_open()
-        return await self._asked(self._handle.info.remote())
+        info: EngineInfo = await self._await_answer(self._handle.info)
+        return info
 
     async def close(self) -> None:
         self._closed = True
@@ -61,19 +53,22 @@ class RayBackend(EngineBackend):
         if self._closed:
             raise Unavailable("this backend was closed")
 
-    async def _streamed(self, answer: Any) -> AsyncGenerator[Any, None]:
+    async def _stream_answer(self, method: Any, argument: Any) -> AsyncGenerator[Any, None]:
+        self._check_open()
+        answer = method.remote(argument)
         try:
             async for piece in answer:
                 yield piece
         except Exception as failure:
             raise _translate_ray_error(failure) from failure
         finally:
-            # Ends the work in the engine where nobody reads on; nothing once it has ended.
+            # Ends the work in the engine if the caller left early.
             answer.cancel()
 
-    async def _asked(self, answer: Awaitable[T]) -> T:
+    async def _await_answer(self, method: Any, *arguments: Any) -> Any:
+        self._check_open()
         try:
-            return await answer
+            return await method.remote(*arguments)
         except Exception as failure:
             raise _translate_ray_error(failure) from failure
 

@@ -1,7 +1,7 @@
 """Which engine answers a request: the one with the least predicted time to first token. Pure.
 
-For each engine that time is what waits there before it, the prompt tokens that its prefix cache does not
-hold, and what it costs to fetch chunks that lie on another host.
+The prediction adds up the work that already waits at an engine, the prompt tokens that its prefix cache
+lacks, and the cost of fetching chunks from another host.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from kintsugi.core.spaces import Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.store.client.directory import ShardMap
 
 BLOCK_TOKENS = 128
-"""Prefixes are remembered in steps of so many tokens."""
+"""Prefixes are remembered in blocks of this many tokens."""
 REMEMBERED_MAX = 65_536
 CHARS_PER_TOKEN = 4
-"""Of English, about."""
+"""Characters per token of English text, roughly."""
 DEPTH_MAX = 4
 BLOCKS_MAX = 64
-"""Of a prompt's beginning that are looked at: bounds the work per request."""
+"""Blocks at a prompt's beginning that are compared: bounds the work per request."""
 
 
 @dataclass(frozen=True)
 class RouteCosts:
-    """What weighs against what, in milliseconds."""
+    """Costs, in milliseconds."""
 
     prefill_ms_per_token: float = 0.1
-    """Until an engine has measured its own."""
+    """Used until an engine has measured its own."""
     hit_share: float = 0.3
-    """Of a prefill, that a token of a stored chunk costs."""
+    """Cost of a stored chunk's token, as a share of prefilling it."""
     remote_ms_per_token: float = 0.01
-    """To load a token's KV from another host rather than from the same."""
+    """Extra cost of loading a token's KV from another host."""
 
 
 @dataclass(frozen=True)
@@ -44,41 +44,41 @@ class EngineView:
     """One engine, as a router sees it."""
 
     waiting_tokens: int = 0
-    """Reported, and what was sent there since."""
+    """Tokens in its report, and those sent to it since."""
     tokens_per_s: float = 0.0
     """0: not measured yet."""
     host: str = ""
     fingerprint: str = ""
-    """Of its model; empty: it has not said yet."""
+    """Its model's fingerprint; empty: not reported yet."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request brings along."""
+    """What a request needs of an engine."""
 
     num_tokens: int
     prefix: tuple[int, ...] = ()
     """`prefix_digests` of its prompt."""
     chunks: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of its chunks that lie on each host, as far as is known."""
+    """Tokens of its chunks by the host that holds them, as far as known."""
     fingerprint: str = ""
-    """Of the model that it is for; empty: any."""
+    """The fingerprint of the model that the request is for; empty: any."""
 
     @property
     def chunk_tokens(self) -> int:
         return sum(self.chunks.values())
 
     def strangeness(self, view: EngineView) -> int:
-        """0 of an engine with its model, 1 of one that has not said which it has, 2 of one with another."""
+        """0 for an engine with its model, 1 for one with an unknown model, 2 for one with another."""
         if self.fingerprint in ("", view.fingerprint):
             return 0
         return 2 if view.fingerprint else 1
 
 
-def prefix_digests(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """A digest of each beginning of the prompt that is a whole number of blocks, the shortest first."""
+def prefix_digests(namespace: str, token_ids: TokenIds) -> tuple[int, ...]:
+    """Digests of the prompt's prefixes of one, two, … whole blocks."""
     hasher = xxhash.xxh3_64(namespace.encode())
-    data = np.asarray(token_ids[: BLOCKS_MAX * BLOCK_TOKENS], dtype="<u4").tobytes()
+    data = token_ids[: BLOCKS_MAX * BLOCK_TOKENS].data
     size = 4 * BLOCK_TOKENS
     digests = []
     for start in range(0, len(data) - size + 1, size):
@@ -88,7 +88,7 @@ def prefix_digests(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def text_digests(namespace: str, text: str) -> tuple[int, ...]:
-    """The same of a text that is not tokenised yet, in blocks of about as many tokens."""
+    """As `prefix_digests`, for a text that is not tokenised yet: blocks have about as many tokens."""
     size = BLOCK_TOKENS * CHARS_PER_TOKEN
     hasher = xxhash.xxh3_64(namespace.encode() + b"\0text")
     digests = []
@@ -100,7 +100,7 @@ def text_digests(namespace: str, text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Text:
-    """Of a request whose prompt only an engine knows."""
+    """The text of a request that only an engine can tokenise."""
 
     num_tokens: int
     """Estimated."""
@@ -108,7 +108,7 @@ class Text:
 
 
 def tokens_in(body: Mapping[str, Any]) -> Text:
-    """An estimate from the texts of an OpenAI body, in their order. Never fails: the engine does."""
+    """Estimate a prompt from the texts of an OpenAI body, in order. Never fails: engines check bodies."""
     budget = BLOCKS_MAX * BLOCK_TOKENS * CHARS_PER_TOKEN
     texts = list(_texts(body.get("messages", body.get("prompt", "")), depth=0))
     num_chars = sum(map(len, texts))

@@ -1,4 +1,4 @@
-"""A whole service on Ray: start one here, deploy a generated configuration, watch, stop."""
+"""A whole service on Ray: start Ray here, deploy a generated configuration, watch it, stop it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 200 << 20
 """Requests and answers are small; chunk KV never passes through Ray."""
 SYSTEM_CPUS = 1
-"""For Serve's controller and the tasks that build applications."""
+"""CPUs for Serve's controller and the tasks that build applications."""
 POLL_S = 0.25
 ASK_TIMEOUT_S = 30.0
 STOP_SLACK_S = 15.0
-"""Until Serve has killed what outlasted its time, and says so."""
+"""Time in which Serve kills replicas that outlasted theirs, and reports it."""
 MESSAGE_CHARS_MAX = 2000
 
 
 @dataclass(frozen=True)
 class DeploymentProgress:
-    """One deployment."""
+    """How many replicas of one deployment run."""
 
     deployment: str
     running: int
@@ -53,17 +53,16 @@ class DeploymentProgress:
 
 
 def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
-    """A Ray of this process on loopback alone, with room for every replica that `spec` may want.
+    """Start Ray in this process, on loopback alone, with room for every replica that `spec` may want.
 
-    CPUs are a promise between us and Ray, no partition of the machine: where it has fewer cores, replicas
-    share them.
+    CPUs are only what Ray counts: on a machine with fewer cores, replicas share them.
     """
     import ray
 
     engines, store, gateway = spec.engines, spec.store, spec.gateway
     cpus = (engines.replicas.max + calibrators) * engines.cpus
     cpus += (store.shards_max or store.shards) * store.cpus + gateway.replicas * gateway.cpus
-    # A raylet gives its workers niceness 15 otherwise: beside others' work they would hardly run.
+    # A raylet's default niceness of 15 would starve its workers beside other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     ray.init(
@@ -78,7 +77,7 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
 
 
 def cause_in(message: str) -> str:
-    """Of what Serve says about a replica that failed, mostly a traceback: our own error if there is one."""
+    """Extract our own error from Serve's message about a failed replica, which is mostly a traceback."""
     ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
     return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
 
@@ -115,12 +114,11 @@ class Service:
             for deployment, state in application.deployments.items():
                 running = state.replica_states.get("RUNNING", 0)
                 message = state.message or application.message
-                found.append(
-                    DeploymentProgress(deployment, running, self._wanted(deployment), state.status, message)
-                )
+                wanted = self._count_wanted_replicas(deployment)
+                found.append(DeploymentProgress(deployment, running, wanted, state.status, message))
         return found
 
-    def _wanted(self, deployment: str) -> int:
+    def _count_wanted_replicas(self, deployment: str) -> int:
         return {
             SHARD_DEPLOYMENT: self.spec.store.shards,
             ENGINE_DEPLOYMENT: self.spec.engines.replicas.min,
@@ -133,9 +131,9 @@ class Service:
         say: Callable[[list[DeploymentProgress]], None],
         gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Until everything runs, or ``gives_up`` says so.
+        """Wait until everything runs, or ``gives_up`` returns true.
 
-        Raises `Unavailable` for what failed, with what Serve says about it, and `DeadlineExceeded`.
+        Raises `Unavailable` with Serve's message for a deployment that failed, and `DeadlineExceeded`.
         """
         deadline_s = time.monotonic() + timeout_s
         while not gives_up():
@@ -158,7 +156,7 @@ class Service:
         ]
 
     def addresses(self) -> dict[str, str]:
-        """`host:port` of gRPC and HTTP, of any one gateway."""
+        """`host:port` of gRPC and HTTP of any one gateway."""
         from ray import serve
 
         handle = serve.get_app_handle(SERVICE_APP)
@@ -166,7 +164,7 @@ class Service:
         return addresses
 
     def info(self) -> EngineInfo:
-        """Of any one engine. Raises `Unavailable` while none answers."""
+        """Describe any one engine. Raises `Unavailable` while none answers."""
         from ray import serve
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
@@ -195,7 +193,7 @@ class Service:
         remove_directory()
 
     def _end(self, application: str, drain_s: float) -> None:
-        """Serve's own wait for the end is 60 s, whatever replicas were given."""
+        """Delete an application and wait: Serve itself waits 60 s, whatever `drain_s` is."""
         from ray import serve
 
         timeout_s = drain_s + END_MARGIN_S + STOP_SLACK_S

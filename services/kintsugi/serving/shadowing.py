@@ -1,8 +1,8 @@
-"""Shadowing by an engine that serves: a share of its blends is computed once more in full, behind everybody.
+"""Shadowing by an engine that serves: it computes a share of its blends again in full.
 
-`quality.shadow` decides what is sampled, what differs and when to trip. Here is when: one at a time, while
-nobody waits for a first token, and behind all requests in vLLM's queue. Under a load that never lets up
-nothing is compared; what waits too long is dropped and counted.
+`quality.shadow` decides what is sampled, what differs and when to trip. This module decides when to compute:
+one answer at a time, while no request waits for its first token, and behind all requests in vLLM's queue.
+Under constant load nothing is compared; what waits too long is dropped and counted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kintsugi.quality.shadow import Shadow, ShadowConfig, ShadowCounts
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""Between two looks whether somebody waits: a shadow has time."""
+"""Between two checks whether a request waits."""
 SHADOW_PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
 _CLOSING = "the engine is about to stop"
 
 
 class Shadowing:
-    """Of one engine, on the event loop that it lives in. `close` it before the engine."""
+    """Shadows one engine, on that engine's event loop. `close` it before the engine."""
 
     def __init__(
         self, engine: AsyncEngine, config: ShadowConfig, registry: CollectorRegistry | None = None
@@ -68,8 +68,8 @@ class Shadowing:
         return bool(self._shadow.pending) and idle and not self._closing.is_set()
 
     async def close(self) -> None:
-        """End the prefill that is under way, too, and wait until the thread that asked for it has noticed:
-        then nothing is asked of the engine or its store any more. Idempotent."""
+        """Cancel the running prefill and wait until its thread has noticed. Nothing uses the engine or its
+        store afterwards. Idempotent."""
         self._engine.watch(None)
         self._closing.set()
         self._answers.close()
@@ -77,7 +77,7 @@ class Shadowing:
 
 
 class _InFull:
-    """An engine as `Shadow` asks it, from a thread that is not the loop's."""
+    """Computes full prefills for `Shadow`, which calls it from a thread that is not the loop's."""
 
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -87,7 +87,7 @@ class _InFull:
         self._closed = False
 
     def close(self) -> None:
-        """End what is under way, and ask for no more."""
+        """Cancel the running prefill, and start no more."""
         with self._lock:
             self._closed = True
             if self._answer is not None:
@@ -97,7 +97,7 @@ class _InFull:
         """Raises `Unavailable` where the engine ends or does not get to it."""
         answers = []
         for prompt in prompts:
-            answer = self._asked(self._engine.answer_in_full(prompt, SHADOW_PRIORITY))
+            answer = self._submit_answer(self._engine.answer_in_full(prompt, SHADOW_PRIORITY))
             try:
                 answers.append(answer.result(ANSWER_TIMEOUT_S))
             except CancelledError:
@@ -107,7 +107,7 @@ class _InFull:
                 raise Unavailable(f"the engine did not get to it in {ANSWER_TIMEOUT_S:.0f} s") from None
         return answers
 
-    def _asked(self, work: Coroutine[Any, Any, Generation]) -> Future[Generation]:
+    def _submit_answer(self, work: Coroutine[Any, Any, Generation]) -> Future[Generation]:
         with self._lock:
             if self._closed:
                 work.close()
@@ -119,8 +119,11 @@ class _InFull:
 def make_shadowing(
     spec: EngineSpec, engine: AsyncEngine, registry: CollectorRegistry | None = None
 ) -> Shadowing | None:
-    """As a configuration says. None where nothing is to be shadowed, or there is nothing to hold a blend to:
-    engines that blend regardless, or by a report file, which nobody can revise for all of them."""
+    """The shadowing that a configuration asks for.
+
+    None where nothing is to be shadowed, and for engines without a report in the store: those that blend
+    regardless, or by a report file, which nobody can revise for all of them.
+    """
     if not spec.shadow_share or spec.allow_uncalibrated or not engine.is_held_to_the_store:
         return None
     return Shadowing(engine, ShadowConfig(share=spec.shadow_share), registry)

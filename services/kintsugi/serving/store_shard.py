@@ -26,11 +26,11 @@ from kintsugi.store.shard.shard import Shard
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""A tenth of Python's own: a lookup must not wait 5 ms for a thread that reads the disk."""
+"""A tenth of Python's default: a lookup must not wait 5 ms for a thread that reads the disk."""
 
 
 def claim_shard(spec: StoreSpec) -> Shard:
-    """Open the first shard of this host that nobody holds. Raises what `open_shard` raises."""
+    """Open the first shard of this host that no process holds. Raises what `open_shard` raises."""
     if not spec.data_dir:
         return open_shard(ShardSpec(int(spec.ram_gib * (1 << 30))))
     for index in range(SHARDS_MAX):
@@ -51,7 +51,7 @@ def _folders(spec: StoreSpec, name: str) -> ShardSpec:
 
 
 def serve_shard(spec: StoreSpec, shard: Shard) -> ShardServer:
-    """A shard's server, listening. Raises `Unavailable`, `InvalidField`."""
+    """Start a shard's server. Raises `Unavailable`, `InvalidField`."""
     metrics = ""
     if spec.metrics_port:
         metrics = format_address(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
@@ -103,7 +103,7 @@ class StoreShard:
         }
 
     def __del__(self) -> None:
-        """Serve calls it before it stops the replica: out of the map first, then write back, then end."""
+        """Serve calls it before it stops the replica: leave the map, write back, then end."""
         if getattr(self, "_stopped", True):
             return
         self._stopped = True

@@ -22,7 +22,7 @@ from tests.e2e.kubernetes.containers import (
 )
 from tests.e2e.kubernetes.rendering import HELMS, NAMESPACE, RELEASE, helm_named, one
 
-pytestmark = [pytest.mark.images, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.images, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)

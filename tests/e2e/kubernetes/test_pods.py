@@ -35,7 +35,7 @@ from tests.e2e.kubernetes.containers import Player
 from tests.e2e.kubernetes.kuberay import Network, Node, PlayedService
 from tests.e2e.kubernetes.rendering import HELMS, NAMESPACE, RELEASE, REPOSITORY, helm_named, one
 
-pytestmark = [pytest.mark.images, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.full, pytest.mark.images, pytest.mark.timeout(1500)]
 
 MEMORY_FREE_GIB = 8
 """The peaks of the profile's pods add up to 6."""

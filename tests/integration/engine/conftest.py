@@ -16,6 +16,7 @@ from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
+from tests.heap import freeze_imports
 
 NAMESPACE = "acme"
 PREFIX = [0]
@@ -35,6 +36,7 @@ class EngineSlot:
 
     wanted: tuple[Any, ...] | None = None
     engine: LocalEngine | None = None
+    is_vllm_imported: bool = False
 
     def get(self, shape: str, extra_config: dict[str, object] | None = None, **vllm_args: Any) -> LocalEngine:
         wanted = (shape, repr(extra_config), repr(sorted(vllm_args.items())))
@@ -56,6 +58,9 @@ class EngineSlot:
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
+            if not self.is_vllm_imported:
+                freeze_imports()
+                self.is_vllm_imported = True
         self.engine, self.wanted = None, None
 
 

@@ -19,7 +19,7 @@ from tests.integration.engine.conftest import (
     random_tokens,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("tiny-llama")
 
 SIZES = (1, 33, 100, 257, 64)
 

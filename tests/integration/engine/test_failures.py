@@ -29,7 +29,7 @@ from tests.integration.engine.conftest import (
     ram_store,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("tiny-llama")
 
 SHAPE = "tiny-llama"
 

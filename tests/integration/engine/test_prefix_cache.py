@@ -18,7 +18,7 @@ from tests.integration.engine.conftest import (
     random_tokens,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("tiny-llama")
 
 
 @pytest.fixture(scope="module")

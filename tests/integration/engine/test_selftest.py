@@ -16,7 +16,7 @@ from kintsugi.fusor import loader
 from kintsugi.fusor.rope import Rotary
 from tests.integration.engine.conftest import EngineSlot
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("tiny-llama")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,7 @@ def test_a_defect_fails(
         selftest.self_test(model)
 
 
+@pytest.mark.engine("tiny-llama", ends=True)
 @pytest.mark.parametrize("model_is_known", [True, False])
 def test_after_a_failed_self_test_prompts_are_prefilled_in_full(
     engine_slot: EngineSlot, model_is_known: bool

@@ -20,7 +20,7 @@ from tests.integration.engine.conftest import (
 )
 from tests.integration.engine.test_failures import blocks_in_use
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("tiny-llama")
 
 SHAPE = "tiny-llama"
 CHUNKS = chunks_of(100, 130, seed=41)
@@ -64,6 +64,7 @@ def test_calls_that_leave_the_weights_alone_leave_the_chunks_valid(saved: tuple[
         assert (accounting["outcome"], accounting["chunks_hit"]) == ("blended", 2), act
 
 
+@pytest.mark.engine("tiny-llama", ends=True)
 @pytest.mark.parametrize("running", ["blend", "save"])
 def test_after_a_reload_nothing_is_blended_or_saved(
     saved: tuple[LocalEngine, Rag], engine_slot: EngineSlot, running: str

@@ -21,11 +21,11 @@ from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
-from kintsugi.precompute.worker import StubPrefiller
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.fakes.stub_prefiller import StubPrefiller
 
 PASSAGE_CHARS_MIN = 200
 """Minimum length of a paragraph; shorter ones are titles."""

@@ -23,9 +23,9 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.manager import JobManager
 from kintsugi.precompute.service import serve
-from kintsugi.precompute.worker import StubPrefiller
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
+from tests.fakes.stub_prefiller import StubPrefiller
 from tests.integration.precompute.conftest import Bench, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -16,8 +16,8 @@ from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.precompute.chunking import Chunker
-from kintsugi.serving.stub import StubBackend, StubDelays
 from kintsugi.store.client.ram import RamStore
+from tests.fakes.stub_backend import StubBackend, StubDelays
 
 Result = TypeVar("Result")
 

@@ -28,8 +28,8 @@ from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client, ClientOptions
-from kintsugi.serving.stub import StubDelays
 from kintsugi.store.protocol.status import ERROR_METADATA
+from tests.fakes.stub_backend import StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 
 NAMESPACE = "tenant"

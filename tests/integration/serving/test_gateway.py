@@ -22,6 +22,7 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import recent_info
 from kintsugi.gateway.access import ANYONE, TokenFile
 from kintsugi.gateway.fill import FillConfig
@@ -38,7 +39,7 @@ from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import DocumentChunk, Plain, Sampling
-from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.fakes.stub_backend import StubBackend, StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 
 NAMESPACE = "tenant"
@@ -220,7 +221,7 @@ def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> 
         message = f"Use:\n{texts[1]}\n\n{texts[0]}"
         assert [message[start:end] for start, end in gateway.known.find(NAMESPACE, message)] == texts[::-1]
         (piece,) = await gateway._resolver.pieces(space, [Segment(key=ChunkKey(scanned[0].key))])
-        assert piece.token_ids == tokenize(texts[0])
+        assert tuple(piece.token_ids) == tuple(tokenize(texts[0]))
         await gateway.close()
 
     asyncio.run(learn())
@@ -542,16 +543,16 @@ def test_a_chunk_is_saved_once_however_many_ask() -> None:
         backend = StubBackend(StubDelays(save_s=0.02))
         saver = Saver(backend, waiting_tokens_max=10)
         key = ChunkKey(b"k" * 32)
-        outcomes = await asyncio.gather(*(saver.save(NAMESPACE, [(key, b"\x01\0\0\0")]) for _ in range(5)))
+        outcomes = await asyncio.gather(*(saver.save(NAMESPACE, [(key, TokenIds.of([1]))]) for _ in range(5)))
         assert {outcome.state for (outcome,) in outcomes} == {SaveState.SAVED}
         assert len(backend.seen.saves) == 1
         with pytest.raises(ResourceExhausted, match="at most 10"):
-            saver.submit(NAMESPACE, [(key, bytes(44))])
+            saver.submit(NAMESPACE, [(key, TokenIds(bytes(44)))])
         backend.down = True
-        ((failed,),) = [await saver.save(NAMESPACE, [(key, b"\x01\0\0\0")])]
+        ((failed,),) = [await saver.save(NAMESPACE, [(key, TokenIds.of([1]))])]
         assert (failed.state, failed.reason) == (SaveState.FAILED, "the stub is down; send the request again")
         backend.down, backend.delays = False, StubDelays(save_s=60.0)
-        (waiting,) = saver.submit(NAMESPACE, [(key, b"\x01\0\0\0")])
+        (waiting,) = saver.submit(NAMESPACE, [(key, TokenIds.of([1]))])
         await asyncio.sleep(0)
         await saver.close()
         assert (await waiting).state is SaveState.FAILED

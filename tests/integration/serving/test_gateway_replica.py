@@ -21,18 +21,18 @@ from kintsugi.core.deploy import (
     GatewaySpec,
     ModelSpec,
     ServiceSpec,
-    changed,
     service_application,
 )
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import COMPLETIONS_PATH
+from kintsugi.core.settings import non_default_fields
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
 from kintsugi.gateway.texts.segments import LONG_CHARS
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.sdk.client import Client
 from kintsugi.serving import gateway_replica
 from kintsugi.serving.gateway_replica import OpenGateway
-from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.fakes.stub_backend import StubBackend, StubDelays
 from tests.integration.serving.gateways import own_logging
 
 NAMESPACE = "acme"
@@ -158,7 +158,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], gateway_re
     monkeypatch.setattr(gateway_replica, "RayBackend", lambda engines: StubBackend())
     monkeypatch.delattr(gateway_replica.GatewayReplica, "__del__")
     with own_logging():
-        yield lambda: gateway_replica.GatewayReplica(None, changed(MODEL), STORE_URL)
+        yield lambda: gateway_replica.GatewayReplica(None, non_default_fields(MODEL), STORE_URL)
 
 
 def told(drain_s: float = 60.0, read_only: bool = False) -> dict[str, Any]:

@@ -50,6 +50,11 @@ class RayEngines(Engines):
     async def idle(self) -> bool:
         return bool((await self._handle.stats.remote()).running == 0)
 
+    async def closed(self) -> RayBackend:
+        backend = RayBackend(self._handle)
+        await backend.close()
+        return backend
+
 
 @pytest.fixture(scope="module")
 def ray_engines(deployed: Deployed, loop: asyncio.Runner) -> RayEngines:
@@ -60,13 +65,6 @@ class TestRayBackend(BackendContract):
     @pytest.fixture
     def engines(self, ray_engines: RayEngines) -> RayEngines:
         return ray_engines
-
-    def test_a_closed_backend_answers_nobody(self, deployed: Deployed, loop: asyncio.Runner) -> None:
-        backend = RayBackend(deployed.handle())
-        loop.run(backend.close())
-        loop.run(backend.close())
-        with pytest.raises(Unavailable):
-            loop.run(backend.info())
 
 
 def test_the_sdk_stores_chunks_and_they_are_hit(deployed: Deployed) -> None:
@@ -191,7 +189,7 @@ def children(process: int) -> list[int]:
     return [int(child) for thread in task.iterdir() for child in (thread / "children").read_text().split()]
 
 
-@pytest.mark.parametrize("victim", ["replica", "core"])
+@pytest.mark.parametrize("victim", ["replica", pytest.param("core", marks=pytest.mark.full)])
 def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
     deployed: Deployed, ray_engines: RayEngines, victim: str
 ) -> None:

@@ -10,7 +10,7 @@ from kintsugi.core.errors import BelowMinimum, NotBlendable
 from kintsugi.core.gate import GateState, decide
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport
-from kintsugi.core.request import SelectorName
+from kintsugi.core.request import BlendOptions, SelectorName
 from tests.unit.core.test_report import BARS, BINDING, HKVD, QUIET, RANDOM, entry, report
 
 FALLBACK = Selection(0.15, HKVD)
@@ -20,9 +20,9 @@ PASSING = report(entry(0.1, check_layer=3), entry(0.3, RANDOM))
 def test_a_passing_report_opens_the_gate_and_sets_the_default() -> None:
     state = decide(PASSING.to_bytes(), BINDING)
     assert state.is_open
-    assert state.resolve(FALLBACK, None, None) == Selection(0.1, HKVD, 3)
-    assert state.resolve(FALLBACK, 0.5, None) == Selection(0.5, HKVD, 3)
-    assert state.resolve(FALLBACK, None, RANDOM) == Selection(0.3, RANDOM)
+    assert state.resolve(FALLBACK, BlendOptions()) == Selection(0.1, HKVD, 3)
+    assert state.resolve(FALLBACK, BlendOptions(ratio=0.5)) == Selection(0.5, HKVD, 3)
+    assert state.resolve(FALLBACK, BlendOptions(selector=RANDOM)) == Selection(0.3, RANDOM)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_anything_else_closes_it_and_says_why(document: bytes | None, reason: st
     assert not state.is_open
     assert state.reason == reason
     with pytest.raises(NotBlendable) as caught:
-        state.resolve(FALLBACK, 1.0, None)
+        state.resolve(FALLBACK, BlendOptions(ratio=1.0))
     assert caught.value.reason == reason
     assert reason == "calibration_failed" or "kintsugi calibrate" in state.detail
 
@@ -57,36 +57,36 @@ def test_anything_else_closes_it_and_says_why(document: bytes | None, reason: st
 def test_a_ratio_below_the_minimum_is_refused_with_the_minimum_named() -> None:
     state = decide(PASSING.to_bytes(), BINDING)
     with pytest.raises(BelowMinimum, match=r"0\.05 is below 0\.1"):
-        state.resolve(FALLBACK, 0.05, None)
+        state.resolve(FALLBACK, BlendOptions(ratio=0.05))
     with pytest.raises(BelowMinimum, match=r"below 0\.3"):
-        state.resolve(FALLBACK, 0.1, RANDOM)
-    assert state.resolve(FALLBACK, 0.1, None).ratio == 0.1
+        state.resolve(FALLBACK, BlendOptions(ratio=0.1, selector=RANDOM))
+    assert state.resolve(FALLBACK, BlendOptions(ratio=0.1)).ratio == 0.1
 
 
 def test_an_adaptive_ratio_may_not_undercut_what_was_measured() -> None:
     plain = decide(PASSING.to_bytes(), BINDING)
     with pytest.raises(BelowMinimum, match=r"adaptive_mass: 0\.5 is below 1"):
-        plain.resolve(FALLBACK, None, None, 0.5)
-    assert plain.resolve(FALLBACK, None, None, 1.0).adaptive_mass == 1.0
+        plain.resolve(FALLBACK, BlendOptions(adaptive_mass=0.5))
+    assert plain.resolve(FALLBACK, BlendOptions(adaptive_mass=1.0)).adaptive_mass == 1.0
     measured = dataclasses.replace(Selection(0.2, HKVD), adaptive_mass=0.6)
     adaptive = decide(report(dataclasses.replace(entry(), selection=measured)).to_bytes(), BINDING)
-    assert adaptive.resolve(FALLBACK, None, None).adaptive_mass == 0.6
-    assert adaptive.resolve(FALLBACK, None, None, 0.7).adaptive_mass == 0.7
+    assert adaptive.resolve(FALLBACK, BlendOptions()).adaptive_mass == 0.6
+    assert adaptive.resolve(FALLBACK, BlendOptions(adaptive_mass=0.7)).adaptive_mass == 0.7
     with pytest.raises(BelowMinimum, match=r"0\.5 is below 0\.6"):
-        adaptive.resolve(FALLBACK, None, None, 0.5)
+        adaptive.resolve(FALLBACK, BlendOptions(adaptive_mass=0.5))
 
 
 def test_a_selector_that_never_passed_is_refused_but_for_a_full_ratio() -> None:
     state = decide(PASSING.to_bytes(), BINDING)
     with pytest.raises(NotBlendable, match=r"selector_not_calibrated: .*: hkvd, random"):
-        state.resolve(FALLBACK, 0.9, SelectorName.HKVD_V)
-    assert state.resolve(FALLBACK, 1.0, SelectorName.HKVD_V).ratio == 1.0
+        state.resolve(FALLBACK, BlendOptions(ratio=0.9, selector=SelectorName.HKVD_V))
+    assert state.resolve(FALLBACK, BlendOptions(ratio=1.0, selector=SelectorName.HKVD_V)).ratio == 1.0
 
 
 def test_without_calibration_the_engines_own_configuration_decides() -> None:
     state = GateState.open_uncalibrated("told to")
-    assert state.resolve(FALLBACK, None, None) == FALLBACK
-    assert state.resolve(FALLBACK, 0.0, RANDOM) == Selection(0.0, RANDOM)
+    assert state.resolve(FALLBACK, BlendOptions()) == FALLBACK
+    assert state.resolve(FALLBACK, BlendOptions(ratio=0.0, selector=RANDOM)) == Selection(0.0, RANDOM)
 
 
 def test_the_report_of_nothing_fails() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, InvalidSpan, UnknownField
+from kintsugi.core.plan import Selection, apply_options
 from kintsugi.core.request import (
+    OPTION_NAMES,
     PARAMS_KEY,
     SPANS_MAX,
+    BlendOptions,
     KintsugiParams,
     Op,
     SelectorName,
+    _Wire,
     check_spans,
     parse_spans,
 )
@@ -173,3 +178,25 @@ def test_json_round_trip(given_params: KintsugiParams) -> None:
     wire = json.loads(json.dumps(given_params.to_mapping()))
     assert list(wire) == [PARAMS_KEY]
     assert KintsugiParams.from_mapping(wire[PARAMS_KEY]) == given_params
+
+
+@pytest.mark.parametrize("owner", [KintsugiParams, _Wire, Selection])
+def test_an_option_has_one_name_wherever_it_passes(owner: Any) -> None:
+    """Whatever is between the wire and the planner converts by field name."""
+    assert {field.name for field in fields(BlendOptions)} <= {field.name for field in fields(owner)}
+
+
+@given(params())
+def test_the_options_are_the_parameters_of_the_same_names(given_params: KintsugiParams) -> None:
+    options = given_params.options
+    assert vars(options) == {name: getattr(given_params, name) for name in OPTION_NAMES}
+    assert BlendOptions.from_mapping(given_params.to_mapping()[PARAMS_KEY]) == options
+    assert BlendOptions(**options.chosen) == options
+
+
+def test_a_selection_takes_what_a_request_chooses() -> None:
+    ours = Selection(0.15, SelectorName.QUERY, check_layer=3, adaptive_mass=0.9)
+    assert apply_options(ours, BlendOptions()) == ours
+    assert apply_options(ours, BlendOptions(ratio=0.0)) == replace(ours, ratio=0.0)
+    chosen = BlendOptions(0.4, SelectorName.RANDOM, 0.5)
+    assert apply_options(ours, chosen) == Selection(0.4, SelectorName.RANDOM, 3, adaptive_mass=0.5)

@@ -1,11 +1,212 @@
-"""What an engine tells of its end, with a stand-in for vLLM's task; no engine that runs."""
+"""An engine's requests, errors and end, over a stand-in for vLLM's client."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from types import SimpleNamespace
+from typing import Any
 
-from kintsugi.engine.asynchronous import AsyncEngine
+import pytest
+
+pytest.importorskip("vllm")
+
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable, UnknownField
+from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, Usage
+from kintsugi.core.request import KintsugiParams
+from kintsugi.core.tokens import TokenIds
+from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
+from kintsugi.engine.scheduler.gate import Gate
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.store.client.ram import RamStore
+from tests.unit.core.test_report import BINDING
+
+PROMPT = TokenIds.of([0, 5, 70_000])
+ACCOUNTING = {"outcome": "declined", "reason": "no_chunk_cached"}
+SAVED = {"outcome": "saved"}
+
+
+class EngineDeadError(Exception):
+    """Named as vLLM's."""
+
+
+class Overloaded(Exception):
+    http_status = 503
+
+
+class ScriptedClient:
+    """Answers with one token per item of the script; an exception is raised."""
+
+    errored = False
+    output_handler = None
+
+    def __init__(self, script: Sequence[int | Exception] = (7, 8), accounting: Any = ACCOUNTING) -> None:
+        self.script = script
+        self.accounting = accounting
+        self.asked: list[tuple[Any, Any, str, dict[str, Any]]] = []
+        self.running = 0
+        self.model_config = SimpleNamespace(
+            max_model_len=16,
+            logprobs_mode="raw_logprobs",
+            max_logprobs=20,
+            hf_text_config=SimpleNamespace(bos_token_id=0),
+            model=str(BUNDLED_CHECKPOINT),
+            revision=None,
+            get_diff_sampling_param=dict,
+        )
+        self.vllm_config = SimpleNamespace(model_config=self.model_config)
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(ctx=SimpleNamespace(term=lambda: None)))
+
+    def shutdown(self) -> None:
+        return None
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, **more: Any
+    ) -> AsyncGenerator[Any, None]:
+        self.asked.append((prompt, sampling, request_id, more))
+        self.running += 1
+        try:
+            for index, item in enumerate(self.script):
+                await asyncio.sleep(0)
+                if isinstance(item, Exception):
+                    raise item
+                finished = index == len(self.script) - 1
+                piece = SimpleNamespace(
+                    token_ids=[item], text=f"{item} ", finish_reason="length" if finished else None
+                )
+                yield SimpleNamespace(
+                    outputs=[piece],
+                    finished=finished,
+                    kv_transfer_params={"kintsugi": self.accounting} if finished else None,
+                    num_cached_tokens=2,
+                    prompt_token_ids=prompt["prompt_token_ids"],
+                )
+        finally:
+            self.running -= 1
+
+
+def engine_over(client: ScriptedClient) -> AsyncEngine:
+    spec = AsyncSpec("m", "mine", "grpc://127.0.0.1:1")
+    return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.open_regardless(BINDING), None))
+
+
+def request(**changes: Any) -> EngineRequest:
+    values = {"sampling": {"max_tokens": 2}, **changes}
+    return EngineRequest("r", values.pop("prompt", PROMPT), KintsugiParams("acme"), **values)
+
+
+async def answer(engine: AsyncEngine, asked: EngineRequest) -> list[EngineDelta]:
+    async with aclosing(engine.generate(asked)) as deltas:
+        return [delta async for delta in deltas]
+
+
+def test_an_answer_passes_in_pieces_and_ends_with_its_accounting() -> None:
+    client = ScriptedClient()
+    engine = engine_over(client)
+    first, last = asyncio.run(answer(engine, request(priority=3, trace={"traceparent": "00-1"})))
+    assert first == EngineDelta((7,), "7 ")
+    assert last == EngineDelta((8,), "8 ", "length", ACCOUNTING, Usage(3, 2, 2))
+    ((prompt, sampling, request_id, more),) = client.asked
+    assert prompt["prompt_token_ids"] == [0, 5, 70_000]
+    assert prompt["cache_salt"] == "acme"
+    assert sampling.extra_args == {"kv_transfer_params": KintsugiParams("acme").to_mapping()}
+    assert request_id.startswith("r-")
+    assert more == {"trace_headers": {"traceparent": "00-1"}, "priority": 3}
+
+
+def test_requests_of_one_id_differ_in_the_engine() -> None:
+    client = ScriptedClient()
+    engine = engine_over(client)
+    for _ in range(2):
+        asyncio.run(answer(engine, request()))
+    assert len({request_id for _, _, request_id, _ in client.asked}) == 2
+
+
+def test_an_answer_that_is_left_ends_in_the_engine() -> None:
+    client = ScriptedClient()
+    engine = engine_over(client)
+
+    async def leave() -> None:
+        async with aclosing(engine.generate(request())) as deltas:
+            await anext(deltas)
+            assert (client.running, engine.stats().running) == (1, 1)
+
+    asyncio.run(leave())
+    assert (client.running, engine.stats().running) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "match"),
+    [
+        (EngineDeadError(), Unavailable, "ended while it answered"),
+        (Overloaded(), ResourceExhausted, "queue is full"),
+        (ValueError("the grammar is wrong"), InvalidField, "the grammar is wrong"),
+        (RuntimeError("a defect"), RuntimeError, "a defect"),
+    ],
+)
+def test_vllms_errors_become_ours(error: Exception, kind: type[Exception], match: str) -> None:
+    for script in ((error,), (7, error)):
+        engine = engine_over(ScriptedClient(script))
+        with pytest.raises(kind, match=match):
+            asyncio.run(answer(engine, request()))
+        assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "field"),
+    [
+        ({"sampling": {"temprature": 0.5}}, UnknownField, "temperature"),
+        ({"sampling": {"temperature": -1.0}}, InvalidField, "sampling: "),
+        ({"prompt": TokenIds()}, InvalidField, "prompt_token_ids"),
+        ({"prompt": TokenIds.of([1] * 16)}, InvalidField, "prompt_token_ids"),
+        ({"fingerprint": "ab" * 32}, Unavailable, "another model"),
+    ],
+)
+def test_a_bad_request_is_refused_before_it_is_submitted(
+    changes: dict[str, Any], kind: type[KintsugiError], field: str
+) -> None:
+    client = ScriptedClient()
+    with pytest.raises(kind, match=field):
+        asyncio.run(answer(engine_over(client), request(**changes)))
+    assert client.asked == []
+
+
+def test_chunks_are_saved_one_by_one_and_fail_one_by_one() -> None:
+    client = ScriptedClient((7,), SAVED)
+    chunks = [TokenIds.of([5, 6]), TokenIds(), TokenIds.of(range(20))]
+    outcomes = asyncio.run(engine_over(client).save("s", "acme", chunks, priority=9, tier="ram"))
+    assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.FAILED, SaveState.FAILED]
+    assert "empty" in outcomes[1].reason
+    ((prompt, sampling, _, more),) = client.asked
+    assert prompt["prompt_token_ids"] == [0, 5, 6, 6]
+    wanted = sampling.extra_args["kv_transfer_params"]["kintsugi"]
+    assert (wanted["op"], wanted["spans"], wanted["tier"]) == ("save", [[1, 3]], "ram")
+    assert more["priority"] == 9
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_an_engine_that_is_gone_answers_nobody(is_closed: bool) -> None:
+    client = ScriptedClient()
+    engine = engine_over(client)
+    call = OpenAICall("o", "/v1/completions", {}, KintsugiParams("acme"))
+
+    async def ask() -> None:
+        assert (await engine.info()).model == "mine"
+        if is_closed:
+            await engine.close()
+            await engine.close()
+        else:
+            client.errored = True
+        for answering in (lambda: engine.generate(request()), lambda: engine.openai(call)):
+            with pytest.raises(Unavailable):
+                await anext(answering())
+        with pytest.raises(Unavailable):
+            await engine.save("s", "acme", [PROMPT])
+        with pytest.raises(Unavailable):
+            await engine.info()
+
+    asyncio.run(ask())
 
 
 async def told_of_end(*, stopped: bool) -> bool:

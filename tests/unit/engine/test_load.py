@@ -26,7 +26,7 @@ def clock() -> Clock:
 
 def test_an_engine_that_did_nothing_predicts_nothing(clock: Clock) -> None:
     load = LoadMeter(clock)
-    load.began("a", 1000)
+    load.record_start("a", 1000)
     stats = load.stats()
     assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 1, 1000)
     assert stats.tokens_per_s == stats.queueing_ms == 0.0
@@ -34,10 +34,10 @@ def test_an_engine_that_did_nothing_predicts_nothing(clock: Clock) -> None:
 
 def test_queueing_is_what_waits_at_the_recent_rate(clock: Clock) -> None:
     load = LoadMeter(clock)
-    load.began("a", 1000)
+    load.record_start("a", 1000)
     clock.now_s += 0.5
-    load.answered("a")
-    load.began("b", 3000)
+    load.record_first_token("a")
+    load.record_start("b", 3000)
     assert load.stats().tokens_per_s == pytest.approx(2000)
     assert load.stats().queueing_ms == pytest.approx(1500)
 
@@ -45,10 +45,10 @@ def test_queueing_is_what_waits_at_the_recent_rate(clock: Clock) -> None:
 def test_idle_time_is_no_slowness(clock: Clock) -> None:
     load = LoadMeter(clock)
     for name in "abc":
-        load.began(name, 100)
+        load.record_start(name, 100)
         clock.now_s += 0.1
-        load.answered(name)
-        load.ended(name)
+        load.record_first_token(name)
+        load.record_end(name)
         clock.now_s += 3600
     assert load.stats().tokens_per_s == pytest.approx(1000)
     assert load.stats().running == 0
@@ -57,45 +57,51 @@ def test_idle_time_is_no_slowness(clock: Clock) -> None:
 def test_the_rate_follows_what_happened_lately(clock: Clock) -> None:
     load = LoadMeter(clock)
     for seconds in [10.0] * 5 + [1.0] * 60:
-        load.began("a", 10_000)
+        load.record_start("a", 10_000)
         clock.now_s += seconds
-        load.answered("a")
-        load.ended("a")
+        load.record_first_token("a")
+        load.record_end("a")
     assert load.stats().tokens_per_s == pytest.approx(10_000, rel=0.01)
 
 
 def test_the_busy_share_forgets(clock: Clock) -> None:
     load = LoadMeter(clock)
-    load.began("a", 10)
+    load.record_start("a", 10)
     clock.now_s += MEMORY_S
     assert load.stats().busy_share == pytest.approx(1 - math.exp(-1))
-    load.answered("a")
+    load.record_first_token("a")
     clock.now_s += 20 * MEMORY_S
     assert load.stats().busy_share < 1e-6
 
 
 def test_a_request_ends_once_however_often_it_is_said(clock: Clock) -> None:
     load = LoadMeter(clock)
-    load.began("a", 10)
-    load.ended("a")
-    load.ended("a")
+    load.record_start("a", 10)
+    load.record_end("a")
+    load.record_end("a")
     assert (load.stats().running, load.stats().waiting_tokens) == (0, 0)
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["began", "answered", "ended"]), st.integers(0, 5), st.floats(0, 9)))
+    st.lists(
+        st.tuples(
+            st.sampled_from(["record_start", "record_first_token", "record_end"]),
+            st.integers(0, 5),
+            st.floats(0, 9),
+        )
+    )
 )
 def test_counts_are_never_negative(events: list[tuple[str, int, float]]) -> None:
     clock = Clock()
     load = LoadMeter(clock)
     for event, name, wait_s in events:
         clock.now_s += wait_s
-        if event == "began":
-            load.began(str(name), 100)
+        if event == "record_start":
+            load.record_start(str(name), 100)
         else:
             getattr(load, event)(str(name))
         stats = load.stats()
-        assert 0 <= stats.waiting <= stats.running or event == "answered"
+        assert 0 <= stats.waiting <= stats.running or event == "record_first_token"
         assert stats.waiting_tokens == 100 * stats.waiting
         assert 0.0 <= stats.busy_share <= 1.0
         assert stats.tokens_per_s >= 0.0

@@ -12,6 +12,7 @@ import pytest
 
 from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
+from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.engine.watching import WatchedClient
 
@@ -89,7 +90,7 @@ def ask(client: WatchedClient, wanted: Any, pieces: int = 2) -> None:
 
 
 def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
-    client, watcher = WatchedClient(ScriptedClient()), Noting()
+    client, watcher = WatchedClient(ScriptedClient(), LoadMeter()), Noting()
     client.watcher = watcher
     wanted = sampling()
     ask(client, wanted)
@@ -121,7 +122,7 @@ def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
 def test_what_cannot_be_compared_with_what_was_calibrated_is_left_alone(
     wanted: Any,
 ) -> None:
-    client, watcher = WatchedClient(ScriptedClient()), Noting()
+    client, watcher = WatchedClient(ScriptedClient(), LoadMeter()), Noting()
     client.watcher = watcher
     before = wanted.logprobs
     ask(client, wanted)
@@ -131,7 +132,7 @@ def test_what_cannot_be_compared_with_what_was_calibrated_is_left_alone(
 
 @pytest.mark.parametrize(("max_logprobs", "watched"), [(20, True), (-1, True), (19, False)])
 def test_no_more_logprobs_are_asked_for_than_the_engine_gives(max_logprobs: int, watched: bool) -> None:
-    client, watcher = WatchedClient(ScriptedClient(max_logprobs)), Noting()
+    client, watcher = WatchedClient(ScriptedClient(max_logprobs), LoadMeter()), Noting()
     client.watcher = watcher
     ask(client, sampling())
     assert bool(watcher.taken) is watched
@@ -139,7 +140,7 @@ def test_no_more_logprobs_are_asked_for_than_the_engine_gives(max_logprobs: int,
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
 def test_what_is_not_the_models_own_logprobs_is_shown_to_nobody(mode: str) -> None:
-    client, watcher = WatchedClient(ScriptedClient(mode=mode)), Noting()
+    client, watcher = WatchedClient(ScriptedClient(mode=mode), LoadMeter()), Noting()
     client.watcher = watcher
     wanted = sampling()
     ask(client, wanted)
@@ -148,7 +149,7 @@ def test_what_is_not_the_models_own_logprobs_is_shown_to_nobody(mode: str) -> No
 
 
 def test_callers_do_not_choose_whether_they_are_looked_at() -> None:
-    client, watcher = WatchedClient(ScriptedClient()), Noting()
+    client, watcher = WatchedClient(ScriptedClient(), LoadMeter()), Noting()
     client.watcher = watcher
     for _ in range(2):
         ask(client, sampling())
@@ -158,7 +159,7 @@ def test_callers_do_not_choose_whether_they_are_looked_at() -> None:
 
 def test_without_a_watcher_or_an_end_nobody_is_shown_anything() -> None:
     scripted, watcher = ScriptedClient(), Noting()
-    client = WatchedClient(scripted)
+    client = WatchedClient(scripted, LoadMeter())
     wanted = sampling()
     ask(client, wanted)
     assert wanted.logprobs is None
@@ -181,9 +182,25 @@ def test_an_answer_that_tells_of_changed_weights_is_remembered(
     accounting: dict[str, Any] | None, noted: bool
 ) -> None:
     scripted = ScriptedClient(accounting=accounting)
-    client = WatchedClient(scripted)
+    client = WatchedClient(scripted, LoadMeter())
     ask(client, sampling())
     scripted.accounting = ACCOUNTING
     ask(client, sampling())
     reason = accounting["reason"] if accounting and noted else None
     assert client.weights_changed == reason
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_request_counts_as_load_until_its_answer_ends(pieces: int) -> None:
+    load = LoadMeter()
+    client = WatchedClient(ScriptedClient(), load)
+
+    async def run() -> None:
+        async with aclosing(client.generate({"prompt_token_ids": [1, 2, 3]}, sampling(), "r")) as outputs:
+            assert load.stats().running == 0
+            for _ in range(pieces):
+                await anext(outputs)
+                assert (load.stats().running, load.stats().waiting) == (1, 0)
+
+    asyncio.run(run())
+    assert load.stats().running == 0

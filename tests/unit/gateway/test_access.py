@@ -92,7 +92,7 @@ def test_a_file_that_breaks_leaves_the_tokens_as_they_were(
     tokens_now = TokenFile(path)
     path.write_text("{")
     assert tokens_now.caller(tokens["first"]).name == "first"
-    assert "stay as they were" in caplog.text
+    assert "stay in use" in caplog.text
     path.unlink()
     assert tokens_now.caller(tokens["first"]).name == "first"
 

@@ -8,7 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.fill import Address, FillConfig, FillQueue, MissDecision
+
+TOKENS = TokenIds.of([1, 2])
 
 
 def address(number: int, namespace: str = "tenant") -> Address:
@@ -16,35 +19,33 @@ def address(number: int, namespace: str = "tenant") -> Address:
 
 
 def queued(queue: FillQueue, number: int, namespace: str = "tenant", now_s: float = 0.0) -> MissDecision:
-    queue.record_miss(address(number, namespace), b"", now_s)
-    return queue.record_miss(address(number, namespace), b"", now_s)
+    queue.record_miss(address(number, namespace), TokenIds(), now_s)
+    return queue.record_miss(address(number, namespace), TokenIds(), now_s)
 
 
 def test_the_second_miss_is_worth_a_fill() -> None:
     queue = FillQueue()
-    assert queue.record_miss(address(1), b"tokens", 0.0) is MissDecision.COUNTED
-    assert queue.record_miss(address(1), b"tokens", 0.0) is MissDecision.QUEUED
-    assert queue.record_miss(address(1), b"tokens", 0.0) is MissDecision.DUPLICATE
-    assert queue.take() == [(address(1), b"tokens")]
-    assert queue.record_miss(address(1), b"tokens", 0.0) is MissDecision.DUPLICATE, "it is being filled"
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.COUNTED
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE
+    assert queue.take() == [(address(1), TOKENS)]
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE, "it is being filled"
     queue.complete_chunk(address(1), saved=True)
-    assert queue.record_miss(address(1), b"tokens", 0.0) is MissDecision.COUNTED, (
-        "evicted since, it starts anew"
-    )
+    assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.COUNTED, "evicted since, it starts anew"
 
 
 def test_a_chunk_that_failed_counts_towards_the_bound_of_what_is_remembered() -> None:
     queue = FillQueue(FillConfig(sights=1, sighted_max=2))
-    queue.record_miss(address(1), b"", 0.0)
+    queue.record_miss(address(1), TokenIds(), 0.0)
     ((taken, _),) = queue.take()
     for number in (2, 3):
-        queue.record_miss(address(number), b"", 0.0)
+        queue.record_miss(address(number), TokenIds(), 0.0)
     queue.complete_chunk(taken, saved=False)
     assert set(queue._sighted) == {address(3), address(1)}
 
 
 def test_the_first_is_where_that_is_wanted() -> None:
-    assert FillQueue(FillConfig(sights=1)).record_miss(address(1), b"", 0.0) is MissDecision.QUEUED
+    assert FillQueue(FillConfig(sights=1)).record_miss(address(1), TokenIds(), 0.0) is MissDecision.QUEUED
 
 
 def test_a_full_queue_drops_and_takes_up_again() -> None:
@@ -55,18 +56,18 @@ def test_a_full_queue_drops_and_takes_up_again() -> None:
         MissDecision.FULL,
     ]
     queue.take()
-    assert queue.record_miss(address(2), b"", 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(2), TokenIds(), 0.0) is MissDecision.QUEUED
 
 
 def test_a_queue_is_full_by_tokens_too() -> None:
     queue = FillQueue(FillConfig(sights=1, queue_tokens_max=3))
-    assert queue.record_miss(address(1), bytes(8), 0.0) is MissDecision.QUEUED
-    assert queue.record_miss(address(2), bytes(8), 0.0) is MissDecision.FULL
-    assert queue.record_miss(address(3), bytes(4), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(1), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.FULL
+    assert queue.record_miss(address(3), TokenIds(bytes(4)), 0.0) is MissDecision.QUEUED
     queue.forget(address(1))
-    assert queue.record_miss(address(2), bytes(8), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(2), TokenIds(bytes(8)), 0.0) is MissDecision.QUEUED
     assert len(queue.take()) == 2
-    assert queue.record_miss(address(4), bytes(12), 0.0) is MissDecision.QUEUED
+    assert queue.record_miss(address(4), TokenIds(bytes(12)), 0.0) is MissDecision.QUEUED
 
 
 def test_it_waits_for_an_idle_moment_but_not_for_ever() -> None:
@@ -105,14 +106,14 @@ def test_what_found_no_room_has_not_failed() -> None:
         queued(queue, 1)
         assert len(queue.take()) == 1
         queue.drop_chunk(address(1))
-    assert queue.record_miss(address(1), b"", 0.0) is MissDecision.QUEUED, "its next miss is enough"
+    assert queue.record_miss(address(1), TokenIds(), 0.0) is MissDecision.QUEUED, "its next miss is enough"
 
 
 def test_the_oldest_counts_are_forgotten_first() -> None:
     queue = FillQueue(FillConfig(sighted_max=2))
     for number in range(3):
-        queue.record_miss(address(number), b"", 0.0)
-    assert queue.record_miss(address(0), b"", 0.0) is MissDecision.COUNTED
+        queue.record_miss(address(number), TokenIds(), 0.0)
+    assert queue.record_miss(address(0), TokenIds(), 0.0) is MissDecision.COUNTED
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ class Filling(RuleBasedStateMachine):
     @rule(number=st.integers(0, 8))
     def miss(self, number: int) -> None:
         one = address(number, "ab"[number % 2])
-        verdict = self.queue.record_miss(one, b"", 0.0)
+        verdict = self.queue.record_miss(one, TokenIds(), 0.0)
         self.misses[one] = self.misses.get(one, 0) + 1
         if verdict is MissDecision.QUEUED:
             assert self.misses[one] >= 2

@@ -8,13 +8,15 @@ import pytest
 
 from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import saves
 from kintsugi.gateway.saves import Saver
-from kintsugi.serving.stub import StubBackend, StubDelays
+from tests.fakes.stub_backend import StubBackend, StubDelays
 
 
-def chunks(start: int, count: int) -> list[tuple[ChunkKey, bytes]]:
-    return [(ChunkKey(number.to_bytes(32, "little")), b"\0\0\0\0") for number in range(start, start + count)]
+def chunks(start: int, count: int) -> list[tuple[ChunkKey, TokenIds]]:
+    keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(start, start + count)]
+    return [(key, TokenIds.of([0])) for key in keys]
 
 
 def test_chunks_of_one_token_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from kintsugi.gateway.fronts.openai_answer import accounting_in, without_times_i
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.serving.stub import StubBackend
 from kintsugi.store.client.ram import RamStore
+from tests.fakes.stub_backend import StubBackend
 from tests.recorded_spans import recorded
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}

@@ -11,8 +11,9 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute.ledger import pack_tokens
-from kintsugi.precompute.worker import FILLED, PRESENT, NotStarted, StubPrefiller, Worker, WorkerSpec
+from kintsugi.precompute.worker import FILLED, PRESENT, NotStarted, Worker, WorkerSpec
 from kintsugi.store.client.registry import open_store
+from tests.fakes.stub_prefiller import StubPrefiller
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme")
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")

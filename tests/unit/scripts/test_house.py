@@ -224,6 +224,26 @@ def test_generated_code_counts_for_nothing(house: ModuleType) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("source", "is_counted"),
+    [
+        ("import benchmarks.routing\n", True),
+        ("from benchmarks import routing\n", True),
+        ("def f():\n    from benchmarks.support.figures import Figure\n", True),
+        ("from benchmarks_of_others import x\n", False),
+        ("from .benchmarks import x\n", False),
+        ('"""As benchmarks/routing.py does."""\n', False),
+    ],
+)
+def test_tests_import_no_benchmark(house: ModuleType, source: str, is_counted: bool) -> None:
+    path = Path("tests/unit/test_a.py")
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    value, places = measure_tree(house, "tests_import_benchmarks", {})
+    assert value == is_counted
+    assert [place.startswith("tests/unit/test_a.py:") for place in places] == [True] * is_counted
+
+
 def run(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     script = [sys.executable, str(SCRIPT), *options]
     return subprocess.run(script, cwd=cwd, capture_output=True, text=True, check=False)

@@ -42,8 +42,8 @@ def test_the_version_grows_with_every_change_and_only_then(clock: Clock) -> None
         lambda: members.record_heartbeat("a", "h:1", "i"),
         lambda: members.record_heartbeat("a", "h:9", "i"),
         lambda: setattr(members, "replicas", 2),
-        lambda: members.left("a"),
-        lambda: members.left("a"),
+        lambda: members.remove_member("a"),
+        lambda: members.remove_member("a"),
     ):
         change()
         versions.append(members.current().version)
@@ -167,10 +167,10 @@ def test_without_a_ramp_a_shard_is_given_all_at_once(clock: Clock) -> None:
 def test_what_is_remembered_of_shards_that_left_is_bounded(clock: Clock) -> None:
     members = Membership(clock=clock, ramp_s=RAMP_S)
     list(beating(members, clock, 125, a=False, first=False))
-    members.left("first")
+    members.remove_member("first")
     for index in range(SHARDS_MAX):
         members.record_heartbeat(f"s{index}", "h:1", "i")
-        members.left(f"s{index}")
+        members.remove_member(f"s{index}")
     members.record_heartbeat("first", "h:1", "j", is_empty=True)
     assert members.current().shares == (1.0, 1 / 13), "forgotten, so it counts as new"
 

@@ -16,7 +16,8 @@ from ray.serve.request_router import PendingRequest
 
 from kintsugi.core.exchange import EngineRequest, OpenAICall
 from kintsugi.core.request import KintsugiParams
-from kintsugi.serving.engine_router import EngineRouter
+from kintsugi.core.tokens import TokenIds
+from kintsugi.serving.engine_router import EngineRouter, Sent
 
 PARAMS = KintsugiParams("acme")
 
@@ -49,7 +50,7 @@ def first(made: EngineRouter, replicas: list[Any], request: PendingRequest) -> s
 
 
 def prompt(begin: int, length: int = 512) -> EngineRequest:
-    return EngineRequest("r", tuple(range(begin, begin + length)), PARAMS)
+    return EngineRequest("r", TokenIds.of(range(begin, begin + length)), PARAMS)
 
 
 def test_what_waits_counts_and_all_others_follow() -> None:
@@ -96,6 +97,23 @@ def test_what_was_answered_before_the_next_report_counts_no_more() -> None:
     made.on_request_completed(SimpleNamespace(unique_id="gone"), "whose")
 
 
+def test_what_an_engine_reported_is_answered_at_the_rate_that_it_reported() -> None:
+    """Else an engine that was busy when it reported would be avoided for a second, however fast it is."""
+    now_s = 0.0
+    sent = Sent(lambda: now_s)
+    sent.hear({"waiting_tokens": 900, "tokens_per_s": 1000.0})
+    sent.add("r", 50)
+    assert sent.waiting_tokens() == 950
+    now_s = 0.5
+    sent.hear({"waiting_tokens": 900, "tokens_per_s": 1000.0})
+    assert sent.waiting_tokens() == 450
+    now_s = 2.0
+    assert sent.waiting_tokens() == 50
+    sent.hear({"waiting_tokens": 300, "tokens_per_s": 0.0})
+    now_s = 9.0
+    assert sent.waiting_tokens() == 300, "no rate is known"
+
+
 def test_a_conversation_goes_where_its_beginning_went_until_that_engine_dies() -> None:
     made, replicas = router(), [replica(name, at=1) for name in "abcd"]
     request = asked(prompt(0, 2048))
@@ -105,7 +123,7 @@ def test_a_conversation_goes_where_its_beginning_went_until_that_engine_dies() -
         each.routing_stats["at"] = 2
     assert first(made, replicas, asked(prompt(0, 2304))) == name
     made._memory.forget(name)
-    assert made._memory.resident_tokens(made._wanted(request).prefix, name) == 0
+    assert made._memory.resident_tokens(made._memoize_wanted(request).prefix, name) == 0
 
 
 def test_openai_calls_are_weighed_by_their_texts() -> None:

@@ -16,9 +16,10 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, UnknownField
 from kintsugi.core.exchange import EngineDelta, EngineRequest
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.tokens import TokenIds
 from kintsugi.serving.ray_backend import RayBackend
 
-REQUEST = EngineRequest("r", (1, 2), KintsugiParams("acme"))
+REQUEST = EngineRequest("r", TokenIds.of([1, 2]), KintsugiParams("acme"))
 DELTAS = [EngineDelta((1,), "a"), EngineDelta((2,), "b")]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.serving.routing import (
     BLOCK_TOKENS,
     BLOCKS_MAX,
@@ -26,7 +27,7 @@ from kintsugi.serving.routing import (
 from kintsugi.store.client.directory import ShardAddress, ShardMap
 
 COSTS = RouteCosts()
-PROMPT = tuple(range(1000))
+PROMPT = TokenIds.of(range(1000))
 
 
 def test_digests_are_of_whole_blocks_and_of_one_namespace() -> None:
@@ -35,13 +36,13 @@ def test_digests_are_of_whole_blocks_and_of_one_namespace() -> None:
     assert prefix_digests("acme", PROMPT[: 3 * BLOCK_TOKENS + 5]) == digests[:3]
     assert not set(prefix_digests("other", PROMPT)) & set(digests)
     assert prefix_digests("acme", PROMPT[: BLOCK_TOKENS - 1]) == ()
-    assert len(prefix_digests("acme", range(10 * BLOCKS_MAX * BLOCK_TOKENS))) == BLOCKS_MAX
+    assert len(prefix_digests("acme", TokenIds.of(range(10 * BLOCKS_MAX * BLOCK_TOKENS)))) == BLOCKS_MAX
 
 
 def test_a_prefix_is_resident_up_to_the_first_block_that_differs() -> None:
     memory = PrefixMemory()
     memory.record_route(prefix_digests("acme", PROMPT), "a")
-    other = (*PROMPT[:300], *range(5000, 5700))
+    other = TokenIds.of([*PROMPT[:300], *range(5000, 5700)])
     assert memory.resident_tokens(prefix_digests("acme", other), "a") == 2 * BLOCK_TOKENS
     assert memory.resident_tokens(prefix_digests("acme", other), "b") == 0
     memory.forget("a")
@@ -80,7 +81,9 @@ def test_chunks_on_the_same_host_decide_between_equals() -> None:
 def test_equals_share_prompts_that_nobody_holds() -> None:
     views = {name: EngineView() for name in "abcd"}
     firsts = [
-        rank_engines(views, Wanted(500, prefix_digests("acme", range(n, n + 500))), PrefixMemory(), COSTS)[0]
+        rank_engines(
+            views, Wanted(500, prefix_digests("acme", TokenIds.of(range(n, n + 500)))), PrefixMemory(), COSTS
+        )[0]
         for n in range(200)
     ]
     assert all(firsts.count(name) > 20 for name in "abcd")

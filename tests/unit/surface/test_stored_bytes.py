@@ -22,6 +22,7 @@ from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding, CalibrationReport, Noise, ReportEntry, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of, token_bytes
+from kintsugi.core.tokens import TokenIds
 from kintsugi.fusor.codecs import decode_frame, encode_frame
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.ledger import PendingChunk, pack_tokens
@@ -175,7 +176,7 @@ def test_known_chunk_is_read(tmp_path: Path) -> None:
         transaction.put(b"acme\0" + KEY.digest, KNOWN)
     known = KnownChunks(tmp_path)
     try:
-        assert known.token_ids("acme", KEY) == tuple(TOKENS)
+        assert known.token_ids("acme", KEY) == TokenIds.of(TOKENS)
         assert known.find("acme", f"Look: {TEXT}") == [(6, 6 + len(TEXT))]
     finally:
         known.close()

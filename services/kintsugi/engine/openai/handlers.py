@@ -14,7 +14,6 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -40,7 +39,6 @@ from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
-from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
 
 logger = logging.getLogger(__name__)
@@ -54,18 +52,18 @@ _DIED = "the engine has died; send the request to another"
 
 @dataclass
 class _Asked:
-    """What of a call accompanies its request through vLLM."""
+    """The state of a call that accompanies its request through vLLM."""
 
     call: OpenAICall
     spans: list[tuple[Span, ...] | None] = field(default_factory=list)
-    """Of each of its prompts, in order; None for what was not tokenised here."""
+    """The chunks of each of its prompts, in order; None where vLLM tokenised the prompt whole."""
     sampled: int = 0
     """Prompts whose sampling parameters were made."""
     streams: list[Any] = field(default_factory=list)
     """What the engine yields from, to be closed."""
     accounting: dict[str, Any] | None = None
     engine_died: bool = False
-    """While it answered; vLLM makes an event of the error."""
+    """Whether the engine died during the answer; vLLM turns the error into an event."""
 
     def next_params(self) -> dict[str, Any]:
         """`kv_transfer_params` of the next prompt. Without spans the engine looks for chunks by content."""
@@ -80,7 +78,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _SegmentParams(TokenizeParams):  # type: ignore[misc]
-    """vLLM's tokenisation parameters, and whose prompt it is."""
+    """vLLM's tokenisation parameters, and the call that the prompt belongs to."""
 
     asked: _Asked | None = None
 
@@ -91,7 +89,7 @@ class _SegmentParams(TokenizeParams):  # type: ignore[misc]
 
 
 class _OnOurBehalf:
-    """What either kind of request says otherwise than vLLM's own. Stands before it among the bases."""
+    """Overrides for both kinds of request. Stands before vLLM's class among the bases."""
 
     _asked: Any
 
@@ -131,28 +129,6 @@ class _Completion(OpenAIServingCompletion):  # type: ignore[misc]
         )
 
 
-class _Counted:
-    """An engine's client that counts what waits in it."""
-
-    def __init__(self, client: Any, load: LoadMeter) -> None:
-        self._client, self._load = client, load
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def generate(
-        self, prompt: Any, sampling: Any, request_id: str, **more: Any
-    ) -> AsyncGenerator[Any, None]:
-        self._load.began(request_id, len(prompt.get("prompt_token_ids") or ()))
-        try:
-            async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
-                async for output in outputs:
-                    self._load.answered(request_id)
-                    yield output
-        finally:
-            self._load.ended(request_id)
-
-
 async def _note_outputs(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterator[Any]:
     """``items``: outputs, or pairs of a prompt's index and its output."""
     try:
@@ -165,7 +141,7 @@ async def _note_outputs(items: AsyncIterator[Any], asked: _Asked) -> AsyncIterat
 
 
 class OpenAIFront:
-    """Answers `OpenAICall`s on one engine. Of the event loop that the engine's client lives in."""
+    """Answers `OpenAICall`s on one engine, in the event loop of the engine's client."""
 
     def __init__(
         self,
@@ -173,15 +149,12 @@ class OpenAIFront:
         model: str,
         prefix_token_ids: tuple[int, ...] = (),
         options: OpenAISpec | None = None,
-        load: LoadMeter | None = None,
     ) -> None:
-        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use; ``load``
-        counts what waits.
+        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use.
 
         Raises what vLLM raises for an unknown parser or a template that does not load.
         """
         options = options or OpenAISpec()
-        client = _Counted(client, load or LoadMeter())
         renderer, model_config = client.renderer, client.model_config
         template = load_chat_template(options.chat_template)
         shared: dict[str, Any] = {
@@ -200,7 +173,7 @@ class OpenAIFront:
         self._tokenizer = SegmentTokenizer(renderer.get_tokenizer(), prefix_token_ids)
         self._renderer = renderer
         self._whole = renderer._tokenize_prompt_async
-        self._segments = make_async(self._tokenizer.segmented, executor=renderer._executor)
+        self._segments = make_async(self._tokenizer.segment_text, executor=renderer._executor)
         renderer._tokenize_prompt_async = self._tokenize_prompt
         resolved = resolve_chat_template(
             renderer.get_tokenizer(), chat_template=template, tools=None, model_config=model_config
@@ -265,7 +238,7 @@ class OpenAIFront:
         raise InvalidField("path", f"{call.path!r} is neither {CHAT_PATH} nor {COMPLETIONS_PATH}")
 
     async def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
-        """In place of the renderer's own. Called for the prompts of a request in their order."""
+        """Replaces the renderer's own. vLLM calls it for the prompts of a request in order."""
         asked = getattr(params, "asked", None)
         if asked is None or not asked.call.chunk_texts or not _may_be_cut(params):
             if asked is not None:
@@ -284,7 +257,7 @@ def _may_be_cut(params: Any) -> bool:
 
 
 async def _with_accounting(events: AsyncIterator[str], asked: _Asked) -> AsyncIterator[str]:
-    """Events as they come; from the engine's last output on the last one is held back and added to."""
+    """Pass events on. From the engine's last output on, hold the newest one back to add the accounting."""
     held: str | None = None
     async for event in events:
         if event == _DONE and held is not None:
@@ -306,7 +279,7 @@ def _add_accounting(event: str, accounting: Mapping[str, Any] | None) -> str:
 
 
 def _raw_request(trace: Mapping[str, str]) -> Request:
-    """What vLLM's handlers read headers from."""
+    """A request with the headers that vLLM's handlers read."""
     headers = [(name.lower().encode(), value.encode()) for name, value in trace.items()]
     return Request({"type": "http", "headers": headers})
 

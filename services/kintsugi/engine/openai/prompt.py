@@ -1,4 +1,4 @@
-"""From a prompt's text to token ids in which every chunk has the ids it has alone.
+"""Tokenises a prompt so that every chunk has the ids that it has alone.
 
 A chunk's key is over its token ids, and a tokenizer joins characters across any boundary: "chunk" and
 "chunk\\n\\nQuestion" need not begin with the same ids. So a prompt is cut at its chunks, and each piece is
@@ -19,7 +19,7 @@ from kintsugi.core.spaces import Span
 
 CACHED_CHUNKS = 1024
 CACHED_CHARS_MAX = 16_384
-"""Of a text whose ids are kept: with `CACHED_CHUNKS` it bounds the cache to some 100 MB, usually 20."""
+"""Longest text whose ids are cached. With `CACHED_CHUNKS` it bounds the cache to 100 MB, usually 20."""
 _PROBE = "a"
 _DOCUMENT_GAP = "\n\n"
 
@@ -41,7 +41,7 @@ class Segmented:
 
 
 def with_documents(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat request for a template that has no place for `documents`: they begin the last user message.
+    """Move `documents` to the beginning of the last user message, for a template without a place for them.
 
     vLLM would drop them without a word. Messages that are none are left to it. Raises `InvalidField`.
     """
@@ -135,8 +135,8 @@ class SegmentTokenizer:
         """As `precompute.chunking.Chunker.token_ids`."""
         return self._cached(text) if len(text) <= CACHED_CHARS_MAX else self._ids(text)
 
-    def segmented(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
-        """Tokenise; with the special tokens around it that the tokenizer adds to a plain prompt, if told.
+    def segment_text(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
+        """Tokenise, if told so with the special tokens that the tokenizer adds around a plain prompt.
 
         Where the text begins with the prefix of the chunk space, so do the ids.
         """

@@ -60,7 +60,7 @@ class StoreReports:
 
 
 class FileReport:
-    """One file, whatever it speaks about."""
+    """One file, whatever its binding."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class Gate:
 
     @staticmethod
     def open_regardless(binding: Binding) -> Gate:
-        """For `allow_uncalibrated`: nothing is read, and the log says what that means."""
+        """For `allow_uncalibrated`: read nothing, and warn in the log."""
         gate = Gate(_Nothing(), binding, poll_s=0.0)
         gate.state = GateState.open_uncalibrated("allow_uncalibrated is set")
         logger.warning(
@@ -98,7 +98,7 @@ class Gate:
 
     @staticmethod
     def shut(binding: Binding) -> Gate:
-        """For `save_only`: closed for good, and nobody who looks at the log needs to know."""
+        """For `save_only`: closed, without a line in the log."""
         gate = Gate(_Nothing(), binding, poll_s=0.0)
         gate.state = GateState("save_only", "this engine only saves chunks; ask one that serves")
         gate._document = None  # what `_Nothing` says: there is no news in it
@@ -112,7 +112,7 @@ class Gate:
         return self
 
     def refresh(self) -> None:
-        """Read the report; replace the state where the document is another one."""
+        """Read the report, and replace the state if the document has changed."""
         try:
             document = self._source.read(self.binding)
         except (KintsugiError, OSError) as error:
@@ -125,7 +125,7 @@ class Gate:
         self._replace(decide(document, self.binding))
 
     def _replace(self, state: GateState) -> None:
-        """One line in the log per change, not per request."""
+        """Log one line per change, not per request."""
         if (state.reason, state.detail) == (self.state.reason, self.state.detail):
             return
         self.state = state
@@ -141,8 +141,8 @@ class Gate:
             self.refresh()
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Meanwhile an open gate has no limits; its default stays. A closed one stays closed."""
+    def lift_limits(self) -> Iterator[None]:
+        """Lift an open gate's limits meanwhile; its default stays. A closed gate stays closed."""
         kept = self.state
         lifted = self.state = replace(kept, limits=None)
         try:
@@ -163,7 +163,7 @@ class _Nothing:
 
 
 def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
-    """The gate that the configuration asks for, running."""
+    """Start the gate that the configuration asks for."""
     if config.save_only:
         return Gate.shut(binding)
     if config.allow_uncalibrated or os.environ.get(ALLOW_ENVIRONMENT) == "1":
@@ -173,14 +173,14 @@ def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate
 
 
 def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
-    """What a report about this engine has to speak about."""
+    """The binding that a report about this engine must have."""
     return Binding.of(
         fingerprint_of(vllm_config), prefix_of(config, vllm_config), config.codec, vllm_version, __version__
     )
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
-    """Of the checkpoint as this engine runs it."""
+    """The fingerprint of the checkpoint as this engine runs it."""
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
     kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
@@ -191,7 +191,7 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
 
 
 def tokenizer_of(vllm_config: VllmConfig) -> str:
-    """The digest of what a gateway tokenises with."""
+    """The digest of the tokenizer that a gateway must use."""
     model = vllm_config.model_config
     return tokenizer_digest(model.model, _revision_of(model))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Beginning:
-    """A request as it was when it had `num_tokens`: what a block hasher is shown to name no more blocks."""
+    """A request with its first `num_tokens` tokens only, so that a block hasher names no more blocks."""
 
     def __init__(self, request: Request, num_tokens: int) -> None:
         self._request = request
@@ -33,7 +33,7 @@ class _Beginning:
 
 
 def set_salt(request: Request, salt: str) -> None:
-    """Make `salt` the request's `cache_salt` and name its blocks anew, where they have other names."""
+    """Make `salt` the request's `cache_salt`, and rename its blocks if it was another."""
     if request.cache_salt != salt:
         request.cache_salt = salt
         _rename(request, 0)

@@ -1,4 +1,4 @@
-"""Questions to the store, on threads of their own: nobody's prompt waits for a store that does not answer."""
+"""Lookups in the store on their own threads, so that no prompt waits for a store that does not answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotBlendable, Unavailable
 from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.scheduler.matching import Match, in_codecs
 from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import ChunkStore
@@ -20,19 +21,19 @@ logger = init_logger(__name__)
 
 LOOKUP_THREADS = 4
 IDLE_WAIT_S = 0.002
-"""How long a step waits for a lookup where the engine has nothing else to do: looking again at once would
-take from the lookup's own thread what it needs to come to an end."""
+"""How long a step waits for a lookup if the engine has nothing else to do. Polling at once would take the CPU
+from the lookup's own thread."""
 LOOKUPS_MAX = 256
-"""Lookups that may wait: beyond it prompts are prefilled in full at once, not after a deadline each."""
+"""Lookups that may wait. Beyond it, prompts are prefilled in full at once, not after a deadline each."""
 
 
 class Lookup:
-    """What one request asked, answered or not."""
+    """One request's lookup."""
 
     def __init__(self, future: Future[Match], answered_by_s: float) -> None:
         self.future = future
         self.answered_by_s = answered_by_s
-        """Monotonic time after which the store is no longer waited for."""
+        """Monotonic time after which the lookup is given up."""
         self.is_taken = False
 
     @property
@@ -41,7 +42,7 @@ class Lookup:
 
     @property
     def answer(self) -> Match | None:
-        """None before it is there, and where there will be none."""
+        """The match; None while waiting, and for a lookup that failed."""
         if self.is_waiting or self.future.cancelled() or self.future.exception() is not None:
             return None
         return self.future.result()
@@ -56,7 +57,7 @@ class Lookups:
     def __init__(
         self, store: ChunkStore, deadline_ms: float, codecs: Callable[[], frozenset[Codec] | None]
     ) -> None:
-        """``codecs``: those of which chunks count as found when they are looked up; None: all."""
+        """``codecs``: the codecs in which a chunk counts as found; None: all."""
         self._store = store
         self._deadline_s = deadline_ms / 1e3
         self._codecs = codecs
@@ -69,17 +70,19 @@ class Lookups:
     def step_began(self) -> None:
         self._has_waited = False
 
-    def check_store(self, space: ChunkSpace, token_ids: list[int]) -> None:
-        """Raise `NotBlendable` while the store is left alone; from time to time find out beside it whether it
-        answers again, by asking for `token_ids`."""
+    def check_store(self, space: ChunkSpace, token_ids: TokenIds) -> None:
+        """Raise `NotBlendable` while the store is not used because it failed lately.
+
+        Now and then, look up `token_ids` on a thread to find out whether it answers again.
+        """
         if self._breaker.is_closed:
             return
         if self._breaker.allows():
             self._threads.submit(self._ask_again, space, token_ids)
-        raise NotBlendable("store_unavailable", "it failed lately and is left alone for a moment")
+        raise NotBlendable("store_unavailable", "it failed lately and is not used for a moment")
 
-    def _ask_again(self, space: ChunkSpace, token_ids: list[int]) -> None:
-        """Find out whether the store answers in time again, on a thread of its own: no prompt waits."""
+    def _ask_again(self, space: ChunkSpace, token_ids: TokenIds) -> None:
+        """Find out whether the store answers in time again."""
         answered_by_s = time.monotonic() + self._deadline_s
         try:
             self._store.find(space.namespace, [ChunkKey.of(space, token_ids)])
@@ -87,7 +90,7 @@ class Lookups:
             self._breaker.record_failure()
         except Exception:
             self._breaker.record_failure()
-            logger.exception("Asking the store whether it answers again broke")
+            logger.exception("The check whether the store answers again failed")
         else:
             if time.monotonic() > answered_by_s:
                 self._breaker.record_failure()
@@ -103,9 +106,9 @@ class Lookups:
         return in_codecs(match(self._store, space, where), codecs)
 
     def result(self, lookup: Lookup, is_alone: Callable[[], bool]) -> Match | None:
-        """The answer once it is there, None before. Raises `NotBlendable` where it is given up.
+        """The match, None while waiting. Raises `NotBlendable` where the lookup failed or took too long.
 
-        ``is_alone``: whether nothing else could be computed meanwhile.
+        ``is_alone``: whether the engine has nothing else to compute.
         """
         if lookup.is_waiting and not self._has_waited and is_alone():
             self._has_waited = True

@@ -21,7 +21,7 @@ class Match:
     spans: tuple[Span, ...]
     manifests: dict[ChunkKey, ChunkManifest]
     sources: dict[ChunkKey, ChunkSource] = field(default_factory=dict)
-    """Where those lie, as far as the same answer said: what is found by content it does not say of."""
+    """Their sources, where the store reported them; it does not for chunks found by content."""
 
 
 def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:

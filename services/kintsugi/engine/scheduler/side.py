@@ -21,9 +21,10 @@ from kintsugi.core.errors import (
     NotBlendable,
 )
 from kintsugi.core.layout import Codec, codec_named
-from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, exact_end, plan_digest
+from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
     BlendJob,
@@ -56,13 +57,13 @@ logger = init_logger(__name__)
 
 @dataclass
 class _State:
-    """One request that asked for us."""
+    """One request with our parameters."""
 
     request: Request
     params: KintsugiParams
     space: ChunkSpace
     planner: Planner
-    """With what the gate allowed this request when it came: a later report changes nothing midway."""
+    """Plans with the selection that the gate allowed at admission: a later report changes nothing midway."""
     lookup: Lookup | None = None
     job: BlendJob | None = None
     """Made by the last claim; handed to the worker once blocks are allocated."""
@@ -70,7 +71,7 @@ class _State:
     ordinary_hasher: hashing.BlockHasher | None = None
     num_prefix_cached: int = 0
     computed_instead: frozenset[int] = frozenset()
-    """Where hit chunks begin that the planner does not load."""
+    """Starts of the hit chunks that the planner recomputes instead of loading them."""
     accounting: Accounting | None = None
     """Set when the outcome is known."""
 
@@ -96,7 +97,7 @@ class SchedulerSide:
     declined_because: str | None
     """Why this engine never blends; None where it does."""
     engine: EngineShape
-    """What forecasts depend on; the worker tells the projection share once it has blended."""
+    """What forecasts depend on; the worker reports the projection share once it has blended."""
     num_ranks: int = 1
     """Tensor-parallel ranks, each of which loads its part of a chunk."""
     has_windows: bool = False
@@ -143,7 +144,7 @@ class SchedulerSide:
         if sum(s.lookup is not None and s.lookup.is_waiting for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
-        prompt: list[int] = list(request.prompt_token_ids)
+        prompt = TokenIds.of(request.prompt_token_ids)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
         planner = self.planner if params.op is Op.SAVE else self._resolve_planner(params)
@@ -169,15 +170,13 @@ class SchedulerSide:
             state.lookup = self._lookups.start(match_content, space, prompt)
 
     def _codecs(self) -> frozenset[Codec] | None:
-        """In which chunks count as found: where a calibration counts, what another codec lost is a miss."""
+        """The codecs in which a chunk counts as found: the calibrated one and `raw`; None: all."""
         calibrated = self.gate.state.limits is not None
         return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
 
     def _resolve_planner(self, params: KintsugiParams) -> Planner:
-        """The planner with what the calibration report says of this request. Raises where it forbids it."""
-        selection = self.gate.state.resolve(
-            self.planner.selection, params.ratio, params.selector, params.adaptive_mass
-        )
+        """The planner with the selection that the calibration report allows. Raises where it forbids it."""
+        selection = self.gate.state.resolve(self.planner.selection, params.options)
         return self.planner.with_selection(selection)
 
     def _check_blendable(self, request: Request) -> None:
@@ -195,8 +194,8 @@ class SchedulerSide:
     def _fork(self, request: Request, state: _State, spans: tuple[Span, ...]) -> None:
         """Name the KV that this blend will produce, from the first block that is not exact."""
         prompt = request.prompt_token_ids
-        params = state.params
-        selection = state.planner.configuration(params.ratio, params.selector, params.adaptive_mass)
+        # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
+        selection = apply_options(state.planner.selection, state.params.options)
         digest = plan_digest(state.space, spans, selection, prompt if depends_on_question(selection) else ())
         exact = exact_end(spans, state.space, prompt)
         if codec_named(self.config.codec) is not Codec.RAW:
@@ -205,7 +204,7 @@ class SchedulerSide:
         self._fork_behind(exact, request, state, digest)
 
     def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
-        """Let blocks have names of their own from the first one on that is not all exact tokens."""
+        """Give blocks their own names from the first one on that is not all exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
         hashing.fork(request, first_block, tag, self.hash_block_size, state.space.namespace)
 
@@ -249,12 +248,12 @@ class SchedulerSide:
                 self._metadata.probes.append(self._probe(request, state, match))
             self._predict_full(request, num_computed)
             return 0, False
-        self._timing.planned(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
+        self._timing.record_plan(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
         return request.num_tokens - 1 - num_computed, True
 
     def _predict_full(self, request: Request, num_computed: int) -> None:
         full_s = predict_full_s(self._plan_request(request, num_computed, ()))
-        self._timing.planned(request.request_id, full_s, is_blend=False)
+        self._timing.record_plan(request.request_id, full_s, is_blend=False)
 
     def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
         """One chunk of every source."""
@@ -335,15 +334,13 @@ class SchedulerSide:
         is_trial = self._timing.trial_is_due()
         asked = dataclasses.replace(
             self._plan_request(request, num_computed, hits),
-            ratio=state.params.ratio,
-            selector=state.params.selector,
-            adaptive_mass=state.params.adaptive_mass,
+            options=state.params.options,
             exact_end=exact,
             is_trial=is_trial,
         )
         plan = state.planner.plan(asked)
         if is_trial:
-            self._timing.tried()
+            self._timing.record_trial()
         state.computed_instead = frozenset(hit.start for hit in hits) - {hit.start for hit in plan.hits}
         return plan
 
@@ -352,8 +349,6 @@ class SchedulerSide:
             num_tokens=request.num_tokens,
             num_computed=num_computed,
             hits=hits,
-            ratio=None,
-            selector=None,
             engine=self.engine,
             measured=self._timing.measured,
             ahead_s=self._timing.ahead_s,
@@ -395,7 +390,7 @@ class SchedulerSide:
         return metadata
 
     def update(self, report: WorkerReport) -> None:
-        """Hear what the worker finished. Comes before the scheduler releases those requests."""
+        """Take in what the worker finished, before the scheduler releases those requests."""
         if report.unable is not None:
             self.declined_because = report.unable
         try:
@@ -429,13 +424,13 @@ class SchedulerSide:
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
 
     def begin_step(self, output: SchedulerOutput) -> StepMetadata:
-        """Once per engine step, when it has been decided what it computes."""
+        """Called once per engine step, when its tokens have been scheduled."""
         self._lookups.step_began()
         self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
         return self.take_metadata()
 
     def end_step(self) -> BlendStats | None:
-        """Once per engine step, when its tokens are known."""
+        """Called once per engine step, when its output is known."""
         self._timing.step_ended()
         return self.take_stats()
 
@@ -506,8 +501,8 @@ class SchedulerSide:
         self._lookups.close()
 
 
-def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]) -> tuple[Span, ...]:
-    """Spans with the keys of the prompt's own tokens; a key that was given must be that one."""
+def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
+    """The spans with their tokens' keys. Raises `ForeignChunkKey` for a span with another key."""
     check_spans(spans, len(prompt))
     keyed = []
     for index, span in enumerate(spans):
@@ -522,7 +517,7 @@ def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: list[int]
     return tuple(keyed)
 
 
-def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: list[int]) -> None:
+def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:
     assert params.spans is not None
     (span,) = params.spans
     if span.end >= len(prompt):

@@ -1,11 +1,11 @@
-"""When things happen in the engine, as its scheduler sees them: what the loading controller learns from.
+"""Measures steps, passes and TTFT in the scheduler. The loading controller learns from it.
 
-**TTFT** is counted here from the moment when the scheduler first considers a request (waiting in its queue is
-over; the lookup may still be on its way) to the end of the engine step that brought its first token. A
-client's TTFT adds queueing, tokenising and the way there and back.
+**TTFT** counts here from the moment when the scheduler first considers a request (it has left the queue;
+its lookup may still run) to the end of the engine step with its first token. A client's TTFT adds queueing,
+tokenising and the network.
 
-A step counts as a prefill's measurement where nothing of ours ran beside it. Called from the scheduler's
-thread only. Cost: one clock reading at either end of a step; a loop over a step's requests where it prefills.
+A step measures prefilling if no pass of ours ran beside it. Called from the scheduler's thread only. Cost:
+one clock reading at either end of a step, and a loop over its requests where it prefills.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 REFUSALS_PER_PROBE = 4
-"""Of so many prompts that were not blended because loading is slow, one has a chunk read beside it: so a
-store that became fast is noticed. The prompt does not wait for it."""
+"""One in this many prompts that were not blended because loading is slow has a chunk read beside it, so that
+a store that became fast is noticed. The prompt does not wait for it."""
 TRIAL_FIRST = 2
 TRIAL_LAST = 64
-"""After so many prompts that were not blended because computing a blend is slow, one is blended: nothing else
-would show that this has changed, or was a mistake. It pays for it. What a young engine believes rests on few
-measurements, so its first trials come soon, each after twice as many prompts as the one before."""
+"""After this many prompts that were not blended because computing a blend is slow, one is blended at its own
+expense: nothing else would show that this has changed, or was a mistake. A young engine has few measurements,
+so its first trials come soon, and each takes twice as many prompts as the one before."""
 STEPS_IN_FLIGHT_MAX = 16
 
 
@@ -41,44 +41,44 @@ class _Step:
     tokens: int
     pairs: float
     counts: bool
-    """Whether nothing of ours was under way."""
+    """Whether no pass of ours was running."""
 
 
 @dataclass
 class _Awaited:
-    """A request whose first token has not come."""
+    """A request without a first token yet."""
 
     request: Request
     admitted_s: float
     planned_s: float | None = None
-    """When its blend was planned, where nothing else has been computed since."""
+    """When its blend was planned; None where something else was computed since."""
     pass_s: float | None = None
-    """What its pass computed and waited for."""
+    """How long its pass computed and waited."""
     predicted_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Ttft:
-    """Of one request, seconds since its admission."""
+    """One request's time to first token, in seconds since its admission."""
 
     measured_s: float
     predicted_s: float | None
 
 
 class Timing:
-    """Clock, estimates and requests on their way to a first token."""
+    """The clock, the estimates and the requests without a first token."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.estimates = Estimates()
         self._running: set[str] = set()
-        """In the last step that was begun, and not ended since."""
+        """Requests of the newest step that have not ended since."""
         self._steps: deque[_Step] = deque(maxlen=STEPS_IN_FLIGHT_MAX)
         self._last_end_s = clock()
         self._awaited: dict[str, _Awaited] = {}
         self._first_tokens: dict[str, Ttft] = {}
         self._pass_ends_s: dict[str, float] = {}
-        """When the computing of each pass in flight is predicted to end."""
+        """When each pass in flight is predicted to have computed."""
         self._refusals = {"loading_is_slower": 0, "blending_is_slower": 0}
         self._trial_after = TRIAL_FIRST
 
@@ -88,20 +88,20 @@ class Timing:
 
     @property
     def ahead_s(self) -> float:
-        """Until the passes in flight are predicted to have been computed."""
+        """Seconds until the passes in flight are predicted to have computed."""
         return max(0.0, max(self._pass_ends_s.values(), default=0.0) - self.clock())
 
     def is_alone(self, request_id: str) -> bool:
-        """Whether nobody else is computing."""
+        """Whether no other request is computing."""
         return not self._running - {request_id} and not self._pass_ends_s.keys() - {request_id}
 
     def record_admission(self, request: Request) -> None:
-        """The scheduler considers the request; only the first time counts."""
+        """The scheduler considers the request; only the first call counts."""
         if request.request_id not in self._awaited and request.num_output_tokens == 0:
             self._awaited[request.request_id] = _Awaited(request, self.clock())
 
-    def planned(self, request_id: str, ttft_s: float | None, is_blend: bool) -> None:
-        """How the request is prefilled, and when its first token is predicted, from now on."""
+    def record_plan(self, request_id: str, ttft_s: float | None, is_blend: bool) -> None:
+        """Note how the request is prefilled, and its predicted first token, in seconds from now."""
         now_s = self.clock()
         awaited = self._awaited.get(request_id)
         if awaited is not None:
@@ -113,14 +113,14 @@ class Timing:
             self._disturbs_others({request_id})
 
     def pass_ended(self, request_id: str, sample: PassSample | None) -> None:
-        """A blend or save is over; ``sample`` where it went as planned."""
+        """A blend or save has ended, with a ``sample`` if it went as planned."""
         self._pass_ends_s.pop(request_id, None)
         awaited = self._awaited.get(request_id)
         if awaited is not None and sample is not None:
             awaited.pass_s = sample.busy_s + sample.load_wait_s
 
     def forget(self, request_id: str) -> Ttft | None:
-        """The request has ended; its TTFT, where it got so far."""
+        """The request has ended. Returns its TTFT, None where it had no token."""
         awaited = self._awaited.get(request_id)
         if awaited is not None and awaited.request.num_output_tokens:
             self._first_token(request_id, awaited)
@@ -167,12 +167,12 @@ class Timing:
         """Whether the next prompt is blended although computing it so is predicted to be slower."""
         return self._refusals["blending_is_slower"] >= self._trial_after
 
-    def tried(self) -> None:
+    def record_trial(self) -> None:
         self._refusals["blending_is_slower"] = 0
         self._trial_after = min(2 * self._trial_after, TRIAL_LAST)
 
     def probe_is_due(self, reason: str) -> bool:
-        """Count a refusal; whether it is time to read a chunk beside it."""
+        """Count a refusal, and return whether a chunk should be read to measure loading again."""
         if reason not in self._refusals:
             return False
         self._refusals[reason] += 1
@@ -180,7 +180,7 @@ class Timing:
 
 
 def _pairs(output: SchedulerOutput) -> float:
-    """(query, key) pairs that a step's attention has."""
+    """The number of (query, key) pairs in a step's attention."""
     computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

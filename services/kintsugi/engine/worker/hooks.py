@@ -1,4 +1,4 @@
-"""Every name of vLLM that the plugin hooks into, so that a version without one is told, not met."""
+"""Every name of vLLM that the plugin uses, so that a version without one is reported at start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 @dataclass(frozen=True)
 class Hook:
-    """An attribute of a vLLM module, and what would not work without it."""
+    """An attribute of a vLLM module, and the purpose that fails without it."""
 
     module: str
     attribute: str
@@ -18,7 +18,7 @@ class Hook:
 
     @property
     def is_there(self) -> bool:
-        """Imports the module. Class attributes that only instances have are not looked for."""
+        """Whether vLLM has it. Imports the module."""
         try:
             value = importlib.import_module(self.module)
             for name in self.attribute.split("."):
@@ -61,5 +61,5 @@ HOOKS = (
 
 
 def find_missing_hooks() -> list[Hook]:
-    """What this vLLM lacks. Imports vLLM: seconds, the first time."""
+    """The hooks that this vLLM lacks. Imports vLLM, which takes seconds the first time."""
     return [hook for hook in HOOKS if not hook.is_there]

@@ -57,7 +57,7 @@ class Layer:
 
     index: int
     name: str
-    """Of its attention, the key of vLLM's per-layer dictionaries."""
+    """The attention's name: the key of vLLM's per-layer dictionaries."""
     module: nn.Module
     attention: Any
     rotary_module: nn.Module
@@ -78,7 +78,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     num_kv_heads: int
-    """Of this rank."""
+    """KV heads that this rank holds."""
     head_dim: int
     projection_share: float
 

@@ -16,13 +16,12 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.accounting import WEIGHTS_CHANGED, Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
 from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
-    WEIGHTS_CHANGED,
     BlendJob,
     LoadSample,
     PassSample,
@@ -34,7 +33,7 @@ from kintsugi.engine.protocol import (
 from kintsugi.engine.worker.model import LoadedModel, find_model
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_so_on_any_rank, rank_and_size
-from kintsugi.engine.worker.support import unsupported
+from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
@@ -55,9 +54,9 @@ class _Blend:
     job: BlendJob
     work: BlendPass
     meter: Meter
-    """Of the first stream."""
+    """Measures the first stream."""
     advanced_s: float = 0.0
-    """In slices, waiting for layers included."""
+    """Time in slices, waiting for layers included."""
 
 
 @dataclass
@@ -102,13 +101,13 @@ class WorkerSide:
         self._loads: list[LoadSample] = []
         self._finished: dict[str, Accounting] = {}
         self._without_kv: set[str] = set()
-        """Of the finished, those that vLLM has to compute: not a chunk that was computed but not stored."""
+        """Finished requests that vLLM has to compute. A chunk that was only not stored is none of them."""
         self._released: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the model behind the caches and check that blending it is right. Never raises for a model
         that cannot be blended: serving goes on, and every response says why."""
-        self._unable = unsupported(self._vllm_config)
+        self._unable = find_unsupported(self._vllm_config)
         if self._unable is not None:
             logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
             return
@@ -136,7 +135,7 @@ class WorkerSide:
             self._advance()
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Ids whose blocks the scheduler may use again, and those of them whose KV is not there."""
+        """Ids whose blocks the scheduler may use again, and those among them without KV."""
         done = self._released | set(self._finished)
         return done, set(self._without_kv)
 
@@ -282,7 +281,7 @@ class WorkerSide:
             budget -= self._advance_save(budget)
 
     def _admit(self, job: BlendJob) -> None:
-        """Begin a blend, or leave the prompt to vLLM."""
+        """Begin a blend, or hand the prompt to vLLM."""
         request_id = job.tokens.request_id
         with contain_defects(f"begin the blend of {request_id}", partial(self._fail, request_id)):
             self._begin_blend(job)
@@ -296,7 +295,7 @@ class WorkerSide:
         return spent
 
     def _sample(self, request_id: str, blend: _Blend) -> None:
-        """What the loading controller learns from a blend; nothing from one that lost chunks on the way."""
+        """The loading controller's sample of a blend; None for one that lost chunks."""
         tally = blend.work.tally
         if blend.work.status is PassStatus.FAILED or tally.restarts:
             return
@@ -306,7 +305,7 @@ class WorkerSide:
         self._loads.append(_load_sample(blend.meter))
 
     def _read_some(self, job: ProbeJob) -> LoadSample:
-        """Read a few layers of some chunks and let them go."""
+        """Read a few layers of some chunks, and drop them."""
         assert self._model is not None
         layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
         heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
@@ -328,7 +327,7 @@ class WorkerSide:
             logger.error("Reading a chunk to learn how fast it comes broke", exc_info=error)
 
     def _fail(self, request_id: str, reason: str | None) -> None:
-        """The request's KV is not there: vLLM computes it."""
+        """Report the request without KV, so that vLLM computes it."""
         self._finished[request_id] = Accounting(Outcome.FAILED, reason=reason)
         self._without_kv.add(request_id)
 

@@ -128,7 +128,7 @@ class Prepared:
     metadata: dict[str, Any]
     slots: dict[str, Tensor]
     scattered: dict[str, ScatteredRows]
-    """Of the layers whose attention our own kernel computes."""
+    """Rows by the name of each layer whose attention our own kernel computes."""
 
 
 class VllmStack:

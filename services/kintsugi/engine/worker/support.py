@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kintsugi.engine.worker.hooks import find_missing_hooks
 
 
-def unsupported(vllm_config: VllmConfig) -> str | None:
+def find_unsupported(vllm_config: VllmConfig) -> str | None:
     """`reason: detail` for the first thing that rules blending out, None where nothing does."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     missing = find_missing_hooks()

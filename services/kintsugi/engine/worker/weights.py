@@ -109,12 +109,12 @@ class LoadedWeights:
         load: Any = self._model.load_weights
 
         @functools.wraps(load)
-        def observed(*args: Any, **kwargs: Any) -> Any:
+        def load_and_note(*args: Any, **kwargs: Any) -> Any:
             self._change = self._change or "load_weights was called"
             return load(*args, **kwargs)
 
         # The instance's own attribute; a method of the class is left alone.
-        self._model.__dict__["load_weights"] = observed
+        self._model.__dict__["load_weights"] = load_and_note
 
     def _look(self) -> Snapshot:
         places, samples = [], defaultdict(list)

@@ -1,9 +1,9 @@
 """The loading controller decides what to load, how much to recompute, or not to blend at all. Pure.
 
 From the paper (§5, "loading controller"): the ratio at which recomputing takes as long as loading, but at
-least the ratio that quality requires. (`core.tiers` makes the paper's other choice, the storage tier.) In
-addition, a chunk is recomputed if that is faster than loading it, and the prompt is prefilled in full if
-nothing beats that: on a fast accelerator behind a slow network, loading loses.
+least the ratio that quality requires. (`store.shard.eviction.placement` makes the paper's other choice, the
+storage tier.) In addition, a chunk is recomputed if that is faster than loading it, and the prompt is
+prefilled in full if nothing beats that: on a fast accelerator behind a slow network, loading loses.
 
 Priors are optimistic: without any measurement a prompt is blended, which makes the engine measure, and a
 source that was never read counts as instant. `engine.scheduler.timing` keeps the estimates up to date after
@@ -19,7 +19,6 @@ from itertools import combinations
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection
-from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.estimates import Measured
 from kintsugi.fusor.control.forecast import BlendForecast, ForecastRegion, blend_forecast, full_prefill_s
 from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
@@ -55,13 +54,6 @@ class LoadingController:
     def with_selection(self, selection: Selection) -> LoadingController:
         return replace(self, selection=selection)
 
-    def configuration(
-        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
-    ) -> Selection:
-        """The selection with the lowest ratio that may be used. A raised ratio is never worse, so cache
-        blocks need no separate name for it."""
-        return FixedRatioPlanner(self.selection).configuration(ratio, selector, adaptive_mass)
-
     def plan(self, request: PlanRequest) -> BlendPlan:
         """Return the plan with the earliest first token. Raises `NotBlendable` if a full prefill's is
         earlier: `loading_is_slower`, or `blending_is_slower` if even an instant store would not help."""
@@ -73,7 +65,7 @@ class LoadingController:
         plan, forecast = _try_fewer_loads(fixed, forecast, full_s, request)
         if forecast.ttft_s > full_s and not (request.is_trial and _transfers_within(full_s, plan, request)):
             raise _make_refusal(plan, forecast, full_s, request)
-        if request.ratio is None and request.is_alone:
+        if request.options.ratio is None and request.is_alone:
             plan, forecast = _raise_ratio(plan, forecast, min(self.ratio_max, 1.0), full_s, request)
         return replace(plan, predicted_ttft_s=forecast.ttft_s)
 

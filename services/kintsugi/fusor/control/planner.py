@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
-from kintsugi.core.request import SelectorName
+from kintsugi.core.plan import BlendPlan, ChunkHit, Selection, apply_options
+from kintsugi.core.request import BlendOptions
 from kintsugi.fusor.control.estimates import Measured
 from kintsugi.fusor.control.forecast import EngineShape
 
@@ -23,10 +23,8 @@ class PlanRequest:
     hits: tuple[ChunkHit, ...]
     """Chunks that the store holds and the prefix cache does not cover entirely, with their sizes and
     sources."""
-    ratio: float | None
-    """The ratio that the request demands; None leaves it to the planner."""
-    selector: SelectorName | None
-    adaptive_mass: float | None = None
+    options: BlendOptions = field(default_factory=BlendOptions)
+    """The request's options; the planner decides about those that are None."""
     exact_end: int = 0
     """As in `BlendPlan`."""
     engine: EngineShape | None = None
@@ -56,15 +54,6 @@ class Planner(Protocol):
         """Return the same planner with another default, such as a calibration report's choice."""
         ...
 
-    def configuration(
-        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
-    ) -> Selection:
-        """The selection for a request with these constraints.
-
-        It is known before the store has answered, so that the engine can name the KV it will produce.
-        """
-        ...
-
 
 @dataclass(frozen=True)
 class FixedRatioPlanner:
@@ -77,22 +66,10 @@ class FixedRatioPlanner:
     def with_selection(self, selection: Selection) -> FixedRatioPlanner:
         return replace(self, selection=selection)
 
-    def configuration(
-        self, ratio: float | None, selector: SelectorName | None, adaptive_mass: float | None = None
-    ) -> Selection:
-        ours = self.selection
-        return replace(
-            ours,
-            ratio=ours.ratio if ratio is None else ratio,
-            selector=selector or ours.selector,
-            adaptive_mass=ours.adaptive_mass if adaptive_mass is None else adaptive_mass,
-        )
-
     def plan(self, request: PlanRequest) -> BlendPlan:
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
-        selection = self.configuration(request.ratio, request.selector, request.adaptive_mass)
-        return BlendPlan(request.hits, selection, request.exact_end)
+        return BlendPlan(request.hits, apply_options(self.selection, request.options), request.exact_end)
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:

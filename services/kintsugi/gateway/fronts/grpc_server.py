@@ -162,9 +162,8 @@ class KintsugiService:
 
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         pieces = await self.gateway.tokenize(caller, request.namespace, list(request.texts))
-        return pb.TokenizeResponse(
-            texts=[pb.TokenizedText(token_ids=piece.token_ids, key=piece.key.hex) for piece in pieces]
-        )
+        texts = [pb.TokenizedText(token_ids=piece.token_ids, key=piece.key.hex) for piece in pieces]
+        return pb.TokenizeResponse(texts=texts)
 
 
 async def _write_first(

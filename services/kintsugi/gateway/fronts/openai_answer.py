@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.exchange import OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
-from kintsugi.gateway.backend import EngineBackend
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import TIMES, without_times

@@ -11,8 +11,9 @@ from google.protobuf.struct_pb2 import Struct
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.core.request import parse_selector
+from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.gateway import GatewayChunk, Put
 from kintsugi.gateway.prompts import Finished, GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment
@@ -28,7 +29,7 @@ def content_of(wire: pb.Content | pb.Segment, where: str) -> Segment:
     if kind == "text":
         return Segment(text=wire.text)
     if kind == "tokens":
-        return Segment(token_ids=tuple(wire.tokens.ids))
+        return Segment(token_ids=TokenIds.of(wire.tokens.ids))
     raise InvalidField(where, "is mandatory; give a text or tokens")
 
 
@@ -67,9 +68,8 @@ def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str])
         segments=segments_of(wire.segments),
         question=content_of(wire.question, "question"),
         sampling=sampling_of(wire.sampling),
-        ratio=wire.ratio if wire.HasField("ratio") else None,
-        selector=parse_selector(wire.selector) if wire.selector else None,
-        adaptive_mass=wire.adaptive_mass if wire.HasField("adaptive_mass") else None,
+        # Only fields that were set are listed.
+        options=BlendOptions.from_mapping({field.name: value for field, value in wire.ListFields()}),
         explain=wire.explain,
         no_blend=wire.no_blend,
         priority=wire.priority,

@@ -41,11 +41,16 @@ CREATE TABLE IF NOT EXISTS share (
     namespace TEXT PRIMARY KEY, chunks INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS share_chunks ON share (chunks);
 CREATE INDEX IF NOT EXISTS share_tokens ON share (tokens);
+CREATE TABLE IF NOT EXISTS total (
+    id INTEGER PRIMARY KEY CHECK (id = 0), chunks INTEGER NOT NULL, tokens INTEGER NOT NULL);
+INSERT OR IGNORE INTO total VALUES (0, 0, 0);
 CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunk BEGIN
+    UPDATE total SET chunks = chunks + 1, tokens = tokens + (length(new.tokens) - {_CHECKSUM_BYTES}) / 4;
     INSERT INTO share VALUES (new.namespace, 1, (length(new.tokens) - {_CHECKSUM_BYTES}) / 4)
     ON CONFLICT DO UPDATE SET chunks = chunks + 1, tokens = tokens + excluded.tokens;
 END;
 CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunk BEGIN
+    UPDATE total SET chunks = chunks - 1, tokens = tokens - (length(old.tokens) - {_CHECKSUM_BYTES}) / 4;
     UPDATE share SET chunks = chunks - 1, tokens = tokens - (length(old.tokens) - {_CHECKSUM_BYTES}) / 4
     WHERE namespace = old.namespace;
     DELETE FROM share WHERE namespace = old.namespace AND chunks = 0;
@@ -53,10 +58,10 @@ END;
 CREATE TABLE IF NOT EXISTS imported (source TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 _LARGEST = """
-SELECT namespace FROM (
+SELECT namespace, max(1.0 * chunks / ?, 1.0 * tokens / ?) AS held FROM (
     SELECT * FROM (SELECT * FROM share ORDER BY chunks DESC LIMIT 1)
     UNION SELECT * FROM (SELECT * FROM share ORDER BY tokens DESC LIMIT 1))
-ORDER BY max(1.0 * chunks / ?, 1.0 * tokens / ?) DESC LIMIT 1
+ORDER BY held DESC LIMIT 1
 """
 _DELETE_OLDEST = """
 DELETE FROM chunk WHERE id = (SELECT id FROM chunk WHERE namespace = ? ORDER BY used LIMIT 1)
@@ -162,23 +167,19 @@ class ChunkTable:
         return [(address[0], ChunkText.from_bytes(text)) for (text,) in gone if text is not None]
 
     def _evict(self, db: sqlite3.Connection) -> list[Removed]:
-        """Delete the oldest chunks of namespaces that exceed their share, then of the largest."""
+        """Delete the oldest chunks of the namespace that holds most, until every bound holds."""
         removed: list[Removed] = []
         bounds = (self._chunks_max, self._tokens_max)
-        chunks, tokens = db.execute(
-            "SELECT ifnull(sum(chunks), 0), ifnull(sum(tokens), 0) FROM share"
-        ).fetchone()
-        exceeding = "SELECT namespace FROM share WHERE chunks > ? OR tokens > ? LIMIT 1"
-        while True:
-            giving = db.execute(exceeding, [NAMESPACE_SHARE_MAX * bound for bound in bounds]).fetchone()
-            if giving is None and (chunks > self._chunks_max or tokens > self._tokens_max):
-                giving = db.execute(_LARGEST, bounds).fetchone()
-            if giving is None:
-                self.num_chunks, self.num_tokens = chunks, tokens
-                return removed
-            text, size = db.execute(_DELETE_OLDEST, giving).fetchone()
+        chunks, tokens = db.execute("SELECT chunks, tokens FROM total").fetchone()
+        while chunks:
+            namespace, held = db.execute(_LARGEST, bounds).fetchone()
+            if held <= NAMESPACE_SHARE_MAX and chunks <= self._chunks_max and tokens <= self._tokens_max:
+                break
+            text, size = db.execute(_DELETE_OLDEST, (namespace,)).fetchone()
             chunks, tokens = chunks - 1, tokens - (size - _CHECKSUM_BYTES) // 4
-            removed += [(giving[0], ChunkText.from_bytes(text))] if text is not None else []
+            removed += [(namespace, ChunkText.from_bytes(text))] if text is not None else []
+        self.num_chunks, self.num_tokens = chunks, tokens
+        return removed
 
     def close(self) -> None:
         """Idempotent."""

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.spaces import ChunkKey, token_bytes, token_ids_of
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.texts.chunk_table import NAMESPACE_SHARE_MAX, Address, ChunkTable, Record
 from kintsugi.gateway.texts.known_texts import WINDOW_CHARS, ChunkText, TextIndex, disjoint, window_hashes
 
@@ -82,15 +83,15 @@ class KnownChunks:
         if before is not None and known in (None, before.text):
             self._touch(address)
         else:
-            self._write([(address, Record(token_bytes(token_ids), known))])
+            self._write([(address, Record(TokenIds.of(token_ids).data, known))])
 
-    def token_ids(self, namespace: str, key: ChunkKey) -> tuple[int, ...] | None:
+    def token_ids(self, namespace: str, key: ChunkKey) -> TokenIds | None:
         """The chunk's tokens; None if it was never seen in this namespace, or too long ago."""
         record = self._get((namespace, key))
         if record is None:
             return None
         self._touch((namespace, key))
-        return token_ids_of(record.tokens)
+        return TokenIds(record.tokens)
 
     def knows(self, namespace: str, key: ChunkKey) -> bool:
         """Whether `token_ids` would return tokens. Does not count as a use."""

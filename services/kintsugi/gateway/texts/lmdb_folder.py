@@ -28,7 +28,7 @@ def read_lmdb_folder(folder: Path) -> Iterator[tuple[str, ChunkKey, bytes, Chunk
     except ImportError as error:
         raise Unavailable(f"{folder} cannot be read without lmdb; install kintsugi-kv[store]") from error
     try:
-        with lmdb.open(str(folder), readonly=True, lock=False) as environment, environment.begin() as view:
+        with lmdb.open(str(folder), readonly=True) as environment, environment.begin() as view:
             numbered = sorted(
                 (record[0], bytes(name))
                 for name, value in view.cursor()

@@ -17,7 +17,8 @@ import xxhash
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
 from kintsugi.core.layout import TOKENS_MAX
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes, token_ids_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, KnownChunk
 
@@ -46,7 +47,7 @@ class Segment:
     """One part of a prompt; exactly one of the first four fields is set."""
 
     text: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: TokenIds | None = None
     key: ChunkKey | None = None
     document: tuple[str, DocumentRef] | None = None
     """Corpus, and a chunk in it."""
@@ -58,17 +59,12 @@ class Segment:
 class ResolvedSegment:
     """A segment's tokens and key."""
 
-    tokens: bytes
-    """Little-endian u32."""
+    token_ids: TokenIds
     key: ChunkKey
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens) // 4
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return token_ids_of(self.tokens)
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class ResolvedPrompt:
     """`[prefix][segment]…[question]` as token ids."""
 
     space: ChunkSpace
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     spans: tuple[Span, ...]
     """Where each segment lies; the spans of plain segments have no key."""
     pieces: tuple[ResolvedSegment, ...]
@@ -123,8 +119,9 @@ class SegmentResolver:
             start, end = end, end + piece.num_tokens
             spans.append(Span(start, end, None if segment.plain else piece.key))
         asked = await self._resolve_segments(space, [question], "question", tokens_max)
-        tokens = token_ids_of(b"".join(piece.tokens for piece in (*pieces, *asked)))
-        return ResolvedPrompt(space, space.prefix_token_ids + tokens, tuple(spans), tuple(pieces))
+        prefix = TokenIds.of(space.prefix_token_ids)
+        token_ids = TokenIds.join([prefix, *(piece.token_ids for piece in (*pieces, *asked))])
+        return ResolvedPrompt(space, token_ids, tuple(spans), tuple(pieces))
 
     async def pieces(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
@@ -206,14 +203,16 @@ class SegmentResolver:
             self._pieces.move_to_end(address)
             return piece
         if inline:
-            tokens = token_bytes(self._tokenize(text))
+            token_ids = TokenIds.of(self._tokenize(text))
         else:
             async with self._long if len(text) > LONG_CHARS else nullcontext():
                 loop = asyncio.get_running_loop()
-                tokens = await loop.run_in_executor(self._threads, lambda: token_bytes(self._tokenize(text)))
-        if not tokens:
+                token_ids = await loop.run_in_executor(
+                    self._threads, lambda: TokenIds.of(self._tokenize(text))
+                )
+        if not token_ids:
             raise InvalidField(name, "has no tokens; leave it out or give it a text")
-        return ResolvedSegment(tokens, ChunkKey.of_bytes(space, tokens))
+        return ResolvedSegment(token_ids, ChunkKey.of(space, token_ids))
 
     def _keep(self, address: _Address, piece: ResolvedSegment) -> None:
         before = self._pieces.pop(address, None)
@@ -223,11 +222,10 @@ class SegmentResolver:
             _, oldest = self._pieces.popitem(last=False)
             self._cached_tokens -= oldest.num_tokens
 
-    def _of_tokens(self, space: ChunkSpace, token_ids: tuple[int, ...], name: str) -> ResolvedSegment:
+    def _of_tokens(self, space: ChunkSpace, token_ids: TokenIds, name: str) -> ResolvedSegment:
         if not token_ids:
             raise InvalidField(name, "has no tokens; leave it out")
-        tokens = token_bytes(token_ids)
-        return ResolvedSegment(tokens, ChunkKey.of_bytes(space, tokens))
+        return ResolvedSegment(token_ids, ChunkKey.of(space, token_ids))
 
     def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> ResolvedSegment:
         ids = self._known.token_ids(space.namespace, key)
@@ -236,14 +234,13 @@ class SegmentResolver:
                 f"{name}: chunk {key} is not known here in namespace {space.namespace!r}; send its text or "
                 "tokens once, or put it again"
             )
-        tokens = token_bytes(ids)
-        if ChunkKey.of_bytes(space, tokens) != key:
+        if ChunkKey.of(space, ids) != key:
             raise ForeignChunkKey(
                 name,
                 f"chunk {key} belongs to another chunk space: its model or system prompt is not the one that "
                 "is served now; put it again",
             )
-        return ResolvedSegment(tokens, key)
+        return ResolvedSegment(ids, key)
 
     async def _look_up_documents(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str
@@ -278,11 +275,11 @@ def _piece_of(
 
     Raises `NotFound` also for a corpus of another namespace: other callers learn nothing of it.
     """
-    tokens = b"" if chunk is None else token_bytes(chunk.token_ids)
-    if chunk is None or ChunkKey.of_bytes(space, tokens) != chunk.key:
+    token_ids = TokenIds() if chunk is None else TokenIds.of(chunk.token_ids)
+    if chunk is None or ChunkKey.of(space, token_ids) != chunk.key:
         version = "" if ref.version is None else f" in version {ref.version!r}"
         raise NotFound(
             f"{name}: document {ref.document_id!r} of corpus {corpus!r} has no chunk {ref.index}{version} "
             f"for namespace {space.namespace!r} and the model that is served; run kintsugi precompute"
         )
-    return ResolvedSegment(tokens, chunk.key)
+    return ResolvedSegment(token_ids, chunk.key)

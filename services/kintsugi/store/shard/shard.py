@@ -1,14 +1,14 @@
 """A shard: chunk KV in this process's arena and on its disks. No network; thread-safe.
 
-It checks what callers ask, owns the tiers' files and the threads that do their I/O, and leaves every decision
-about a chunk to its `EntryTable`.
+It validates calls, owns the tiers' files and the threads that do their I/O, and leaves every decision about a
+chunk to its `EntryTable`.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kintsugi.core.errors import InvalidField
@@ -30,7 +30,7 @@ from kintsugi.store.shard.workers.writeback import WriteBack
 
 
 class Shard:
-    """`close` it."""
+    """The chunk KV of one process: an arena in memory, and SSD tiers. `close` it."""
 
     def __init__(
         self,
@@ -87,11 +87,14 @@ class Shard:
         """What killed one of its threads: nothing is served any more."""
         return self.table.failure
 
-    def _addresses(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Address]:
-        """Addresses of chunks, for every call that needs a shard which serves. Raises `InvalidField` for a
-        namespace, `Unavailable` once the shard has failed."""
+    def _check(self, namespace: str) -> None:
+        """Raise `InvalidField` for a malformed namespace, `Unavailable` once the shard has failed."""
         check_namespace(namespace)
         self.table.check_alive()
+
+    def _addresses(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Address]:
+        """Addresses of the keys, after `_check`."""
+        self._check(namespace)
         return [(namespace, key) for key in keys]
 
     # Finding
@@ -104,12 +107,12 @@ class Shard:
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
         """As `ChunkStore.lookup_anchors`."""
-        self._addresses(namespace, ())
+        self._check(namespace)
         return self.table.find_candidates(namespace, space_digest, anchors)
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
         """Entries in key order."""
-        self._addresses(namespace, ())
+        self._check(namespace)
         return self.table.page(namespace, limit, after)
 
     # Writing
@@ -117,9 +120,9 @@ class Shard:
     def begin_put(
         self, manifest: ChunkManifest, options: PutOptions | None = None, wait_s: float = 0.0
     ) -> ChunkPut | None:
-        """Room for a chunk, or None where the key is there already. End it with `commit` or `abort`.
+        """Reserve room for a chunk; None if the shard has it already. End it with `commit` or `abort`.
 
-        Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
+        Raises `ResourceExhausted` for what can never fit, `NoRoomYet` if `wait_s` was too short.
         """
         return self.table.begin_put(manifest, options or PutOptions(), wait_s)
 
@@ -136,8 +139,8 @@ class Shard:
         self.table.abort(put)
 
     def make_durable(self, namespace: str, key: ChunkKey) -> Future[None] | None:
-        """Done once a chunk that is here is on disk, which starts now where RAM alone has it; None where it
-        is there, or gone. Raises `InvalidField` without an SSD tier."""
+        """Write a chunk to disk if only RAM has it; done once it is there. None if it is there already, or
+        absent. Raises `InvalidField` without an SSD tier."""
         return self.table.make_durable((namespace, key))
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
@@ -146,7 +149,7 @@ class Shard:
 
     def clear(self, namespace: str) -> int:
         """Forget a namespace's chunks; their number."""
-        self._addresses(namespace, ())
+        self._check(namespace)
         return self.table.clear(namespace)
 
     def flush_writers(self) -> list[Future[None]]:
@@ -203,8 +206,7 @@ class Shard:
 
     def save_uses(self) -> None:
         """Remember over a restart how chunks were used."""
-        entries: Iterator[ChunkEntry] = (entry for entry in self.table.entries() if entry.disk is not None)
-        self._uses.save(entries)
+        self._uses.save(entry for entry in self.table.entries() if entry.disk is not None)
 
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write back what only RAM holds; the bytes that were not written in time.

@@ -382,8 +382,8 @@ class EntryTable:
         return job.done
 
     def make_durable(self, address: Address) -> Future[None] | None:
-        """Done once a chunk that is present is on disk, which starts now where RAM alone has it; None where
-        it is there, or absent. Raises `InvalidField` without an SSD tier."""
+        """Write a chunk to disk if only RAM has it; done once it is there. None if it is there already, or
+        absent. Raises `InvalidField` without an SSD tier."""
         with self._lock:
             entry = self._index.get(address)
             if not self.queues:

@@ -15,14 +15,13 @@ import pytest
 from kintsugi.core.deploy import GatewaySpec, OpenAISpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
-from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec
+from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
 from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import accounting_in
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway, PutState
-from kintsugi.gateway.local_backend import LocalBackend
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
@@ -38,11 +37,11 @@ CHUNKING = ChunkingConfig(tokens_max=120)
 CALL_S = 120.0
 
 
-class NotingBackend(LocalBackend):
+class NotingEngine(AsyncEngine):
     """Also keeps what each answer said that it cost: frameworks do not show it."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, spec: AsyncSpec, parts: EngineParts) -> None:
+        super().__init__(spec, parts)
         self.accountings: list[Mapping[str, Any]] = []
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
@@ -64,9 +63,8 @@ class Served:
     model: str
     chunker: Chunker
     info: EngineInfo
-    engine: AsyncEngine
+    engine: NotingEngine
     gateway: Gateway
-    backend: NotingBackend
     loop: asyncio.AbstractEventLoop
 
     @property
@@ -109,8 +107,7 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
 
     with ShardServer(Shard(RamTier(128 << 20)), "127.0.0.1:0") as shard:
         engine = run(_engine(f"grpc://{shard.address}"))
-        backend = NotingBackend(engine)
-        gateway = run(_gateway(backend, f"grpc://{shard.address}"))
+        gateway = run(_gateway(engine, f"grpc://{shard.address}"))
         server = HttpServer(HttpFront(gateway).app, "127.0.0.1", 0)
         run(server.start())
         chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
@@ -122,17 +119,16 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
             f"grpc://{shard.address}",
             BUNDLED_NAME,
             chunker,
-            engine.info(),
+            run(engine.info()),
             engine,
             gateway,
-            backend,
             loop,
         )
         run(grpc.stop())
         run(server.stop())
         run(gateway.close())
         sockets, handler = engine.client.engine_core.resources.ctx, engine.client.output_handler
-        run(engine.stop())
+        run(engine.close())
         assert sockets.closed
         assert handler.cancelled()
     loop.call_soon_threadsafe(loop.stop)
@@ -140,8 +136,8 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
     loop.close()
 
 
-async def _gateway(backend: NotingBackend, store: str) -> Gateway:
-    return await Gateway.open(GatewaySpec(), backend, store, BUNDLED_CHECKPOINT)
+async def _gateway(engine: AsyncEngine, store: str) -> Gateway:
+    return await Gateway.open(GatewaySpec(), engine, store, BUNDLED_CHECKPOINT)
 
 
 def publish_report(store_url: str) -> None:
@@ -153,7 +149,7 @@ def publish_report(store_url: str) -> None:
         store.close()
 
 
-async def _engine(store: str) -> AsyncEngine:
+async def _engine(store: str) -> NotingEngine:
     spec = AsyncSpec(
         str(BUNDLED_CHECKPOINT),
         BUNDLED_NAME,
@@ -163,4 +159,4 @@ async def _engine(store: str) -> AsyncEngine:
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
         openai=OpenAISpec(tool_call_parser="hermes"),
     )
-    return await AsyncEngine.start(spec, lambda binding: publish_report(store))
+    return await NotingEngine.start(spec, lambda binding: publish_report(store))

@@ -61,7 +61,7 @@ def test_a_langchain_chain_hits(served: Served, figure: Figure) -> None:
     result = chain.invoke({"input": showcase().question})
     assert result["answer"]
     texts = [document.page_content for document in result["context"]]
-    check_hit_rate(texts, served.backend.accountings[-1], "langchain", figure)
+    check_hit_rate(texts, served.engine.accountings[-1], "langchain", figure)
 
 
 def test_a_llama_index_query_engine_hits(served: Served, figure: Figure) -> None:
@@ -71,7 +71,7 @@ def test_a_llama_index_query_engine_hits(served: Served, figure: Figure) -> None
     response = engine.query(showcase().question)
     assert str(response)
     texts = [source.node.get_content() for source in response.source_nodes]
-    check_hit_rate(texts, served.backend.accountings[-1], "llama-index", figure)
+    check_hit_rate(texts, served.engine.accountings[-1], "llama-index", figure)
 
 
 def test_the_openai_example_answers_and_tells_what_it_cost(served: Served) -> None:

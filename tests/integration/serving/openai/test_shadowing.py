@@ -40,7 +40,7 @@ def shadowing(served: Served, registry: CollectorRegistry) -> Iterator[Shadowing
     yield shadowing
     served.run(shadowing.close())
     publish_report(served.store_url)
-    assert _within(lambda: served.engine.info().blending == "on")
+    assert _within(lambda: served.run(served.engine.info()).blending == "on")
 
 
 def test_a_damaged_store_trips_the_gate_through_serving(
@@ -63,7 +63,7 @@ def test_a_damaged_store_trips_the_gate_through_serving(
         assert outcome == "blended"
     assert _within(lambda: registry.get_sample_value("kintsugi_shadow_trips_total") == 1)
     assert shadowing.counts.compared < HEALTHY + 60
-    assert _within(lambda: served.engine.info().blending.startswith("drift"))
+    assert _within(lambda: served.run(served.engine.info()).blending.startswith("drift"))
     assert _asked(served, "sound", next(orders)) == "declined"
 
 

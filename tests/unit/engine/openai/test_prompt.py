@@ -81,7 +81,7 @@ def test_pieces_make_up_the_text_and_chunks_are_chunks(text: str, chunks: list[s
 )
 def test_a_chunk_has_the_ids_that_it_is_stored_under(gap: str, chunks: list[str]) -> None:
     text = gap.join(["System. ", *chunks, "What?"])
-    segmented = SegmentTokenizer(tokenizer(), (BOS_ID,)).segmented(text, chunks, add_special_tokens=True)
+    segmented = SegmentTokenizer(tokenizer(), (BOS_ID,)).segment_text(text, chunks, add_special_tokens=True)
     check_spans(segmented.spans, len(segmented.token_ids))
     assert segmented.token_ids[0] == BOS_ID
     assert tokenizer().decode(segmented.token_ids[1:]) == text
@@ -95,7 +95,7 @@ def test_a_chunk_has_the_ids_that_it_is_stored_under(gap: str, chunks: list[str]
 def test_without_chunks_the_ids_are_the_tokenizers_own() -> None:
     for special in (True, False):
         text = "Honey bees dance."
-        segmented = SegmentTokenizer(tokenizer()).segmented(text, [], special)
+        segmented = SegmentTokenizer(tokenizer()).segment_text(text, [], special)
         assert segmented.token_ids == tokenizer()(text, add_special_tokens=special)["input_ids"]
         assert segmented.spans == ()
 
@@ -105,10 +105,10 @@ def test_a_prompt_begins_with_the_prefix_of_the_chunk_space() -> None:
     system = tuple(tokenizer()("You answer from the passages")["input_ids"])
     text = "You answer from the passages: salt."
     for special, rendered in ((True, text), (False, "<s>" + text)):
-        segmented = SegmentTokenizer(tokenizer(), system).segmented(rendered, ["salt."], special)
+        segmented = SegmentTokenizer(tokenizer(), system).segment_text(rendered, ["salt."], special)
         assert tuple(segmented.token_ids[: len(system)]) == system
         assert tokenizer().decode(segmented.token_ids) == "<s>" + text
-    other = SegmentTokenizer(tokenizer(), system).segmented("Another system. salt.", ["salt."], True)
+    other = SegmentTokenizer(tokenizer(), system).segment_text("Another system. salt.", ["salt."], True)
     assert tokenizer().decode(other.token_ids) == "<s>Another system. salt."
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.errors import BelowMinimum, Unavailable
 from kintsugi.core.report import Binding
+from kintsugi.core.request import BlendOptions
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.scheduler import gate as gate_module
 from kintsugi.engine.scheduler.gate import FileReport, Gate, StoreReports, open_gate
@@ -137,14 +138,14 @@ def test_limits_are_lifted_for_a_while() -> None:
     least = PASSING.choice.selection
     assert least is not None
     with pytest.raises(BelowMinimum):
-        reported.resolve(least, 0.0, None)
-    with gate.lifted():
-        assert gate.state.resolve(least, 0.0, None) == dataclasses.replace(least, ratio=0.0)
+        reported.resolve(least, BlendOptions(ratio=0.0))
+    with gate.lift_limits():
+        assert gate.state.resolve(least, BlendOptions(ratio=0.0)) == dataclasses.replace(least, ratio=0.0)
     assert gate.state == reported
-    with gate.lifted():
+    with gate.lift_limits():
         gate.refresh()
     assert gate.state.reason == "drift", "what came meanwhile stays"
-    with gate.lifted():
+    with gate.lift_limits():
         assert not gate.state.is_open
 
 

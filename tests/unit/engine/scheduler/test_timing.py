@@ -66,7 +66,7 @@ def test_ttft_runs_from_the_first_look_to_the_end_of_the_step_with_the_first_tok
     bench.timing.record_admission(request)
     bench.now_s += 0.5
     bench.timing.record_admission(request)
-    bench.timing.planned("r", 2.0, is_blend=True)
+    bench.timing.record_plan("r", 2.0, is_blend=True)
     bench.step(StubOutput({}), 1.0)
     request.num_output_tokens = 1
     bench.step(StubOutput({"r": 1}), 1.5)
@@ -124,7 +124,7 @@ def test_steps_that_overlap_are_not_counted_twice(bench: Bench) -> None:
 def test_the_tail_is_what_a_pass_does_not_explain(bench: Bench) -> None:
     request: Any = StubRequest("r")
     bench.timing.record_admission(request)
-    bench.timing.planned("r", None, is_blend=True)
+    bench.timing.record_plan("r", None, is_blend=True)
     bench.now_s += 1.0
     bench.timing.pass_ended("r", PassSample(busy_s=0.7, load_wait_s=0.2, projection_share=0.2))
     bench.now_s += 0.3
@@ -137,11 +137,11 @@ def test_the_tail_is_what_a_pass_does_not_explain(bench: Bench) -> None:
 def test_what_others_compute_meanwhile_is_no_tail(bench: Bench, other: str) -> None:
     request: Any = StubRequest("r")
     bench.timing.record_admission(request)
-    bench.timing.planned("r", None, is_blend=True)
+    bench.timing.record_plan("r", None, is_blend=True)
     if other == "a step":
         bench.prefill(8000, 1.0, ours_in_flight=True)
     else:
-        bench.timing.planned("later", None, is_blend=True)
+        bench.timing.record_plan("later", None, is_blend=True)
     bench.timing.pass_ended("r", PassSample(busy_s=0.1, load_wait_s=0.0, projection_share=0.2))
     bench.step(StubOutput({"r": 1}), 1.0)
     request.num_output_tokens = 1
@@ -151,8 +151,8 @@ def test_what_others_compute_meanwhile_is_no_tail(bench: Bench, other: str) -> N
 
 def test_a_pass_waits_for_those_ahead(bench: Bench) -> None:
     assert bench.timing.ahead_s == 0
-    bench.timing.planned("one", 3.0, is_blend=True)
-    bench.timing.planned("plain", 9.0, is_blend=False)
+    bench.timing.record_plan("one", 3.0, is_blend=True)
+    bench.timing.record_plan("plain", 9.0, is_blend=False)
     bench.now_s += 1.0
     assert bench.timing.ahead_s == 2.0
     bench.timing.pass_ended("one", None)
@@ -160,8 +160,8 @@ def test_a_pass_waits_for_those_ahead(bench: Bench) -> None:
 
 
 def test_a_blend_that_got_no_cache_blocks_and_then_none_was_needed_holds_up_nobody(bench: Bench) -> None:
-    bench.timing.planned("one", 3.0, is_blend=True)
-    bench.timing.planned("one", 1.0, is_blend=False)
+    bench.timing.record_plan("one", 3.0, is_blend=True)
+    bench.timing.record_plan("one", 1.0, is_blend=False)
     assert bench.timing.ahead_s == 0
     assert bench.timing.is_alone("other")
 
@@ -173,7 +173,7 @@ def test_who_computes_beside_another_is_not_alone(bench: Bench) -> None:
     bench.timing.forget("other")
     assert bench.timing.is_alone("me")
     bench.timing.forget("me")
-    bench.timing.planned("blend", 1.0, is_blend=True)
+    bench.timing.record_plan("blend", 1.0, is_blend=True)
     assert bench.timing.is_alone("blend")
     assert not bench.timing.is_alone("me")
 
@@ -192,7 +192,7 @@ def test_trials_come_soon_at_first_and_then_rarely(bench: Bench) -> None:
             assert not bench.timing.probe_is_due("blending_is_slower")
             refused += 1
         gaps.append(refused)
-        bench.timing.tried()
+        bench.timing.record_trial()
     assert gaps == [2, 4, 8, 16, 32, 64, 64, 64]
     assert (gaps[0], gaps[-1]) == (TRIAL_FIRST, TRIAL_LAST)
 

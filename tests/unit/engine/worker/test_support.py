@@ -11,7 +11,7 @@ from tests.conftest import Supports
 
 pytest.importorskip("vllm")
 
-from kintsugi.engine.worker.support import has_windows, unsupported
+from kintsugi.engine.worker.support import find_unsupported, has_windows
 
 
 def config(**changes: Any) -> Any:
@@ -35,7 +35,7 @@ def config(**changes: Any) -> Any:
 
 
 def test_a_plain_model_on_one_worker_is_supported() -> None:
-    assert unsupported(config()) is None
+    assert find_unsupported(config()) is None
 
 
 RULED_OUT = {
@@ -53,7 +53,7 @@ RULED_OUT = {
 @pytest.mark.parametrize("reason", RULED_OUT)
 def test_what_is_ruled_out_is_declined_by_name(reason: str, supports: Supports) -> None:
     changes, feature = RULED_OUT[reason]
-    declined = unsupported(config(**changes))
+    declined = find_unsupported(config(**changes))
     assert declined is not None
     assert declined.startswith(f"{reason}: ")
     if feature is not None:

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection
-from kintsugi.core.request import SelectorName
+from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection, apply_options
+from kintsugi.core.request import BlendOptions, SelectorName
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.control.controller import (
     FREE_SHARE,
@@ -63,7 +63,7 @@ def asked(bytes_per_s: float, chunks: int = 6, size: int = 512, **changes: objec
         blend=GPU_BLEND,
         tail_s=2e-3,
     )
-    request = PlanRequest(hits[-1].end + 32, 0, hits, None, None, engine=GPU, measured=measured)
+    request = PlanRequest(hits[-1].end + 32, 0, hits, engine=GPU, measured=measured)
     return replace(request, **changes)  # type: ignore[arg-type]
 
 
@@ -101,8 +101,9 @@ def plan_requests(draw: st.DrawFn) -> PlanRequest:
         num_tokens=hits[-1].end + draw(st.integers(1, 100)),
         num_computed=draw(st.integers(0, hits[0].end - 1)),
         hits=hits,
-        ratio=draw(st.none() | st.floats(0, 1)),
-        selector=draw(st.none() | st.sampled_from(SelectorName)),
+        options=BlendOptions(
+            draw(st.none() | st.floats(0, 1)), draw(st.none() | st.sampled_from(SelectorName))
+        ),
         engine=engine,
         measured=measured,
         ahead_s=draw(st.floats(0, 1)),
@@ -157,11 +158,11 @@ def test_the_ratio_is_what_was_asked_or_at_least_the_gates(request: PlanRequest)
     plan = outcome(request)
     if not isinstance(plan, BlendPlan):
         return
-    if request.ratio is not None:
-        assert plan.selection.ratio == request.ratio
+    if request.options.ratio is not None:
+        assert plan.selection.ratio == request.options.ratio
     else:
         assert 0.15 <= plan.selection.ratio <= 0.5
-    named = CONTROLLER.configuration(request.ratio, request.selector)
+    named = apply_options(CONTROLLER.selection, request.options)
     assert replace(plan.selection, ratio=named.ratio) == named
 
 
@@ -270,10 +271,10 @@ def test_the_ratio_rises_until_loading_is_hidden() -> None:
 
 
 def test_the_ratio_stays_where_others_could_use_the_computing() -> None:
-    for changes in ({"is_alone": False}, {"is_alone": True, "ratio": 0.2}):
+    for changes in ({"is_alone": False}, {"is_alone": True, "options": BlendOptions(ratio=0.2)}):
         plan = outcome(asked(12e9, chunks=1, size=3072, **changes))
         assert isinstance(plan, BlendPlan)
-        assert plan.selection.ratio == changes.get("ratio", 0.15)
+        assert plan.selection.ratio == (0.2 if "options" in changes else 0.15)
 
 
 def test_an_adaptive_ratio_knows_when_to_stop_by_itself() -> None:

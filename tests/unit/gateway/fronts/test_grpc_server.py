@@ -17,8 +17,8 @@ from kintsugi.gateway.fronts.wire import event_to_wire
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.serving.stub import StubBackend
 from kintsugi.store.client.ram import RamStore
+from tests.fakes.stub_backend import StubBackend
 
 
 def request(**sampling: Any) -> bytes:

@@ -17,7 +17,8 @@ import pytest
 
 from kintsugi.core import errors
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
-from kintsugi.core.spaces import ChunkKey, token_bytes
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import recent_info
 from kintsugi.gateway.access import Access, Caller
 from kintsugi.gateway.fill import FillConfig
@@ -462,7 +463,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
             backend.info_error = None
             monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
             assert await ask(caller) == 1
-            assert missed == [("acme", (token_bytes([ord(letter) for letter in text]),))]
+            assert missed == [("acme", (TokenIds.of([ord(letter) for letter in text]),))]
             accounting |= {"outcome": "declined", "chunks_hit": 0, "tokens_missed": 0}
             assert await ask(caller) == 2
             metrics = (await caller.get("/metrics")).text

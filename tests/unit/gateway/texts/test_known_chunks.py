@@ -17,10 +17,16 @@ import xxhash
 
 from kintsugi.core.errors import Corrupted, Unavailable, VersionMismatch
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.gateway.texts import chunk_table
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX, ChunkText
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "test"}), "tenant")
+
+
+def token_ids(known: KnownChunks, namespace: str, key: ChunkKey) -> tuple[int, ...] | None:
+    found = known.token_ids(namespace, key)
+    return None if found is None else tuple(found)
 
 
 def key_of(*token_ids: int) -> ChunkKey:
@@ -41,9 +47,9 @@ def known(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KnownChunk
 
 def test_a_key_gives_its_tokens_in_its_namespace_alone(known: KnownChunks) -> None:
     known.remember("tenant", key_of(1, 2), (1, 2))
-    assert known.token_ids("tenant", key_of(1, 2)) == (1, 2)
-    assert known.token_ids("other", key_of(1, 2)) is None
-    assert known.token_ids("tenant", key_of(2, 1)) is None
+    assert token_ids(known, "tenant", key_of(1, 2)) == (1, 2)
+    assert token_ids(known, "other", key_of(1, 2)) is None
+    assert token_ids(known, "tenant", key_of(2, 1)) is None
 
 
 def test_known_texts_are_found_inside_a_longer_one_of_their_namespace(known: KnownChunks) -> None:
@@ -70,7 +76,7 @@ def test_what_is_forgotten_is_not_found(known: KnownChunks) -> None:
     known.remember("tenant", key_of(1), (1,), text)
     known.remember("tenant", key_of(2), (2,), text)
     known.forget("tenant", [key_of(1)])
-    assert known.token_ids("tenant", key_of(1)) is None
+    assert token_ids(known, "tenant", key_of(1)) is None
     assert known.find("tenant", text) == [(0, 100)], "another chunk has the same text"
     known.forget("tenant", [key_of(2)])
     assert known.find("tenant", text) == []
@@ -81,9 +87,9 @@ def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
     known = KnownChunks(tmp_path, chunks_max=6)
     for number in range(3):
         known.remember("tenant", key_of(number), (number,), texts[number])
-    assert known.token_ids("tenant", key_of(0)) == (0,)
+    assert token_ids(known, "tenant", key_of(0)) == (0,)
     known.remember("tenant", key_of(3), (3,), texts[3])
-    assert [known.token_ids("tenant", key_of(n)) for n in range(4)] == [(0,), None, (2,), (3,)]
+    assert [token_ids(known, "tenant", key_of(n)) for n in range(4)] == [(0,), None, (2,), (3,)]
     assert known.find("tenant", texts[1]) == []
     assert len(known) == 3
     known.close()
@@ -152,8 +158,8 @@ def test_a_restart_keeps_what_was_known(tmp_path: Path) -> None:
     assert len(known) == 1, "the newest stays"
     known.close()
     known = KnownChunks(tmp_path)
-    assert known.token_ids("tenant", key_of(2)) == (2,)
-    assert known.token_ids("tenant", key_of(1)) is None
+    assert token_ids(known, "tenant", key_of(2)) == (2,)
+    assert token_ids(known, "tenant", key_of(1)) is None
     known.close()
 
 
@@ -164,7 +170,7 @@ def test_a_restart_finds_texts_again(tmp_path: Path) -> None:
     known.close()
     known = KnownChunks(tmp_path)
     assert known.find("tenant", "x" + text) == [(1, 2001)]
-    assert known.token_ids("tenant", key_of(1)) == tuple(range(512))
+    assert token_ids(known, "tenant", key_of(1)) == tuple(range(512))
     known.close()
 
 
@@ -190,7 +196,7 @@ def test_the_lmdb_folder_of_an_earlier_version_is_imported_once(tmp_path: Path, 
     known = KnownChunks(tmp_path)
     message = "".join(texts)
     everything = [(0, 300), (300, 600), (600, 900)]
-    assert [known.token_ids("tenant", key_of(number)) for number in (1, 2, 3, 4)] == [(1,), (2,), (3,), (4,)]
+    assert [token_ids(known, "tenant", key_of(number)) for number in (1, 2, 3, 4)] == [(1,), (2,), (3,), (4,)]
     assert known.find("tenant", message) == everything
     assert known.find("tenant", message.replace(texts[1][200:], "x" * 100)) == [(0, 300), (600, 900)]
     known.remember("tenant", key_of(2), (2,), texts[1])
@@ -220,7 +226,7 @@ def test_an_lmdb_folder_that_cannot_be_read_costs_its_chunks_only(tmp_path: Path
     (tmp_path / "data.mdb").write_bytes(b"no database" * 1000)
     known = KnownChunks(tmp_path)
     known.remember("tenant", key_of(1), (1,))
-    assert known.token_ids("tenant", key_of(1)) == (1,)
+    assert token_ids(known, "tenant", key_of(1)) == (1,)
     known.close()
 
 
@@ -255,9 +261,9 @@ def test_two_gateways_share_a_folder_while_one_replaces_the_other(tmp_path: Path
     old, new = KnownChunks(tmp_path), KnownChunks(tmp_path)
     old.remember("tenant", key_of(1), (1,))
     new.remember("tenant", key_of(2), (2,), words(1, 64))
-    assert [new.token_ids("tenant", key_of(number)) for number in (1, 2)] == [(1,), (2,)]
+    assert [token_ids(new, "tenant", key_of(number)) for number in (1, 2)] == [(1,), (2,)]
     old.forget("tenant", [key_of(2)])
-    assert new.token_ids("tenant", key_of(2)) is None
+    assert token_ids(new, "tenant", key_of(2)) is None
     old.remember("tenant", key_of(2), (2,), words(1, 64))
     assert old.find("tenant", words(1, 64)) == [(0, 64)]
     old.close()
@@ -275,7 +281,7 @@ def test_a_lookup_does_not_wait_for_a_write(tmp_path: Path) -> None:
         reader.join(10)
         assert not reader.is_alive()
     writer.join()
-    assert known.token_ids("tenant", key_of(2)) == (2,)
+    assert token_ids(known, "tenant", key_of(2)) == (2,)
     known.close()
 
 
@@ -287,10 +293,10 @@ def test_a_damaged_row_is_a_miss(tmp_path: Path) -> None:
         ((tokens,),) = database.execute("SELECT tokens FROM chunk").fetchall()
         database.execute("UPDATE chunk SET tokens = ?", (tokens[:-1] + bytes([tokens[-1] ^ 1]),))
     known = KnownChunks(tmp_path)
-    assert known.token_ids("tenant", key_of(1)) is None
+    assert token_ids(known, "tenant", key_of(1)) is None
     assert not known.knows("tenant", key_of(1))
     known.remember("tenant", key_of(1), range(512))
-    assert known.token_ids("tenant", key_of(1)) == tuple(range(512))
+    assert token_ids(known, "tenant", key_of(1)) == tuple(range(512))
     known.close()
 
 
@@ -345,3 +351,13 @@ def test_a_long_text_is_searched_in_milliseconds() -> None:
     for _ in range(20):
         assert len(known.find("tenant", message)) == 10
     assert (time.process_time() - began_s) / 20 < 0.003
+
+
+def test_eviction_asks_indexes_however_many_namespaces_there_are() -> None:
+    known = KnownChunks()
+    with known._table._writes.open_read() as database:
+        plan = database.execute(f"EXPLAIN QUERY PLAN {chunk_table._LARGEST}", (1, 1)).fetchall()
+    scans = [line for *_, line in plan if line.startswith("SCAN share")]
+    assert len(scans) == 2
+    assert all("USING" in line and "INDEX" in line for line in scans)
+    known.close()

@@ -9,6 +9,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.segments import (
     INLINE_CHARS_MAX,
@@ -45,7 +46,7 @@ def test_a_small_request_for_many_tokens_is_refused_before_they_are_gathered() -
     resolve = resolver(known)
 
     async def ask() -> None:
-        (piece,) = await learned(resolve, Segment(token_ids=(7,) * 1000))
+        (piece,) = await learned(resolve, Segment(token_ids=TokenIds.of([7] * 1000)))
         with pytest.raises(InvalidField, match=r"11000 tokens up to segments\[10\]; at most 10000"):
             await resolve.prompt(SPACE, [Segment(key=piece.key)] * 1024, Segment(text="Why?"), 10_000)
         with pytest.raises(InvalidField, match="question: 4 tokens"):
@@ -99,7 +100,7 @@ def test_a_text_that_may_fit_is_tokenised_whatever_is_dropped_of_it() -> None:
 
     async def ask() -> None:
         spaces = await resolve.prompt(SPACE, [], Segment(text="x" + " " * (LONG_CHARS - 1)), 3)
-        assert spaces.token_ids == (1, ord("x"))
+        assert spaces.token_ids == TokenIds.of([1, ord("x")])
         exact = Segment(text="x" * (LONG_CHARS + 1))
         prompt = await resolve.prompt(SPACE, [exact], Segment(text="?"), LONG_CHARS + 2)
         assert len(prompt.token_ids) == LONG_CHARS + 3
@@ -132,7 +133,7 @@ def test_long_texts_are_tokenised_one_at_a_time_and_hold_up_no_others() -> None:
             while not running:
                 await asyncio.sleep(0.001)
             (piece,) = await resolve.pieces(SPACE, [Segment(text="y" * (INLINE_CHARS_MAX + 1))])
-            assert piece.token_ids == (INLINE_CHARS_MAX + 1,)
+            assert piece.token_ids == TokenIds.of([INLINE_CHARS_MAX + 1])
             assert not any(task.done() for task in long)
             may_end.set()
             await asyncio.gather(*long)
@@ -175,7 +176,11 @@ def test_nothing_is_known_of_what_was_only_resolved() -> None:
     resolve = resolver(known)
 
     async def ask() -> None:
-        segments = [Segment(text=TEXT), Segment(token_ids=(1, 2)), Segment(text=TEXT[1:], plain=True)]
+        segments = [
+            Segment(text=TEXT),
+            Segment(token_ids=TokenIds.of([1, 2])),
+            Segment(text=TEXT[1:], plain=True),
+        ]
         pieces = await resolve.pieces(SPACE, segments)
         assert len(known) == 0
         await resolve.learn(SPACE, segments, pieces)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.tiers import cheapest_tier
 
 AUTO = "auto"
 RAM = "ram"
@@ -36,3 +35,11 @@ def choose_tier(
     if not recompute_ms:
         return names[0]
     return cheapest_tier(tiers, chunk_bytes, recompute_ms / 1e3) or (names[0] if durable else RAM)
+
+
+def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:
+    """The loading controller's second question (paper, section 5): the last of `tiers`, pairs of name and
+    bytes per second with the dearest first, from which `num_bytes` load within `hides_s`. None if no tier is
+    fast enough."""
+    hiding = [name for name, bytes_per_s in tiers if num_bytes <= bytes_per_s * hides_s]
+    return hiding[-1] if hiding else None

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.core.ramp import RAMP_STEPS, share_at
+from kintsugi.serving.directory import RAMP_STEPS, share_at
 
 
 def test_every_step_of_a_ramp() -> None:

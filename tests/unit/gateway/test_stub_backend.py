@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.serving.stub import StubBackend, StubDelays
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.backend_contract import BackendContract, Engines
+from tests.fakes.stub_backend import StubBackend, StubDelays
 
 Result = TypeVar("Result")
 
@@ -24,6 +24,11 @@ class StubEngines(Engines):
 
     async def idle(self) -> bool:
         return self.backend.seen.running == 0
+
+    async def closed(self) -> StubBackend:
+        backend = StubBackend()
+        await backend.close()
+        return backend
 
     def close(self) -> None:
         self._runner.close()
@@ -42,5 +47,3 @@ class TestStub(BackendContract):
             engines.run(engines.backend.info())
         with pytest.raises(Unavailable):
             engines.run(engines.answer(engines.request(engines.tokens(5))))
-        engines.run(engines.backend.close())
-        engines.run(engines.backend.close())

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineRequest
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.engine.asynchronous import BIND, UNIPROC, AsyncSpec, arguments_for
-from kintsugi.gateway.local_backend import LocalBackend
+from kintsugi.core.tokens import TokenIds
+from kintsugi.engine.asynchronous import BIND, UNIPROC, AsyncEngine, AsyncSpec, arguments_for
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.models.checkpoint import tokenizer_digest
 from tests.contracts.backend_contract import BackendContract, Engines
@@ -23,10 +22,10 @@ pytestmark = pytest.mark.engine
 Result = TypeVar("Result")
 
 
-class LocalEngines(Engines):
+class OneEngine(Engines):
     def __init__(self, served: Served) -> None:
         self._served = served
-        self.backend = LocalBackend(served.engine)
+        self.backend = served.engine
         self.long_answer_tokens = served.info.max_model_len - 100
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -36,22 +35,19 @@ class LocalEngines(Engines):
         """vLLM's own word: ours would be zero with the generator that was closed."""
         return bool(self._served.engine.client.get_num_unfinished_requests() == 0)
 
+    async def closed(self) -> AsyncEngine:
+        """Without its engine's process: the one that is served has to last."""
+        return AsyncEngine.__new__(AsyncEngine)
 
-class TestLocalBackend(BackendContract):
+
+class TestAsyncEngine(BackendContract):
     @pytest.fixture
-    def engines(self, served: Served) -> LocalEngines:
-        return LocalEngines(served)
+    def engines(self, served: Served) -> OneEngine:
+        return OneEngine(served)
 
-    def test_closing_it_leaves_the_engine_to_its_owner(self, served: Served, engines: LocalEngines) -> None:
-        engines.run(engines.backend.close())
-        engines.run(engines.backend.close())
-        with pytest.raises(Unavailable):
-            engines.run(engines.backend.info())
-        served.engine.check_health()
-
-    def test_plain_prompts_share_the_prefix_cache_within_a_namespace(self, engines: LocalEngines) -> None:
+    def test_plain_prompts_share_the_prefix_cache_within_a_namespace(self, engines: OneEngine) -> None:
         """Also where nothing is to be blended: else one tenant's times tell what another has asked."""
-        prompt = (0, *range(40, 400))
+        prompt = TokenIds.of([0, *range(40, 400)])
 
         async def cached_tokens(namespace: str, number: int) -> int:
             params = KintsugiParams(namespace, op=Op.OFF)

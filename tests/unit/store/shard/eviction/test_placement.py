@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kintsugi.core.tiers import cheapest_tier
+from kintsugi.store.shard.eviction.placement import cheapest_tier
 
 
 @given(st.lists(st.floats(1e6, 1e10), min_size=1, max_size=5), st.integers(1, 10**9), st.floats(1e-3, 10))

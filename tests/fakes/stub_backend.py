@@ -1,6 +1,6 @@
-"""A stand-in for engines: made-up tokens after stated delays. For what is measured or tested without a model.
+"""An engine backend without a model, for tests and benchmarks: made-up tokens after stated delays.
 
-It says what it is: its model is called `stub`, and every accounting's reason is `stub`.
+Its model is called `stub`, and so is the reason in every accounting.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -26,11 +27,11 @@ from kintsugi.core.exchange import (
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
-from kintsugi.gateway.backend import EngineBackend
+from kintsugi.core.tokens import TokenIds
 from kintsugi.store.client.ram import RamStore
 
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
-"""Of what it stores: two bytes of zeros a token each for K and V."""
+"""The layout of stored chunks: two bytes of zeros per token for each of K and V."""
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "n"),
@@ -50,13 +51,13 @@ class StubDelays:
 
 @dataclass
 class StubSeen:
-    """What it was asked, for assertions."""
+    """The requests that it received, for assertions."""
 
     requests: list[EngineRequest] = field(default_factory=list)
-    saves: list[tuple[str, str, tuple[tuple[int, ...], ...], int, str]] = field(default_factory=list)
+    saves: list[tuple[str, str, tuple[TokenIds, ...], int, str]] = field(default_factory=list)
     """Request id, namespace, chunks, priority, tier."""
     running: int = 0
-    """Answers under way."""
+    """Answers in progress."""
     ended_early: int = 0
     """Answers that were closed before their last token."""
 
@@ -80,7 +81,7 @@ class StubBackend(EngineBackend):
         self.delays = delays or StubDelays()
         self.seen = StubSeen()
         self.down = False
-        """While true it is as if no engine answered."""
+        """While true, every call is `Unavailable`."""
         self._store = store
         self._closed = False
         self._info = EngineInfo(
@@ -93,7 +94,7 @@ class StubBackend(EngineBackend):
         )
 
     def come_up(self) -> None:
-        """Be there again."""
+        """Answer again."""
         self.down = False
 
     def _check_up(self) -> None:
@@ -174,7 +175,7 @@ class StubBackend(EngineBackend):
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:

@@ -1,7 +1,7 @@
 """The engines as a gateway sees them.
 
-Implementations: Ray Serve's handle (`serving.ray_backend`), one engine in this process, and a stub for what
-is measured without a model. All pass the same contract tests.
+Implementations: an engine in this process (`engine.asynchronous`) and the engines behind Ray Serve's handle
+(`serving.ray_backend`). Both pass the contract tests that the tests' stub passes, too.
 """
 
 from __future__ import annotations
@@ -10,33 +10,35 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 
 from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+from kintsugi.core.tokens import TokenIds
 
 
 class EngineBackend(ABC):
     """Answers prompts and stores chunks. For one event loop.
 
-    Errors: `InvalidField` for what a caller can mend, `Unavailable` where no engine answers (a request that
-    has not yielded anything yet may be sent again), `ResourceExhausted` where queues are full.
+    Errors, raised by a call or by the first item of its answer: `InvalidField` for what a caller can mend,
+    `Unavailable` where no engine answers (a request that has not yielded anything yet may be sent again),
+    `ResourceExhausted` where queues are full.
     """
 
     @abstractmethod
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """The answer as it comes. Closing the generator ends the work in the engine. A request for another
-        model is `Unavailable` before anything is computed."""
+        """The answer, piece by piece. Closing the generator ends the work in the engine. A request for
+        another model is `Unavailable` before anything is computed."""
 
     @abstractmethod
     async def save(
         self,
         request_id: str,
         namespace: str,
-        chunks: Sequence[tuple[int, ...]],
+        chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
     ) -> list[SaveOutcome]:
         """Prefill chunks in isolation and store them; returns once each is committed or has failed.
 
-        ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: what the
-        engine's configuration of the store says. One that the store lacks is a failed outcome's reason.
+        ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: as the
+        engine's configuration of the store says. A tier that the store lacks fails the chunk.
         """
 
     @abstractmethod
@@ -45,8 +47,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     async def info(self) -> EngineInfo:
-        """Of any one engine: they are alike."""
+        """Describe any one engine: they are alike."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. A closed backend answers every call with `Unavailable`."""

@@ -1,0 +1,48 @@
+"""The engine that a service's configuration asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.core.deploy import EngineSpec, ModelSpec
+from kintsugi.core.errors import InvalidField
+from kintsugi.engine.asynchronous import AsyncSpec
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+
+STORE = "grpc://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "expected"), [("org/large", "", "large"), ("org/large", "mine", "mine"), ("/", "", "/")]
+)
+def test_a_model_is_called_by_its_name_or_its_folders(path: str, name: str, expected: str) -> None:
+    assert AsyncSpec.of(ModelSpec(path, name), EngineSpec(), STORE).name == expected
+
+
+def test_what_is_configured_reaches_vllm_and_the_connector() -> None:
+    model = ModelSpec("m", codec="int8", max_model_len=512)
+    engines = EngineSpec(
+        kv_cache_gib=0.5,
+        allow_uncalibrated=True,
+        connector={"ratio_max": 0.4},
+        vllm={"max_num_seqs": 4},
+    )
+    spec = AsyncSpec.of(model, engines, STORE)
+    assert spec.vllm_args["max_model_len"] == 512
+    assert spec.vllm_args["kv_cache_memory_bytes"] == 1 << 29
+    assert spec.vllm_args["max_num_seqs"] == 4
+    config = spec.config
+    assert (config.codec, config.ratio_max, config.allow_uncalibrated) == ("int8", 0.4, True)
+    assert spec.prefix_token_ids is None
+
+
+def test_a_system_prompt_is_the_prefix_of_chunks() -> None:
+    model = ModelSpec(str(BUNDLED_CHECKPOINT), system_prompt="You answer.")
+    ids = AsyncSpec.of(model, EngineSpec(), STORE).prefix_token_ids
+    assert ids is not None
+    assert len(ids) > 1
+
+
+def test_a_store_of_another_process_is_asked_for() -> None:
+    with pytest.raises(InvalidField, match="store"):
+        _ = AsyncSpec.of(ModelSpec("m"), EngineSpec(), "ram://here").config
