@@ -14,6 +14,7 @@ Chunk KV of a real model is large: give it room with --chunk-store grpc://HOST:P
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def main() -> int:
             print(f"{dataset}: {error}")
             return 1
         path = arguments.out / f"{dataset}.json"
-        path.write_text(json.dumps(evaluation.to_mapping(), indent=1) + "\n")
+        path.write_text(json.dumps(dataclasses.asdict(evaluation), indent=1) + "\n")
         print(f"wrote {path}")
         if evaluation.error is not None:
             return 1

@@ -38,24 +38,17 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-_CODES: tuple[tuple[type[KintsugiError], ExitCode], ...] = (
-    (InvalidField, ExitCode.BAD_INPUT),
-    (NotFound, ExitCode.BAD_INPUT),
-    (Unauthenticated, ExitCode.BAD_INPUT),
-    (PermissionDenied, ExitCode.BAD_INPUT),
-    (NotBlendable, ExitCode.NOT_BLENDABLE),
-    (SelfTestFailed, ExitCode.NOT_BLENDABLE),
-    (Unavailable, ExitCode.UNAVAILABLE),
-    (DeadlineExceeded, ExitCode.UNAVAILABLE),
-    (ResourceExhausted, ExitCode.UNAVAILABLE),
-    (Corrupted, ExitCode.CORRUPTED),
-    (VersionMismatch, ExitCode.CORRUPTED),
+_CODES: tuple[tuple[tuple[type[KintsugiError], ...], ExitCode], ...] = (
+    ((InvalidField, NotFound, Unauthenticated, PermissionDenied), ExitCode.BAD_INPUT),
+    ((NotBlendable, SelfTestFailed), ExitCode.NOT_BLENDABLE),
+    ((Unavailable, DeadlineExceeded, ResourceExhausted), ExitCode.UNAVAILABLE),
+    ((Corrupted, VersionMismatch), ExitCode.CORRUPTED),
 )
 
 
 def exit_code_of(error: KintsugiError) -> ExitCode:
     """The exit code of an error; `FAILURE` for a type without one."""
-    return next((code for cls, code in _CODES if isinstance(error, cls)), ExitCode.FAILURE)
+    return next((code for kinds, code in _CODES if isinstance(error, kinds)), ExitCode.FAILURE)
 
 
 def error_document(error: KintsugiError) -> dict[str, Any]:

@@ -56,6 +56,14 @@ class Screen:
         else:
             render(Console())
 
+    def show_event(self, event: str, text: str, **details: Any) -> None:
+        """Print one of several results at once: `text`, or its name and details as a line of JSON."""
+        if self.as_json:
+            print(json.dumps({"event": event, **details}, ensure_ascii=False))
+        else:
+            Console().print(text, highlight=False, soft_wrap=True, markup=False)
+        sys.stdout.flush()
+
     def note(self, text: str) -> None:
         """Print a remark on stderr."""
         self._progress.print(text, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ import grpc
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.protocol.status import errors_of
-from kintsugi.store.protocol.tls import is_loopback, parse_address
+from kintsugi.store.protocol.tls import is_loopback, parse_address, read_pem
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
 MESSAGE_BYTES_MAX = 64 << 20
@@ -66,12 +66,8 @@ class ClientOptions:
 
     def credentials(self) -> Any:
         """Raises `InvalidField` for a file that cannot be read."""
-        contents = []
-        for path in (self.tls_ca, self.tls_key, self.tls_cert):
-            try:
-                contents.append(None if path is None else path.read_bytes())
-            except OSError as error:
-                raise InvalidField("tls", f"{path} cannot be read ({error.strerror})") from error
+        files = (self.tls_ca, self.tls_key, self.tls_cert)
+        contents = [None if path is None else read_pem("tls", path) for path in files]
         return grpc.ssl_channel_credentials(*contents)
 
 

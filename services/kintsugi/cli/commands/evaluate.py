@@ -44,10 +44,6 @@ class Evaluation:
     error: dict[str, Any] | None
     """The error that ended it early: type, message, exit code."""
 
-    def to_mapping(self) -> dict[str, Any]:
-        """JSON form."""
-        return dataclasses.asdict(self)
-
 
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     """Measure, print and plot. An engine that fails costs its own results and those of later engines only."""
@@ -61,17 +57,13 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
             raise
         found.error = error_document(error)
         screen.note(f"kintsugi: {found.error['message']}")
-    _show(screen, task, found)
-    return found
-
-
-def _show(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     for warning in dict.fromkeys(found.warnings):
         screen.note(f"kintsugi: warning: {warning}")
     if task.plots is not None:
         for path in plots.draw(task.plots, found.rows, found.rates):
             screen.note(f"wrote {path}")
-    screen.show(found.to_mapping(), lambda console: render(console, found))
+    screen.show(dataclasses.asdict(found), lambda console: render(console, found))
+    return found
 
 
 def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -42,13 +42,17 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
     choice = BlendChoice(task.namespace, task.ratio, selector, explain=task.html is not None)
     KintsugiParams(namespace=task.namespace, ratio=task.ratio)  # refuses bad values before an engine starts
     trust = Trust(task.report, task.allow_uncalibrated)
-    _check_files(task)
+    if task.html is not None:
+        check_writable("html", task.html)
+    if task.report is not None:
+        reports.read(task.report)
     texts = [read_chunk(path) for path in task.chunk]
     ending = format_question(task.question)
     model = resolve_model_argument(task.model)
     with open_session(screen, model, texts, ending, task.namespace, task.max_tokens, trust) as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
-            measurements = _measure(session, task, choice, say)
+            given = session.engine, session.prompt, choice, task.max_tokens
+            measurements = compare(*given, task.repeat, say) if task.compare else [blend_once(*given)]
         page = _page(model, session, task, measurements) if task.html is not None else None
     if task.html is not None and page is not None:
         task.html.write_text(html.render_page(page), encoding="utf-8")
@@ -63,23 +67,6 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
     if task.allow_uncalibrated:
         screen.note(f"kintsugi: {UNCALIBRATED_NOTE}")
     return ExitCode.OK
-
-
-def _check_files(task: GenerateTask) -> None:
-    """Check files before an engine is started. Raises `InvalidField`, and as `reports.read` does."""
-    if task.html is not None:
-        check_writable("html", task.html)
-    if task.report is not None:
-        reports.read(task.report)
-
-
-def _measure(
-    session: Session, task: GenerateTask, choice: BlendChoice, say: Callable[[str], None]
-) -> list[Measurement]:
-    """Run the blend, which comes last, and the other methods where they are compared."""
-    if task.compare:
-        return compare(session.engine, session.prompt, choice, task.max_tokens, task.repeat, say)
-    return [blend_once(session.engine, session.prompt, choice, task.max_tokens)]
 
 
 def generate_document(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -87,14 +88,9 @@ class CodecRow:
     def to_mapping(self, full_s: float) -> dict[str, Any]:
         """JSON form; ``full_s`` is the time of a full prefill."""
         return {
+            **dataclasses.asdict(self.size),
             "codec": self.size.codec.name.lower(),
-            "bytes_per_token": self.size.bytes_per_token,
-            "corpus_bytes": self.size.corpus_bytes,
-            "ram_bytes": self.size.ram_bytes,
-            "ssd_bytes": self.size.ssd_bytes,
-            "prompt_bytes": self.size.prompt_bytes,
-            "pays_bytes_per_s": self.pace.pays_bytes_per_s,
-            "hides_bytes_per_s": self.pace.hides_bytes_per_s,
+            **dataclasses.asdict(self.pace),
             "blend_s": self.blend_s,
             "pays": self.blend_s < full_s,
         }

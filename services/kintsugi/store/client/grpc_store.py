@@ -119,35 +119,28 @@ class GrpcStore(ChunkStore):
         return self._calls.unary(name, request, response, timeout_s or self._options.call_timeout_s)
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        return [self._readable(entry) for entry in self._find_on_shard(namespace, keys)]
-
-    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        answers = [(self._readable(entry), entry.tier) for entry in self._find_on_shard(namespace, keys)]
-        return [
-            None if manifest is None else Found(manifest, ChunkSource(self.address, tier))
-            for manifest, tier in answers
-        ]
+        return [None if found is None else found.manifest for found in self.find(namespace, keys)]
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        found = self._find_on_shard(namespace, keys)
-        return [entry.tier if self._readable(entry) else None for entry in found]
+        return [None if found is None else found.source.tier for found in self.find(namespace, keys)]
 
-    def _find_on_shard(self, namespace: str, keys: Sequence[ChunkKey]) -> list[pb.Found]:
-        """What the shard answers for each key."""
-        found: list[pb.Found] = []
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        answers: list[pb.Found] = []
         for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
             part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            found += self.call("Lookup", request, pb.LookupResponse).found
-        if len(found) != len(keys):
-            raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
+            answers += self.call("Lookup", request, pb.LookupResponse).found
+        if len(answers) != len(keys):
+            raise Unavailable(f"{self.address}: answered {len(answers)} of {len(keys)} keys")
+        found = [self._read_found(answer) for answer in answers]
+        for entry in filter(None, found):
+            self._manifests.remember(entry.manifest)
         return found
 
-    def _readable(self, found: pb.Found) -> ChunkManifest | None:
+    def _read_found(self, found: pb.Found) -> Found | None:
+        """None for a miss, and for a chunk that another build wrote."""
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
-        if manifest is not None:
-            self._manifests.remember(manifest)
-        return manifest
+        return None if manifest is None else Found(manifest, ChunkSource(self.address, found.tier))
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
@@ -320,10 +313,7 @@ class GrpcStore(ChunkStore):
             if not found:
                 break
             last = found[-1].manifest.key
-            for entry in found:
-                manifest = wire.readable_manifest(entry.manifest)
-                if manifest is not None:
-                    chunks.append(Found(manifest, ChunkSource(self.address, entry.tier)))
+            chunks += filter(None, map(self._read_found, found))
         return chunks
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:

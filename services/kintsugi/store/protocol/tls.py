@@ -38,8 +38,8 @@ class TlsFiles:
 
     def read(self) -> tuple[bytes | None, bytes, bytes]:
         """The contents of ca, cert and key. Raises `InvalidField` naming the file that cannot be read."""
-        ca = None if self.ca is None else _read("tls-ca", self.ca)
-        return ca, _read("tls-cert", self.cert), _read("tls-key", self.key)
+        ca = None if self.ca is None else read_pem("tls-ca", self.ca)
+        return ca, read_pem("tls-cert", self.cert), read_pem("tls-key", self.key)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever a file does; empty where one cannot be read."""
@@ -54,7 +54,8 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-def _read(field: str, path: Path) -> bytes:
+def read_pem(field: str, path: Path) -> bytes:
+    """Raises `InvalidField` for a file that cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
