@@ -33,7 +33,7 @@ from kintsugi.gateway.requests import REQUEST_ID, ServedRequest, parse_bearer
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.status import abort_call
-from kintsugi.store.protocol.tls import ServedFiles, ServerTls, parse_address
+from kintsugi.store.protocol.tls import ServerTls, TlsFiles, parse_address
 
 log = logging.getLogger("kintsugi.gateway")
 
@@ -341,11 +341,11 @@ class GatewayServer:
             await stopped
 
 
-def load_gateway_tls(spec: GatewaySpec) -> ServedFiles | None:
+def load_gateway_tls(spec: GatewaySpec) -> TlsFiles | None:
     """The gateway's TLS files; None without TLS. Raises `InvalidField`."""
     if not (spec.tls_cert or spec.tls_key or spec.tls_client_ca):
         return None
     if not (spec.tls_cert and spec.tls_key):
         raise InvalidField("gateway", "tls_cert and tls_key belong together, and tls_client_ca needs both")
     client_ca = Path(spec.tls_client_ca) if spec.tls_client_ca else None
-    return ServedFiles(Path(spec.tls_cert), Path(spec.tls_key), client_ca)
+    return TlsFiles(client_ca, Path(spec.tls_cert), Path(spec.tls_key))

@@ -181,7 +181,7 @@ class ChunkStoreService:
             self.shard.abort(put)
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
-        first, payload = wire.parse_put(message)
+        first, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
         if not first.HasField("header") or payload:
             raise InvalidField("header", "the first message of a put carries the header and no frames")
         header = first.header
@@ -198,7 +198,7 @@ class ChunkStoreService:
     @staticmethod
     def _take(put: ChunkPut, message: bytes) -> bool:
         """Write one message's frames; True once it commits."""
-        request, payload = wire.parse_put(message)
+        request, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
         if payload:
             put.write(request.first_layer, payload)
         return request.commit
