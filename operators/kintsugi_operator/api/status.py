@@ -1,4 +1,5 @@
-"""The statuses that the operator writes; the CRDs are generated from these types, too."""
+"""Types of the statuses that the operator writes. `api.crd` generates the CRDs from them: the docstrings here
+are the descriptions there."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class ConditionStatus(StrEnum):
 
 @dataclass(frozen=True)
 class Condition(Settings):
-    """As Kubernetes writes them."""
+    """A status condition, with the fields that Kubernetes' own conditions have."""
+
+    DESCRIPTION = "As Kubernetes writes them."
 
     type: str
     status: ConditionStatus

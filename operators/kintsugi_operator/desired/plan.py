@@ -1,8 +1,8 @@
-"""What there has to be for a service: a function of its spec, its last status and what was seen."""
+"""Decides which objects a BlendService needs, its status and the next step. A pure function of its spec, its
+last status and what was observed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -31,27 +31,28 @@ from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
 
 @dataclass(frozen=True)
 class ClusterPatch:
-    """A change of the store's RayCluster that KubeRay does not make by itself."""
+    """A change to the store's RayCluster that KubeRay does not make by itself."""
 
     cluster: str
     patch: Manifest
 
     def over(self, live: Manifest) -> Manifest:
-        """A merge patch that also removes the former head's keys, which a plain merge would keep."""
+        """The merge patch for the live RayCluster. It also removes keys that only the live head has; `patch`
+        alone would leave them."""
         spec = self.patch["spec"]
-        former = live.get("spec", {}).get("headGroupSpec") or {}
+        live_head = live.get("spec", {}).get("headGroupSpec") or {}
         return {
             **self.patch,
-            "spec": {**spec, "headGroupSpec": replacement_patch(spec["headGroupSpec"], former)},
+            "spec": {**spec, "headGroupSpec": replacement_patch(spec["headGroupSpec"], live_head)},
         }
 
 
 @dataclass(frozen=True)
 class Desired:
-    """The objects, status and next step that follow from one look."""
+    """The decision of one reconciliation."""
 
     objects: tuple[Manifest, ...]
-    """Objects with their digests. Whatever else the service owns is superfluous."""
+    """Signed objects. Whatever else the service owns is no longer needed."""
     status: BlendServiceStatus
     shard_step: ShardStep
     cluster_patch: ClusterPatch | None = None
@@ -65,12 +66,12 @@ def plan_service(
     now: datetime,
 ) -> Desired:
     """Decide for a spec that `validation.check_service` has accepted."""
-    asked = EngineRevision.of(spec)
-    known = {**observed.revisions, asked.name: asked}
+    requested = EngineRevision.of(spec)
+    known = {**observed.revisions, requested.name: requested}
     now_s = now.timestamp()
     rollout = from_status(before.rollout, _seconds(before.rollout.retiring_since))
-    rollout = step(rollout, asked.name, spec.engines.calibrate, observed, now_s)
-    rollout = _with_known(rollout, known, asked.name)
+    rollout = step(rollout, requested.name, spec.engines.calibrate, observed, now_s)
+    rollout = _drop_unknown(rollout, known, requested.name)
 
     image = choose_store_image(spec, observed.store_image)
     groups = max(spec.store.shards, observed.shard_groups, before.shard_groups)
@@ -79,13 +80,14 @@ def plan_service(
         str(one["metadata"]["labels"][LABEL_TEMPLATE]) for one in shard_templates(spec, owner, image)
     ]
     shard_step = next_step(templates, observed.pods)
-    _hold_config(store, observed, shard_step)
+    ray_service = store[-1]
+    _hold_config(ray_service, observed, shard_step)
 
     objects = [
         *account_objects(owner),
         *store,
         *(one for name in rollout.wanted for one in revision_objects(spec, owner, known[name])),
-        *_calibration(spec, owner, rollout, known, observed),
+        *_calibration_jobs(spec, owner, rollout, known, observed),
         *service_objects(spec, owner, rollout.active),
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
@@ -96,21 +98,21 @@ def plan_service(
         shard_groups=groups,
         store_image=image.image,
     )
-    return Desired(signed_objects, status, shard_step, _cluster_patch(store[-1], observed))
+    return Desired(signed_objects, status, shard_step, _cluster_patch(ray_service, observed))
 
 
 def sign(manifest: Manifest) -> Manifest:
-    """A manifest with its own digest, which tells an unchanged object."""
+    """The manifest with its own digest as an annotation, by which an unchanged object is recognised."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_DIGEST: digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
-def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) -> Rollout:
-    """Drop revisions that no ConfigMap remembers: their engines cannot be described. The requested revision
-    takes the place of a forgotten active one."""
+def _drop_unknown(rollout: Rollout, known: dict[str, EngineRevision], requested: str) -> Rollout:
+    """Drop revisions whose ConfigMap is gone: nothing else says how their engines are configured. If the
+    active revision is dropped, the requested one becomes active."""
     if rollout.active not in known:
-        return Rollout(active=asked)
+        return Rollout(active=requested)
     return replace(
         rollout,
         pending=rollout.pending if rollout.pending in known else "",
@@ -118,37 +120,41 @@ def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) 
     )
 
 
-def _hold_config(store: Sequence[Manifest], observed: Observed, shard_step: ShardStep) -> None:
-    """Keep the Serve configuration until every pod has the new volumes or sizes."""
+def _hold_config(ray_service: Manifest, observed: Observed, shard_step: ShardStep) -> None:
+    """Keep the running Serve configuration until every shard's pod has its new volumes and sizes. Changes the
+    store's RayService in place."""
     if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
-        store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
+        ray_service["spec"]["serveConfigV2"] = observed.store.serve_config
 
 
-def _calibration(
+def _calibration_jobs(
     spec: BlendServiceSpec,
     owner: Owner,
     rollout: Rollout,
     known: dict[str, EngineRevision],
     observed: Observed,
 ) -> list[Manifest]:
-    """The calibration job of the pending revision, else of the active one. It starts once the store is ready,
-    because it writes its report there."""
-    if not spec.engines.calibrate or observed.store is None or not observed.store.is_ready:
-        existing = observed.calibrations.get(rollout.calibrated)
-        if not spec.engines.calibrate or existing is None:
-            return []
+    """The calibration job of the pending revision, else of the active one. It is created once the store is
+    ready, because it writes its report there, and then stays."""
+    is_store_ready = observed.store is not None and observed.store.is_ready
+    is_created = observed.calibrations.get(rollout.calibrated) is not None
+    if not spec.engines.calibrate or not (is_store_ready or is_created):
+        return []
     return [calibration_job(spec, owner, known[rollout.calibrated])]
 
 
-def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
-    """A RayCluster carries the annotations of the RayService that it was made from, and so the digest of its
-    desired state. Another digest means that KubeRay has not updated the cluster."""
+def _cluster_patch(ray_service: Manifest, observed: Observed) -> ClusterPatch | None:
+    """The update that the store's RayCluster lacks; None if it is up to date.
+
+    KubeRay copies a RayService's annotations to the RayCluster that it makes, and so the digest of the
+    desired cluster. Another digest there means that the cluster was not updated.
+    """
     if observed.store is None or not observed.store.cluster or not observed.cluster_digest:
         return None
-    wanted = store["metadata"]["annotations"][ANNOTATION_CLUSTER]
+    wanted = ray_service["metadata"]["annotations"][ANNOTATION_CLUSTER]
     if wanted == observed.cluster_digest:
         return None
-    cluster = store["spec"]["rayClusterConfig"]
+    cluster = ray_service["spec"]["rayClusterConfig"]
     patch = {
         "metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}},
         "spec": {
@@ -169,15 +175,15 @@ def _status(
     known: dict[str, EngineRevision],
     now: datetime,
 ) -> BlendServiceStatus:
-    ready = ready_shards(spec.store.shards, observed.pods)
+    shards_ready = ready_shards(spec.store.shards, observed.pods)
     active = observed.services.get(rollout.active)
     engines_ready = active is not None and active.is_ready
     job = observed.calibrations.get(rollout.calibrated)
     model = known[rollout.active].model
-    moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
+    has_moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
     return BlendServiceStatus(
         observed_generation=before.observed_generation,
-        shards_ready=ready,
+        shards_ready=shards_ready,
         shards_desired=spec.store.shards,
         engines_ready=engines_ready,
         tiers=observed.figures.tiers,
@@ -189,7 +195,7 @@ def _status(
             active=rollout.active,
             pending=rollout.pending,
             phase=str(rollout.phase),
-            since=timestamp(now) if moved or not before.rollout.since else before.rollout.since,
+            since=timestamp(now) if has_moved or not before.rollout.since else before.rollout.since,
             retiring=rollout.retiring,
             retiring_since=timestamp(datetime.fromtimestamp(rollout.retiring_since_s, UTC))
             if rollout.retiring
@@ -197,17 +203,17 @@ def _status(
         ),
         conditions=(
             c.true(c.VALID, "Accepted"),
-            _kuberay(spec, owner, observed),
-            _store(spec, observed, ready),
-            _shards(spec, owner, observed, shard_step),
+            _kuberay_condition(spec, owner, observed),
+            _store_condition(spec, observed, shards_ready),
+            _shards_condition(spec, owner, observed, shard_step),
             _calibration_condition(spec, rollout, observed),
             _rollout_condition(rollout, observed),
-            _ready(ready, engines_ready, observed, rollout),
+            _ready_condition(shards_ready, engines_ready, observed, rollout),
         ),
     )
 
 
-def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
+def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
     if not observed.kuberay.is_installed:
         return c.false(
             c.KUBERAY,
@@ -226,20 +232,25 @@ def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condit
     return c.true(c.KUBERAY, "Installed", f"let in from namespace {home} alone: network.kuberayNamespace")
 
 
-def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
-    if ready >= spec.store.shards:
+def _store_condition(spec: BlendServiceSpec, observed: Observed, shards_ready: int) -> Condition:
+    if shards_ready >= spec.store.shards:
         return c.true(c.STORE, "AllShardsReady")
     messages = _join_messages(observed.store, observed, "store")
-    return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{messages}")
+    return c.false(
+        c.STORE, "ShardsMissing", f"{shards_ready} of {spec.store.shards} shards are ready{messages}"
+    )
 
 
 def _join_messages(service: RayServiceView | None, observed: Observed, part: str) -> str:
-    """The message of KubeRay about a RayService, and of Kubernetes about a pod that does not start."""
+    """What KubeRay says about a RayService, and why a pod does not start: a suffix for a message, empty if
+    neither is known."""
     texts = (service.message if service is not None else "", observed.troubles.get(part, ""))
     return "".join(f": {text}" for text in texts if text)
 
 
-def _shards(spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep) -> Condition:
+def _shards_condition(
+    spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep
+) -> Condition:
     if needs_restart(spec, observed.store_image):
         return c.false(
             c.SHARDS,
@@ -289,8 +300,10 @@ def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
     return c.false(c.ROLLED_OUT, str(rollout.phase), text)
 
 
-def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout) -> Condition:
-    if engines_ready and ready:
+def _ready_condition(
+    shards_ready: int, engines_ready: bool, observed: Observed, rollout: Rollout
+) -> Condition:
+    if engines_ready and shards_ready:
         return c.true(c.READY, "Serving")
     if engines_ready:
         return c.true(c.READY, "ServingWithoutStore", "no shard is ready: answers are full prefill")

@@ -1,8 +1,8 @@
 """Objects of the store: one RayService, whose worker groups are the shards, and their volumes.
 
-Nothing here depends on the model, the engines or their image, so nothing about those restarts a shard.
-KubeRay is told not to upgrade (`upgradeStrategy: None`): a second cluster would want the same volumes. What
-KubeRay then leaves undone, `shards` does, one pod at a time.
+Nothing here depends on the model, the engines or their image, so changing those restarts no shard. KubeRay is
+told not to upgrade (`upgradeStrategy: None`), because a second cluster would need the same volumes. The
+operator upgrades instead, one pod at a time (`desired.shards`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ PART = "store"
 OVERHEAD_GIB = 2.0
 """Memory of a shard's pod beyond the RAM tier, for Ray, gRPC's buffers and /dev/shm."""
 HOSTNAME = "kubernetes.io/hostname"
+"""The topology key of "on the same node"."""
 
 
 @dataclass(frozen=True)
 class StoreImage:
-    """The image that shards run, which stays until the store's own image changes."""
+    """The image that shards run. It changes only with `store.image`, never with the service's image."""
 
     image: str
     pull_policy: str
@@ -60,10 +61,10 @@ class StoreImage:
 
 
 def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
-    """The image to run: the store's own, else the one that runs, else the service's.
+    """The image to run: the store's own, else the running one, else the service's.
 
-    Ray accepts no worker of another version, so another one cannot be rolled out shard by shard: what runs
-    stays until the RayService is deleted (`needs_restart` says so).
+    Ray accepts no worker with another version of Ray, so a new version cannot be rolled out shard by shard:
+    the running image then stays until the RayService is deleted (see `needs_restart`).
     """
     own = spec.store.image
     version = spec.store.ray_version or (running.ray_version if running else spec.ray_version)
@@ -74,7 +75,7 @@ def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> St
 
 
 def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
-    """Whether another version of Ray is asked for than the shards run."""
+    """Whether `store.rayVersion` asks for a version of Ray that the running shards do not have."""
     wanted = spec.store.ray_version
     return running is not None and bool(wanted) and wanted != running.ray_version
 
@@ -85,7 +86,7 @@ def ray_service_name(name: str) -> str:
 
 
 def claim_names(spec: BlendServiceSpec, name: str, index: int) -> dict[str, tuple[str, float, str]]:
-    """Name, GiB and storage class of a shard's claims, by volume."""
+    """Claim name, GiB and storage class of each of a shard's volumes, by volume name."""
     volumes = spec.store.volumes
     claims = {"data": (join_name(name, "data", str(index)), volumes.data_gib, volumes.storage_class)}
     for tier in spec.store.tiers:
@@ -94,8 +95,9 @@ def claim_names(spec: BlendServiceSpec, name: str, index: int) -> dict[str, tupl
 
 
 def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, groups: int) -> list[Manifest]:
-    """The RayService and its claims. `groups`: worker groups there ever were; those beyond the shards are
-    empty. Raises `InvalidField`."""
+    """The claims, then the RayService. `groups`: number of worker groups that the store ever had. Groups
+    without a shard stay, with 0 replicas: KubeRay forgets the pods of a group that is removed. Raises
+    `InvalidField`."""
     objects = []
     if spec.store.volumes.kind is VolumeKind.PERSISTENT:
         for index in range(spec.store.shards):
@@ -168,8 +170,8 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
     )
 
 
-def _basics(spec: BlendServiceSpec, owner: Owner, image: StoreImage, **narrower: str) -> dict[str, Any]:
-    basics = pod_basics(spec, owner.name, labels(owner.name, part=PART, **narrower), PART)
+def _basics(spec: BlendServiceSpec, owner: Owner, image: StoreImage, **more_labels: str) -> dict[str, Any]:
+    basics = pod_basics(spec, owner.name, labels(owner.name, part=PART, **more_labels), PART)
     return basics | {"image": image.image, "pull_policy": image.pull_policy, "nodes": spec.store.nodes}
 
 
@@ -185,25 +187,25 @@ def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
 
 
 def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
-    """Shards keep apart from each other, and near or away from engines. These are preferences: a shard that
-    runs anywhere is better than one that waits."""
+    """Keep shards apart from each other, and near engines or away from them. Only preferences: a shard on the
+    wrong node is better than one that cannot be scheduled."""
 
-    def near(weight: int, match: Manifest) -> Manifest:
+    def same_node_term(weight: int, match: Manifest) -> Manifest:
         term = {"topologyKey": HOSTNAME, "labelSelector": match}
         return {"weight": weight, "podAffinityTerm": term}
 
-    shards = near(100, {"matchLabels": selector(name, role="shard")})
+    shards = same_node_term(100, {"matchLabels": selector(name, role="shard")})
     if spec.store.placement is ShardPlacement.BESIDE_ENGINES:
-        engines = near(50, {"matchLabels": selector(name, role="engine")})
+        engines = same_node_term(50, {"matchLabels": selector(name, role="engine")})
         return {
             "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [engines]},
             "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards]},
         }
-    others = near(
+    engines = same_node_term(
         50,
         {
             "matchLabels": selector(name),
             "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": ["engine"]}],
         },
     )
-    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards, others]}}
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards, engines]}}

@@ -1,4 +1,5 @@
-"""Rotary position embedding of stored keys, which are stored before RoPE and rotated once, when loaded.
+"""Applies rotary position embedding (RoPE) to loaded keys: they are stored unrotated, and rotated once, to
+their positions in the prompt.
 
 Keys are rotated in fp32 from the engine's own cos/sin table, so a loaded key equals a freshly computed one up
 to the rounding of its dtype. The table already contains any scaling (YaRN's mscale, Llama-3's and linear
@@ -23,7 +24,8 @@ class Rotary:
     sin: Tensor
     """fp32 `[positions, rotary_dim / 2]`."""
     is_neox: bool
-    """Whether halves are paired (GPT-NeoX, Llama) rather than neighbours (GPT-J, interleaved)."""
+    """Whether element i is paired with i + rotary_dim / 2 (GPT-NeoX, Llama), not with its neighbour (GPT-J,
+    interleaved)."""
 
     @staticmethod
     def from_table(cos_sin: Tensor, is_neox: bool) -> Rotary:
@@ -37,23 +39,23 @@ class Rotary:
         return 2 * self.cos.shape[-1]
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `keys` `[tokens, heads, head_dim]` to `positions` `[tokens]`: a new tensor of the same
-        dtype.
+        """Rotate `keys` `[tokens, heads, head_dim]` to `positions` `[tokens]`. Returns a new tensor of the
+        same dtype.
 
         Cost: one fp32 pass over the keys at about 6 FLOP per element, which is memory-bound.
         """
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         rotated = torch.empty_like(keys)
-        out, turning = rotated[..., : self.rotary_dim], keys[..., : self.rotary_dim].float()
-        first, second = self._halves(turning)
-        out_first, out_second = self._halves(out)
+        first, second = self._halves(keys[..., : self.rotary_dim].float())
+        out_first, out_second = self._halves(rotated[..., : self.rotary_dim])
         out_first.copy_(first * cos - second * sin)
         out_second.copy_(second * cos + first * sin)
         rotated[..., self.rotary_dim :] = keys[..., self.rotary_dim :]
         return rotated
 
-    def _halves(self, turning: Tensor) -> tuple[Tensor, Tensor]:
+    def _halves(self, elements: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the first and the second element of every pair."""
         if self.is_neox:
-            half = turning.shape[-1] // 2
-            return turning[..., :half], turning[..., half:]
-        return turning[..., 0::2], turning[..., 1::2]
+            half = elements.shape[-1] // 2
+            return elements[..., :half], elements[..., half:]
+        return elements[..., 0::2], elements[..., 1::2]

@@ -1,4 +1,4 @@
-"""Arguments and results of the SDK: plain values, without torch or stubs."""
+"""Arguments and results of the SDK: plain values. Importing them needs neither torch nor the gRPC stubs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kintsugi.core.exchange import Usage as Usage
 
 @dataclass(frozen=True)
 class Plain:
-    """Text of the prompt that is no chunk: instructions, a date, what no other prompt shares."""
+    """Prompt text that is not a chunk: instructions, a date, anything that no other prompt repeats."""
 
     text: str
 
@@ -25,7 +25,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Key:
-    """A chunk that was put before, by its key."""
+    """A chunk that was put before, named by its key."""
 
     hex: str
 
@@ -38,12 +38,12 @@ class DocumentChunk:
     document_id: str
     index: int
     version: str | None = None
-    """None: the current one."""
+    """None means the current version."""
 
 
 @dataclass(frozen=True)
 class PutChunk:
-    """The result of putting a chunk. It may stand in a prompt as a segment."""
+    """The result of putting a chunk. Can be used as a segment of a prompt."""
 
     key: str
     """Hexadecimal."""
@@ -53,11 +53,11 @@ class PutChunk:
     state: str
     """`present`, `stored`, `accepted` or `failed`."""
     reason: str = ""
-    """Why it failed."""
+    """Why it failed; empty otherwise."""
 
 
 Segment = str | Plain | Tokens | Key | DocumentChunk | PutChunk
-"""A string is a chunk's text."""
+"""A part of a prompt. A string is the text of a chunk; `Plain` marks text that is not one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StoredChunk:
     model: str
     """Fingerprint, hexadecimal."""
     tier: str
-    """Fastest tier that holds it; empty in a list."""
+    """Fastest tier that holds it; empty for chunks that were listed rather than looked up."""
     known: bool
     """Whether the gateway can build a prompt from the key alone."""
 
@@ -81,14 +81,14 @@ class Prefetched:
     """The result of a prefetch."""
 
     keys: tuple[str, ...]
-    """One key per segment; empty for a plain one."""
+    """One key per segment; empty for `Plain`."""
     accepted: int
-    """Chunks that are in RAM or on their way."""
+    """Number of chunks that are in RAM or on their way there."""
 
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A text's ids alone, and the key of the chunk that it is."""
+    """The token ids of a text tokenised by itself, and the key of the chunk that these ids make."""
 
     token_ids: tuple[int, ...]
     key: str
@@ -101,7 +101,7 @@ class PlacedSegment:
     start: int
     end: int
     key: str
-    """Empty for a plain one."""
+    """Empty for `Plain`."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer, and what it cost."""
+    """A complete answer, and what it cost."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -122,10 +122,10 @@ class Answer:
     outcome: str
     """How the prompt was prefilled: `blended`, `prefix_hit`, `declined`, `failed`."""
     reason: str
-    """Why it was declined or failed."""
+    """Why it was declined or failed; empty otherwise."""
     usage: Usage
     ttft_ms: float
-    """As the gateway saw it."""
+    """Time to first token, measured by the gateway."""
     request_id: str
     segments: tuple[PlacedSegment, ...]
     accounting: Mapping[str, Any] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. None leaves vLLM's default."""
+    """How tokens are chosen. None keeps vLLM's default."""
 
     max_tokens: int = 16
     temperature: float | None = None
@@ -149,4 +149,4 @@ class Sampling:
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More of vLLM's `SamplingParams` by name."""
+    """Further fields of vLLM's `SamplingParams`, by name."""

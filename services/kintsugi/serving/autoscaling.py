@@ -1,7 +1,7 @@
-"""How many engines and shards there should be. Pure decisions: Serve calls the two policies and applies the
+"""Decides how many engines and shards there should be. Pure: Serve calls the two policies and applies the
 configuration's delays and bounds to their answers.
 
-Serve sends this module to its controller by value, so it imports nothing of ours.
+Serve sends this module to its controller by value, so it imports nothing from kintsugi.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 BUSY_SHARE_MAX = 0.7
-"""Share of time in which an engine may prefill. Above it, queues grow with every burst."""
+"""Maximum share of its time that an engine may spend on prefills. Above it, queues grow with every burst."""
 FILL_SHARE_MIN = 0.8
-"""Share of its capacity that a full shard uses. One that evicts below it has chunks that expire."""
+"""Share of the capacity in use from which shards count as full. Below it, chunks left because they expired,
+not for lack of space."""
 SHRINK_SHARE_MAX = 0.5
-"""Share of the remaining capacity that may be used after a shard is removed, or it would soon be back."""
+"""A shard is removed only if all chunks then use at most this share of the remaining capacity. Otherwise it
+would soon be added again."""
 RETURNS_PER_S = 0.05
-"""Lookups per shard for recently evicted chunks that are worth another shard."""
+"""Rate of lookups for recently evicted chunks, per shard, from which one more shard is added."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +29,22 @@ class EngineLoad:
 
     engines: int
     waiting_tokens: float
-    """Tokens of prompts that have no first token yet."""
+    """Prompt tokens of requests that have no first token yet."""
     tokens_per_s: float
-    """Prompt tokens that one engine gets done; 0: unknown."""
+    """Prompt tokens that one engine prefills per second; 0: unknown."""
     busy_engines: float
-    """Sum of the shares of time in which each prefilled."""
+    """Sum over the engines of the share of time that each spends on prefills."""
 
 
 def engines_wanted(load: EngineLoad, queueing_ms_max: float) -> int:
-    """So many that a request is predicted to wait no longer than ``queueing_ms_max``, and that each is busy
-    no more than `BUSY_SHARE_MAX`. Grows with either; at least one."""
+    """The number of engines with which requests are predicted to wait at most ``queueing_ms_max`` and each
+    engine is busy for at most `BUSY_SHARE_MAX` of the time. At least 1, at most twice the present number."""
     wanted = load.busy_engines / BUSY_SHARE_MAX
     if load.tokens_per_s > 0:
         wanted = max(wanted, 1e3 * load.waiting_tokens / load.tokens_per_s / queueing_ms_max)
-    # A burst is no reason to multiply: what is added must have time to help.
-    most = 2 * max(1, load.engines)
-    return max(1, math.ceil(min(wanted, most) - 1e-9))
+    # A burst must not multiply the engines before those that were added last have had time to help.
+    engines_max = 2 * max(1, load.engines)
+    return max(1, math.ceil(min(wanted, engines_max) - 1e-9))
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,19 @@ class ShardLoad:
     used_bytes: float
     capacity_bytes: float
     returns_per_s: float
-    """Lookups for chunks that had been evicted a short time before."""
+    """Lookups per second for chunks that were evicted shortly before."""
 
 
 def shards_wanted(load: ShardLoad) -> int:
-    """One more where full shards evict what is soon wanted again; one less where the rest would hold all."""
+    """One shard more if full shards evict chunks that are soon looked up again; one fewer if the others would
+    hold everything; else the present number."""
     if load.shards < 1 or load.capacity_bytes <= 0:
         return max(1, load.shards)
-    full = load.used_bytes >= FILL_SHARE_MIN * load.capacity_bytes
-    if full and load.returns_per_s >= RETURNS_PER_S * load.shards:
+    is_full = load.used_bytes >= FILL_SHARE_MIN * load.capacity_bytes
+    if is_full and load.returns_per_s >= RETURNS_PER_S * load.shards:
         return load.shards + 1
-    left_bytes = load.capacity_bytes * (load.shards - 1) / load.shards
-    if load.shards > 1 and load.returns_per_s == 0 and load.used_bytes <= SHRINK_SHARE_MAX * left_bytes:
+    remaining_bytes = load.capacity_bytes * (load.shards - 1) / load.shards
+    if load.shards > 1 and load.returns_per_s == 0 and load.used_bytes <= SHRINK_SHARE_MAX * remaining_bytes:
         return load.shards - 1
     return load.shards
 
@@ -73,12 +76,12 @@ Metrics = Mapping[str, Mapping[Any, float]]
 
 
 def _values(metrics: Metrics | None, name: str) -> list[float]:
-    """What replicas reported; none where none has yet."""
+    """The values that replicas reported under this name; empty before the first report."""
     return [float(value) for value in (metrics or {}).get(name, {}).values()]
 
 
 def engine_load(metrics: Metrics | None, engines: int) -> EngineLoad:
-    """From what `Engine.record_autoscaling_stats` reported."""
+    """The load, from what the replicas' `Engine.record_autoscaling_stats` returned."""
     rates = [rate for rate in _values(metrics, "tokens_per_s") if rate > 0]
     return EngineLoad(
         engines,
@@ -89,7 +92,7 @@ def engine_load(metrics: Metrics | None, engines: int) -> EngineLoad:
 
 
 def shard_load(metrics: Metrics | None, shards: int) -> ShardLoad:
-    """From what `StoreShard.record_autoscaling_stats` reported."""
+    """The load, from what the replicas' `StoreShard.record_autoscaling_stats` returned."""
     return ShardLoad(
         shards,
         sum(_values(metrics, "used_bytes")),
@@ -99,13 +102,13 @@ def shard_load(metrics: Metrics | None, shards: int) -> ShardLoad:
 
 
 class EnginePolicy:
-    """For Serve's `AutoscalingConfig`."""
+    """The engines' policy in Serve's `AutoscalingConfig`."""
 
     def __init__(self, queueing_ms_max: float) -> None:
         self._queueing_ms_max = queueing_ms_max
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Engines wanted, and no state. Without reports the number stays."""
+        """The number of engines, and an empty state. The number stays until a replica has reported."""
         metrics = context.aggregated_metrics
         if not _values(metrics, "busy_share"):
             return context.target_num_replicas, {}
@@ -114,9 +117,10 @@ class EnginePolicy:
 
 
 class ShardPolicy:
-    """For Serve's `AutoscalingConfig`."""
+    """The shards' policy in Serve's `AutoscalingConfig`."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """The number of shards, and an empty state. The number stays until a replica has reported."""
         metrics = context.aggregated_metrics
         if not _values(metrics, "capacity_bytes"):
             return context.target_num_replicas, {}

@@ -1,8 +1,8 @@
-"""Tokenises a prompt so that every chunk has the ids that it has alone.
+"""Tokenises a prompt so that every chunk gets the token ids that it has when it is tokenised alone.
 
-A chunk's key is over its token ids, and a tokenizer joins characters across any boundary: "chunk" and
-"chunk\\n\\nQuestion" need not begin with the same ids. So a prompt is cut at its chunks, and each piece is
-tokenised by itself.
+A chunk's key is computed over its token ids, and a tokenizer joins characters across any boundary: "chunk"
+and "chunk\\n\\nQuestion" need not begin with the same ids. So a prompt is cut at its chunks, and each piece
+is tokenised by itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from kintsugi.core.spaces import Span
 
 CACHED_CHUNKS = 1024
 CACHED_CHARS_MAX = 16_384
-"""Longest text whose ids are cached. With `CACHED_CHUNKS` it bounds the cache to 100 MB, usually 20."""
+"""Longest text whose ids are cached. With `CACHED_CHUNKS` it bounds the cache to 100 MB (usually 20)."""
 _PROBE = "a"
+"""Tokenised to see which special tokens the tokenizer puts around a text."""
 _DOCUMENT_GAP = "\n\n"
 
 
@@ -41,44 +42,45 @@ class Segmented:
 
 
 def with_documents(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Move `documents` to the beginning of the last user message, for a template without a place for them.
+    """Move `documents` to the beginning of the last user message, for a template that has no place for them:
+    vLLM would drop them silently.
 
-    vLLM would drop them without a word. Messages that are none are left to it. Raises `InvalidField`.
+    Messages are not checked; vLLM refuses malformed ones. Raises `InvalidField` without a user message.
     """
     documents, messages = body.get("documents"), body.get("messages")
     if not documents or not isinstance(messages, list):
         return dict(body)
-    at = max((i for i, one in enumerate(messages) if _is_users(one)), default=None)
-    if at is None:
+    last = max((i for i, one in enumerate(messages) if _is_user_message(one)), default=None)
+    if last is None:
         raise InvalidField("documents", "need a user message to stand before")
     text = _DOCUMENT_GAP.join(str(one.get("text", "")) for one in documents) + _DOCUMENT_GAP
-    content = messages[at].get("content") or ""
+    content = messages[last].get("content") or ""
     if isinstance(content, str):
         content = text + content
     elif isinstance(content, list):
         content = [{"type": "text", "text": text}, *content]
-    messages = [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
+    messages = [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]
     return {**body, "messages": messages, "documents": None}
 
 
-def _is_users(message: Any) -> bool:
+def _is_user_message(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "user"
 
 
 def cut_at_chunks(
     text: str, chunk_texts: Iterable[str], found_chars_min: int = FOUND_CHARS_MIN
 ) -> list[TextPiece]:
-    """The text, cut before and behind each occurrence of a chunk.
+    """Cut the text before and after each occurrence of a chunk.
 
-    A longer chunk's occurrences are taken first, and nothing that overlaps them; equal texts count once. Of a
-    chunk with fewer than ``found_chars_min`` characters only the marked occurrences are meant: those that
-    fill whole lines, or the only one there is. Raises `InvalidField` for more than `SPANS_MAX` occurrences.
-    Cost: one search through the text for each distinct chunk.
+    Longer chunks are found first, and an occurrence that overlaps one found before is skipped. A chunk with
+    fewer than ``found_chars_min`` characters is found only where it fills whole lines, or if it occurs just
+    once. Raises `InvalidField` for more than `SPANS_MAX` occurrences. Cost: one search through the text for
+    each distinct chunk.
     """
     taken: list[tuple[int, int]] = []
     for chunk in sorted({chunk for chunk in chunk_texts if chunk}, key=lambda one: (-len(one), one)):
-        short = len(chunk) < found_chars_min
-        for start in _chunk_occurrences(text, chunk) if short else _occurrences(text, chunk):
+        is_short = len(chunk) < found_chars_min
+        for start in _short_occurrences(text, chunk) if is_short else _occurrences(text, chunk):
             end = start + len(chunk)
             at = bisect_left(taken, (start, end))
             if (at == 0 or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0]):
@@ -98,8 +100,9 @@ def cut_at_chunks(
     return pieces
 
 
-def _chunk_occurrences(text: str, chunk: str) -> Iterator[int]:
-    """Most templates set a message's parts and its documents on lines of their own."""
+def _short_occurrences(text: str, chunk: str) -> Iterator[int]:
+    """Start of the only occurrence, else of each that fills whole lines: most templates put a message's parts
+    and its documents on lines of their own."""
     first = text.find(chunk)
     if first >= 0 and text.find(chunk, first + 1) < 0:
         yield first
@@ -111,6 +114,7 @@ def _chunk_occurrences(text: str, chunk: str) -> Iterator[int]:
 
 
 def _occurrences(text: str, chunk: str) -> Iterator[int]:
+    """Starts of the occurrences from left to right, without overlaps."""
     start = text.find(chunk)
     while start >= 0:
         yield start
@@ -118,27 +122,26 @@ def _occurrences(text: str, chunk: str) -> Iterator[int]:
 
 
 class SegmentTokenizer:
-    """Thread-safe where the tokenizer is."""
+    """Tokenises prompts piece by piece. Thread-safe if the tokenizer is."""
 
     def __init__(self, tokenizer: Any, prefix_token_ids: Sequence[int] = ()) -> None:
-        """``tokenizer`` is transformers'; ``prefix_token_ids`` is what chunks were prefilled behind."""
+        """``tokenizer``: one of transformers. ``prefix_token_ids``: what chunks were prefilled behind."""
         self._tokenizer = tokenizer
         self._cached = lru_cache(CACHED_CHUNKS)(self._ids)
-        plain, special = self._ids(_PROBE), tuple(tokenizer(_PROBE, add_special_tokens=True)["input_ids"])
-        before = next(
-            (at for at in range(len(special)) if special[at : at + len(plain)] == plain), len(special)
-        )
-        self._special_before, self._special_behind = special[:before], special[before + len(plain) :]
+        plain, full = self._ids(_PROBE), tuple(tokenizer(_PROBE, add_special_tokens=True)["input_ids"])
+        start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), len(full))
+        self._special_before, self._special_behind = full[:start], full[start + len(plain) :]
         self._prefix = tuple(prefix_token_ids)
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """As `precompute.chunking.Chunker.token_ids`."""
+        """A chunk's token ids, the same that `precompute.chunking.Chunker.token_ids` returns."""
         return self._cached(text) if len(text) <= CACHED_CHARS_MAX else self._ids(text)
 
     def segment_text(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
-        """Tokenise, if told so with the special tokens that the tokenizer adds around a plain prompt.
+        """Tokenise a prompt, each of its chunks by itself.
 
-        Where the text begins with the prefix of the chunk space, so do the ids.
+        ``add_special_tokens`` adds those that the tokenizer puts around a plain prompt. If the text begins
+        with the chunk space's prefix, the ids begin with the prefix's ids.
         """
         ids = list(self._special_before) if add_special_tokens else []
         prefix_ids, rest = self._prefix_of(text, tuple(ids))
@@ -157,7 +160,8 @@ class SegmentTokenizer:
         return Segmented(ids, tuple(spans))
 
     def _prefix_of(self, text: str, special: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """The prefix's ids behind the special ones, and the text that follows; or no ids and the text."""
+        """The prefix's ids after the special ones, and the rest of the text; no ids and the whole text if it
+        does not begin with the prefix."""
         if self._prefix[: len(special)] != special or len(self._prefix) == len(special):
             return (), text
         ids = self._prefix[len(special) :]

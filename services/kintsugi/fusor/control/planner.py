@@ -1,4 +1,4 @@
-"""Planners decide whether and how a prompt is blended. Pure; only the connector calls them."""
+"""Planners decide whether and how a prompt is blended. Pure; only the scheduler's side calls them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ class PlanRequest:
     num_computed: int
     """Tokens that the engine's own prefix cache holds."""
     hits: tuple[ChunkHit, ...]
-    """Chunks that the store holds and the prefix cache does not cover entirely, with their sizes and
-    sources."""
+    """Chunks that the store holds and that have tokens outside the prefix cache (`hits_beyond`)."""
     engine: EngineShape
     options: BlendOptions = field(default_factory=BlendOptions)
     """The request's options; the planner decides about those that are None."""
     exact_end: int = 0
-    """As in `BlendPlan`."""
+    """KV loaded for tokens before this position is exact (`BlendPlan.exact_end`)."""
     measured: Measured = field(default_factory=Measured)
     ahead_s: float = 0.0
-    """Seconds of computing left in passes that go first; a full prefill shares the engine with them, too."""
+    """Seconds of computing left in passes that go first. They delay a full prefill as well as a blend."""
     is_alone: bool = False
     """Whether the engine is otherwise idle, so that recomputing more than the minimum delays nobody."""
     is_trial: bool = False
@@ -39,8 +38,8 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Planner:
-    """Loads every hit and recomputes a fixed share: for measurements that need exactly what they request.
-    Serving engines refine it: see `fusor.control.controller`."""
+    """Loads every hit and recomputes a fixed share. For measurements, which must get exactly what they ask
+    for, and the first step of `LoadingController`."""
 
     selection: Selection
     """The default for what a request leaves open. Requests cannot set layers; the engine's configuration

@@ -1,8 +1,8 @@
 """The chunk store's interface. Every implementation passes `tests/contracts/store_contract.py`.
 
 Calls block, and any thread may make them. The engine makes them in loader threads, never in the scheduler's;
-the gateway keeps its event loop free with `gateway.threaded_store`. A store never decodes and never guesses:
-a chunk is there whole, or it is a miss.
+the gateway keeps its event loop free with `gateway.threaded_store`. A store never decodes frames. A chunk is
+there whole, or it is a miss.
 """
 
 from __future__ import annotations
@@ -51,32 +51,32 @@ class PinLease:
 
     lease_id: str
     chunks: int
-    """Number of the keys that are in the store, and pinned."""
+    """How many of the keys were found in the store, and pinned."""
 
 
 class ChunkStore(ABC):
     """Chunk KV by key.
 
-    Invariants: `put` makes a chunk visible whole or not at all; a chunk of another namespace is found
-    by no call; what `stream` yields was written by one `put`; bytes that fail their digest are a
-    `ChunkLost`, never a frame, and the chunk is quarantined.
+    Invariants: `put` makes a chunk visible whole or not at all; no call finds a chunk of another namespace;
+    all frames of a chunk that `stream` yields were written by one `put`; instead of a frame that fails its
+    digest, `stream` yields `ChunkLost`, and the chunk is quarantined.
     Errors: `Unavailable`, `DeadlineExceeded`, `ResourceExhausted`, `InvalidField`, `VersionMismatch`.
     """
 
     @abstractmethod
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        """The manifest of each key, None for a miss; a hit counts as a use."""
+        """The manifest of each key, None for a miss. A hit counts as a use of the chunk."""
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        """As `lookup`, with the source that each chunk would be read from now, in one call."""
+        """Like `lookup`, and in the same call the source that each chunk would be read from now."""
         source = ChunkSource(tier=self.transport)
         return [None if m is None else Found(m, source) for m in self.lookup(namespace, keys)]
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """The fastest tier that holds each key, None where none does.
+        """The fastest tier that holds each key, None for a miss.
 
-        For callers that act on what is missing: unlike `lookup` it raises `Unavailable` where a key was not
-        found and a shard that owns it did not answer."""
+        For callers that act on misses: unlike `lookup`, it raises `Unavailable` if a key was not found and a
+        shard that owns it did not answer."""
         return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
 
     @abstractmethod
@@ -91,11 +91,11 @@ class ChunkStore(ABC):
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
-        """Store one chunk: `frames[layer]` holds that layer. True if it was new; a key that is already
-        there is left alone. `recompute_ms` is the time that computing it took, which placement and eviction
-        weigh; 0: unknown. `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the client's
-        default. Raises `InvalidField` where frames and manifest disagree or the tier does not exist, and
-        `Corrupted` where a digest does not match."""
+        """Store one chunk: `frames[layer]` holds that layer. Returns whether it was new; a chunk that is
+        already there is left alone. `recompute_ms` is the time that computing it took, which placement and
+        eviction weigh; 0: unknown. `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the
+        client's default. Raises `InvalidField` if frames and manifest disagree or the tier does not exist,
+        and `Corrupted` if a digest does not match."""
 
     @abstractmethod
     def stream(
@@ -106,44 +106,44 @@ class ChunkStore(ABC):
         heads: HeadRange,
         deadline_s: float,
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
-        """Frames layer-major: layer i of every chunk comes before layer i + 1 of any.
+        """Yield frames, verified against their digests, layer by layer: layer i of every chunk comes before
+        layer i + 1 of any.
 
-        Verified against the digests. Nothing is read before the iterator is advanced; closing it early
-        frees what it holds. `deadline_s` bounds the wait for each layer; passing it raises
-        `DeadlineExceeded`."""
+        Nothing is read before the iterator is advanced; closing it early frees what it holds. Raises
+        `DeadlineExceeded` if a layer takes longer than `deadline_s`."""
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Start to bring chunks into RAM without waiting; the number that are there or on their way."""
+        """Start to bring chunks into RAM, without waiting. Returns how many are there or on their way."""
         return sum(manifest is not None for manifest in self.lookup(namespace, keys))
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
-        """Keep chunks from being evicted for `lease_s`. Raises `ResourceExhausted` beyond what may be pinned,
-        and `InvalidField` for a store that has no pins."""
+        """Protect chunks from eviction for `lease_s`. Raises `ResourceExhausted` if more would be pinned than
+        is allowed, and `InvalidField` for a store that has no pins."""
         raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
 
     def unpin(self, lease_id: str) -> int:
-        """End a lease early; the number of chunks that it held. Raises as `pin` does."""
+        """End a lease early. Returns the number of chunks that it held. Raises as `pin` does."""
         raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
 
     @abstractmethod
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Delete chunks; the number that was there. Streams already open stay whole. Raises `Unavailable`
-        where a shard that may hold some did not answer; all others have deleted them then."""
+        """Delete chunks. Returns how many were there. Open streams still yield every frame. Raises
+        `Unavailable` if a shard that may hold some did not answer; the other shards have deleted theirs."""
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        """The first `limit` manifests behind `after`, in key order. Raises `Unavailable` where a shard that
-        may hold some did not answer."""
+        """The next `limit` manifests after the key `after`, in key order. Raises `Unavailable` if a shard
+        that may hold some did not answer."""
 
     @abstractmethod
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         """Keep a small document (a calibration report) by fingerprint and name, unless the stored one
-        supersedes it (`core.report.supersedes`). Raises `ResourceExhausted` beyond
-        `core.report.REPORT_BYTES_MAX`, or where too many are kept."""
+        supersedes it (`core.report.supersedes`). Raises `ResourceExhausted` if the document is larger than
+        `core.report.REPORT_BYTES_MAX`, or if too many are stored."""
 
     @abstractmethod
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        """The document, or None."""
+        """The stored document; None if there is none."""
 
     @property
     @abstractmethod
@@ -156,4 +156,4 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release connections and threads; calls under way fail. Idempotent."""
+        """Release connections and threads; calls in progress fail. Idempotent."""

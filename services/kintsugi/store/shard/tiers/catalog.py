@@ -1,7 +1,7 @@
-"""The chunks of an SSD tier in LMDB: the commit point of every put.
+"""The records of an SSD tier's chunks, in LMDB. A chunk is durable once its record is committed here.
 
-A value is its own xxh3-128, over key and body, before a `CatalogRecord`: a flipped bit is found when the
-catalog is read and costs one chunk. Values are a few kilobytes; frames lie in the slab. Cost: one
+A value is an xxh3-128 digest of key and body, then the body, a `CatalogRecord`: a flipped bit is found when
+the record is read, and costs one chunk. Values are a few kilobytes; frames lie in the slab. Cost: one
 transaction (a sync of some pages) per batch of puts or deletes; reading 100,000 records takes seconds.
 """
 
@@ -29,11 +29,11 @@ _FILE = "data.mdb"
 _CHECKSUM_BYTES = 16
 _MAP_BYTES_MIN = 64 << 20
 _FILL_MAX = 0.9
-"""LMDB slows down and fails near a full map; it is doubled before that."""
+"""Share of the map in use from which it is doubled: LMDB slows down, then fails, when the map is full."""
 
 
 def catalog_key(address: Address) -> bytes:
-    """Namespaces hold no zero byte, so the key's last bytes are always the chunk key."""
+    """The namespace, a zero byte, the chunk key. Unambiguous, because no namespace contains a zero byte."""
     namespace, key = address
     return namespace.encode() + b"\0" + key.digest
 
@@ -41,15 +41,16 @@ def catalog_key(address: Address) -> bytes:
 def check_format(path: Path) -> None:
     """Refuse the catalog at `path` if another version of kintsugi wrote any intact record of it.
 
-    Opening a tier would drop such records as damage. So this comes first and changes no file, not even LMDB's
-    lock: the caller must own the folder. A folder has no mark of the chunk format, so every record is read,
-    a tenth of what opening the tier costs. Raises `VersionMismatch`, and `lmdb.Error` for a damaged file.
+    Call it before opening the tier, which may take such records for damaged and drop them. It changes no
+    file (except to pad one that was cut) and takes no LMDB lock, so the caller must own the folder. Nothing
+    in the folder names the format of its chunks, so every record is read; this takes a tenth of the time of
+    opening the tier. Raises `VersionMismatch`, and `lmdb.Error` for a damaged file.
     """
     file = path / _FILE
     if not file.exists() or not file.stat().st_size:
         return
     with lmdb.open(str(path), readonly=True, lock=False) as env:
-        _fill_up(env, file)
+        _pad_if_cut(env, file)
         with env.begin() as transaction:
             records = (_decode_catalog_record(key, value) for key, value in transaction.cursor())
             formats = Counter(r.manifest.format_version for r in records if r is not None)
@@ -69,34 +70,35 @@ def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
     )
 
 
-def _fill_up(env: lmdb.Environment, file: Path) -> None:
-    """Append zeros to a file that was cut. Reading them raises `lmdb.Error`; reading past the end of the file
-    would kill the process."""
+def _pad_if_cut(env: lmdb.Environment, file: Path) -> None:
+    """Append zeros to a file that was cut short. Reading zeros raises `lmdb.Error`; reading past the end of
+    the mapped file would kill the process (SIGBUS)."""
     size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     if file.stat().st_size < size:
         os.truncate(file, size)
 
 
 class Catalog:
-    """Thread-safe: one writer at a time, because the map may only grow between transactions.
+    """Thread-safe. Writes take turns, because the map may only grow between transactions.
 
-    A file that LMDB cannot read raises `lmdb.Error`."""
+    Methods raise `lmdb.Error` if LMDB cannot read the file."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
         self._write_lock = threading.Lock()
         self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8)
-        _fill_up(self._env, path / _FILE)
+        _pad_if_cut(self._env, path / _FILE)
         self._grow_if_full()
 
     def records(self) -> Iterator[tuple[bytes, pb.CatalogRecord | None]]:
-        """Every catalog key with its record, None where the value is damaged. In key order."""
+        """Every catalog key with its record, in key order. The record is None if the value is damaged."""
         with self._env.begin() as transaction:
             for key, value in transaction.cursor():
                 yield key, _decode_catalog_record(key, value)
 
     def apply(self, puts: Sequence[tuple[Address, pb.CatalogRecord]], deletes: Sequence[bytes] = ()) -> None:
-        """Both durably and atomically. Raises `lmdb.Error` where the disk fails; then nothing changed."""
+        """Delete, then put, in one durable transaction. Raises `lmdb.Error` if the disk fails; then nothing
+        has changed."""
         with self._write_lock:
             self._grow_if_full()
             try:
@@ -143,5 +145,5 @@ def _decode_catalog_record(key: bytes, value: bytes) -> pb.CatalogRecord | None:
     manifest = record.manifest
     if len(manifest.key) != KEY_BYTES:
         return None
-    named = catalog_key((manifest.namespace, ChunkKey(manifest.key)))
-    return record if named == key else None
+    expected_key = catalog_key((manifest.namespace, ChunkKey(manifest.key)))
+    return record if key == expected_key else None

@@ -1,7 +1,7 @@
 """Free space of an arena or slab, handed out as runs of whole frames.
 
-A chunk takes one run where one fits, several where free space is scattered: chunks differ in size, and
-only a hole smaller than one frame is ever lost. Cost: constant for the common case, a bounded scan of one
+A chunk takes one run if one is long enough, else several. So chunks of different sizes can share the space,
+and only holes smaller than one frame are wasted. Cost: constant in the common case, a bounded scan of one
 size class for the best fit, a walk over the largest holes when a chunk is split.
 """
 
@@ -14,6 +14,7 @@ BLOCK_BYTES = 4096
 """Alignment that O_DIRECT needs for offsets, sizes and memory."""
 
 _SCAN_MAX = 32
+"""Maximum number of holes of one size class that a search for the best fit looks at."""
 
 
 class Extent(NamedTuple):
@@ -34,7 +35,7 @@ def offsets_of(extents: Iterable[Extent], stride: int) -> tuple[int, ...]:
 
 
 class ExtentAllocator:
-    """Which bytes of `[0, capacity_bytes)` are free. Not thread-safe: its tier holds the lock."""
+    """Knows which bytes of `[0, capacity_bytes)` are free. Not thread-safe: its tier holds a lock."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
@@ -42,6 +43,8 @@ class ExtentAllocator:
         self._start_to_size: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(64)]
+        """`_bins[n]`: starts of the holes whose size has n bits, which make a size class. Dicts as ordered
+        sets."""
         self._add(0, self.capacity_bytes)
 
     @property
@@ -57,31 +60,32 @@ class ExtentAllocator:
             return None
         start = self._best_fit(stride * frames)
         if start is None:
-            return self._plan_scattered(stride, frames)
+            return self._allocate_scattered(stride, frames)
         self._take(start, stride * frames)
         return (Extent(start, frames),)
 
     def _best_fit(self, size: int) -> int | None:
-        """Start of a hole of at least `size`: the tightest of a bounded scan, else one of a larger class."""
-        own = self._bins[size.bit_length()]
-        fits = [start for start, _ in zip(own, range(_SCAN_MAX), strict=False)]
-        fits = [start for start in fits if self._start_to_size[start] >= size]
-        if fits:
-            return min(fits, key=self._start_to_size.__getitem__)
+        """Start of a hole of at least `size`: the smallest that a bounded scan of its size class finds, else
+        any of a larger class. None if there is none."""
+        same_class = self._bins[size.bit_length()]
+        scanned = [start for start, _ in zip(same_class, range(_SCAN_MAX), strict=False)]
+        fitting = [start for start in scanned if self._start_to_size[start] >= size]
+        if fitting:
+            return min(fitting, key=self._start_to_size.__getitem__)
         for larger in self._bins[size.bit_length() + 1 :]:
             if larger:
                 return next(iter(larger))
         return None
 
-    def _plan_scattered(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
-        """Whole frames from the largest holes first."""
+    def _allocate_scattered(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
+        """Split the frames over several holes, the largest first. None if they do not fit."""
         plan: list[Extent] = []
         for holes in reversed(self._bins[stride.bit_length() :]):
             for start in sorted(holes, key=self._start_to_size.__getitem__, reverse=True):
-                fits = min(self._start_to_size[start] // stride, frames)
-                if fits:
-                    plan.append(Extent(start, fits))
-                    frames -= fits
+                count = min(self._start_to_size[start] // stride, frames)
+                if count:
+                    plan.append(Extent(start, count))
+                    frames -= count
                 if not frames:
                     for extent in plan:
                         self._take(extent.offset, extent.frames * stride)
@@ -89,7 +93,7 @@ class ExtentAllocator:
         return None
 
     def rebuild(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Everything is free but `(start, size)` runs in ascending order that do not overlap."""
+        """Forget everything; then only `runs` are in use: `(start, size)`, ascending, without overlaps."""
         for holes in self._bins:
             holes.clear()
         self._start_to_size.clear()
@@ -105,7 +109,7 @@ class ExtentAllocator:
             self._add(position, self.capacity_bytes - position)
 
     def free(self, extents: Iterable[Extent], stride: int) -> None:
-        """Give extents back; neighbours join."""
+        """Give extents back. Each joins the holes beside it."""
         for extent in extents:
             self._give(extent.offset, extent.frames * stride)
 
@@ -119,10 +123,11 @@ class ExtentAllocator:
         self._add(start, size)
 
     def _take(self, hole: int, size: int) -> None:
-        length = self._remove(hole)
-        assert length >= size
-        if length > size:
-            self._add(hole + size, length - size)
+        """Use the first `size` bytes of the hole that starts at `hole`."""
+        hole_size = self._remove(hole)
+        assert hole_size >= size
+        if hole_size > size:
+            self._add(hole + size, hole_size - size)
 
     def _add(self, start: int, size: int) -> None:
         assert start not in self._start_to_size, f"byte {start} was freed twice"

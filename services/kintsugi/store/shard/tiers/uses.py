@@ -1,7 +1,7 @@
-"""Keeps over a restart how often and when chunks were used; otherwise all would look equally old.
+"""Saves how often and when each chunk was used, so that eviction still knows it after a restart.
 
-A snapshot in one file, replaced whole: hints for eviction that may be a minute old, so a damaged file is
-worth a line in the log and nothing more. Cost: some 60 bytes per chunk and a sync, once a minute.
+One file holds a snapshot and is replaced as a whole. Eviction takes it as a hint, so it may be a minute old,
+and a damaged file is logged and ignored. Cost: some 60 bytes per chunk and a sync, once a minute.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 SAVE_PERIOD_S = 60.0
 COUNT_MAX = 0xFFFFFFFF
+"""The largest number of uses that a row can hold."""
 _CHECKSUM_BYTES = 16
 _ROW = struct.Struct("<HId")
+"""Bytes of the catalog key, number of uses, time of the last one. The key itself follows."""
 
 
 class Use(NamedTuple):
@@ -36,17 +38,18 @@ class Use(NamedTuple):
 
 
 UNKNOWN = Use(0, math.inf)
-"""A chunk that the snapshot lacks is newer than all that it names."""
+"""The use of a chunk that the snapshot lacks. It counts as used last: presumably the chunk is newer
+than the snapshot."""
 
 
 class Uses:
-    """The snapshot at `file`; None keeps nothing."""
+    """The snapshot in `file`. With None, nothing is saved or loaded."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
 
     def load(self) -> Mapping[bytes, Use]:
-        """Uses by catalog key; empty where there is no snapshot or it is damaged."""
+        """Uses by catalog key; empty if the snapshot is missing or damaged."""
         if self._file is None or not self._file.exists():
             return {}
         try:
@@ -56,7 +59,7 @@ class Uses:
             return {}
 
     def save(self, entries: Iterable[ChunkEntry]) -> None:
-        """Replace the snapshot. A disk that refuses is logged: the next one may succeed."""
+        """Replace the snapshot. A failed write is logged, not raised: the next one may succeed."""
         if self._file is None:
             return
         try:
@@ -66,7 +69,7 @@ class Uses:
 
 
 def encode_uses(entries: Iterable[ChunkEntry]) -> bytes:
-    """A checksum and a row per chunk. Reads each entry once, without the table's lock."""
+    """Encode a checksum and one row per chunk. The caller need not hold the table's lock."""
     rows = []
     for entry in entries:
         key = catalog_key(entry.address)
@@ -86,9 +89,9 @@ def decode_uses(data: bytes) -> dict[bytes, Use]:
         start = position + _ROW.size
         if start > len(body):
             raise ValueError(f"is cut at byte {position}")
-        size, count, last_s = _ROW.unpack_from(body, position)
-        position = start + size
+        key_bytes, times, last_s = _ROW.unpack_from(body, position)
+        position = start + key_bytes
         if position > len(body) or math.isnan(last_s):
             raise ValueError(f"has a malformed row before byte {position}")
-        found[body[start:position]] = Use(count, last_s)
+        found[body[start:position]] = Use(times, last_s)
     return found
