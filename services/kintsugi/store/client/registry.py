@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -43,6 +44,12 @@ def _open_ram(url: str) -> ChunkStore:
         return _ram_stores[name]
 
 
+def _open_grpc(url: str) -> ChunkStore:
+    from kintsugi.store.client.grpc_store import open_grpc  # gRPC is loaded only where it is used
+
+    return open_grpc(url)
+
+
 def _open_shards(url: str) -> ChunkStore:
     from kintsugi.store.client.directory import FileDirectory, GrpcDirectory
     from kintsugi.store.client.grpc_store import options_of
@@ -59,19 +66,21 @@ def _open_shards(url: str) -> ChunkStore:
     return ShardedStore(GrpcDirectory(parts.netloc, options.tls), options)
 
 
+_OPENERS: dict[str, Callable[[str], ChunkStore]] = {
+    "ram": _open_ram,
+    "grpc": _open_grpc,
+    "shards": _open_shards,
+    "shardfile": _open_shards,
+}
+
+
 def open_store(url: str) -> ChunkStore:
     """Open the store that `url` names. Raises `InvalidField` for an unknown scheme."""
-    match urlsplit(url).scheme:
-        case "ram":
-            return _open_ram(url)
-        case "grpc":
-            from kintsugi.store.client.grpc_store import open_grpc  # gRPC is loaded only where it is used
-
-            return open_grpc(url)
-        case "shards" | "shardfile":
-            return _open_shards(url)
-    schemes = "grpc://, ram://, shardfile://, shards://"
-    raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
+    opener = _OPENERS.get(urlsplit(url).scheme)
+    if opener is None:
+        schemes = ", ".join(f"{name}://" for name in sorted(_OPENERS))
+        raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
+    return opener(url)
 
 
 def is_process_local(url: str) -> bool:
