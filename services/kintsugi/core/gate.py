@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
 from kintsugi.core.plan import Selection, apply_options
@@ -22,13 +22,8 @@ class GateState:
     detail: str
     default: Selection | None = None
     """What a request without wishes gets; None: the engine's configuration decides."""
-    limits: Mapping[str, Selection] | None = field(default=None)
+    limits: Mapping[str, Selection] | None = None
     """By selector; None: anything goes."""
-
-    @staticmethod
-    def open_uncalibrated(detail: str) -> GateState:
-        """Open, with nothing known: what `allow_uncalibrated` asks for."""
-        return GateState(None, detail)
 
     @property
     def is_open(self) -> bool:

@@ -421,28 +421,20 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
 
 @contextmanager
 def _errors_as_ours() -> Iterator[None]:
-    """vLLM's errors as ours."""
+    """vLLM's errors as ours, by name: what they derive from differs between its versions."""
     try:
         yield
     except Exception as error:
-        translated = _translate_vllm_error(error)
-        if translated is None:
-            raise
-        raise translated from error
-
-
-def _translate_vllm_error(error: Exception) -> KintsugiError | None:
-    """vLLM's errors as ours, by name: what they derive from differs between its versions."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "EngineDeadError" in names:
-        return Unavailable("the engine ended while it answered; ask again")
-    if "EngineGenerateError" in names:
-        return Unavailable(f"the engine failed to answer: {error.__cause__ or error}")
-    if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
-        return ResourceExhausted("the engine's queue is full; try again later")
-    if names & {"VLLMClientError", "ValueError"}:
-        return InvalidField("request", str(error))
-    return None
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if "EngineDeadError" in names:
+            raise Unavailable("the engine ended while it answered; ask again") from error
+        if "EngineGenerateError" in names:
+            raise Unavailable(f"the engine failed to answer: {error.__cause__ or error}") from error
+        if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise ResourceExhausted("the engine's queue is full; try again later") from error
+        if names & {"VLLMClientError", "ValueError"}:
+            raise InvalidField("request", str(error)) from error
+        raise
 
 
 def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
