@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import EngineSpec, ModelSpec, OpenAISpec
@@ -134,7 +134,7 @@ class EngineParts:
     """Why this engine never blends; None where it may."""
 
 
-async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> EngineParts:
+async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineParts:
     """Load the model. 10-30 s.
 
     ``prepare`` is called on a thread before a calibration report is looked for, with the binding that the
@@ -170,7 +170,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda bi
 
 
 class AsyncEngine(EngineBackend):
-    """A running engine. Make it with `start`, inside the event loop that uses it, and `close` it."""
+    """A running engine. Make it inside the event loop that uses it, `warm_up`, and `close` it."""
 
     client: Any = None
     """The `AsyncLLM`, for vLLM's own handling of OpenAI requests; None once closed."""
@@ -196,13 +196,6 @@ class AsyncEngine(EngineBackend):
         self._submitted = 0
         self._front: Any = None
         self._metrics: Any = None
-
-    @classmethod
-    async def start(cls, spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> Self:
-        """Launch an engine and warm it up. ``prepare`` and errors as `launch`."""
-        engine = cls(spec, await launch(spec, prepare))
-        await engine.warm_up()
-        return engine
 
     async def warm_up(self) -> None:
         """Answer two prompts, so that the first that counts finds everything ready: with the first the worker

@@ -155,6 +155,8 @@ def test_allowing_uncalibrated_blending_is_loud(monkeypatch: pytest.MonkeyPatch,
     told = open_gate(EngineConfig(allow_uncalibrated=True), store, BINDING)
     assert told.state.is_open
     assert told.state.limits is None
+    told.refresh()
+    assert told.state.is_open
     monkeypatch.setenv("KINTSUGI_ALLOW_UNCALIBRATED", "1")
     assert open_gate(EngineConfig(), store, BINDING).state.is_open
     assert len(log) == 2
