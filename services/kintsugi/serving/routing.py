@@ -100,21 +100,13 @@ def _chain_digests(salt: bytes, blocks: Iterable[bytes]) -> tuple[int, ...]:
     return tuple(digests)
 
 
-@dataclass(frozen=True)
-class Text:
-    """The text of a request that only an engine can tokenise."""
+def estimate_wanted(namespace: str, body: Mapping[str, Any]) -> Wanted:
+    """What a request wants that only an engine can tokenise, by the texts of its OpenAI body, in order.
 
-    num_tokens: int
-    """Estimated."""
-    beginning: str
-
-
-def tokens_in(body: Mapping[str, Any]) -> Text:
-    """Estimate a prompt from the texts of an OpenAI body, in order. Never fails: engines check bodies."""
-    budget = BLOCKS_MAX * BLOCK_TOKENS * CHARS_PER_TOKEN
-    texts = list(_texts(body.get("messages", body.get("prompt", "")), depth=0))
-    num_chars = sum(map(len, texts))
-    return Text(num_chars // CHARS_PER_TOKEN + 1, "".join(texts)[:budget])
+    Never fails: engines check bodies.
+    """
+    text = "".join(_texts(body.get("messages", body.get("prompt", "")), depth=0))
+    return Wanted(len(text) // CHARS_PER_TOKEN + 1, text_digests(namespace, text))
 
 
 def _texts(value: Any, depth: int) -> Iterator[str]:

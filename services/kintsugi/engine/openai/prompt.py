@@ -131,10 +131,6 @@ class SegmentTokenizer:
         self._special_before, self._special_behind = special[:before], special[before + len(plain) :]
         self._prefix = tuple(prefix_token_ids)
 
-    def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """As `precompute.chunking.Chunker.token_ids`."""
-        return self._cached(text) if len(text) <= CACHED_CHARS_MAX else self._ids(text)
-
     def segment_text(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
         """Tokenise, if told so with the special tokens that the tokenizer adds around a plain prompt.
 
@@ -148,7 +144,8 @@ class SegmentTokenizer:
             if not piece.is_chunk:
                 ids += self._ids(piece.text)
                 continue
-            chunk = self.chunk_ids(piece.text)
+            # As `precompute.chunking.Chunker.token_ids`.
+            chunk = (self._cached if len(piece.text) <= CACHED_CHARS_MAX else self._ids)(piece.text)
             if chunk:
                 spans.append(Span(len(ids), len(ids) + len(chunk)))
                 ids += chunk
