@@ -29,11 +29,6 @@ class GateState:
     def is_open(self) -> bool:
         return self.reason is None
 
-    def check_open(self) -> None:
-        """Raises `NotBlendable` where nothing is blended."""
-        if self.reason is not None:
-            raise NotBlendable(self.reason, self.detail)
-
     def resolve(self, fallback: Selection, options: BlendOptions) -> Selection:
         """The selection for a request with these options.
 
@@ -41,7 +36,8 @@ class GateState:
         closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1
         computes what a full prefill does, and is always allowed.
         """
-        self.check_open()
+        if self.reason is not None:
+            raise NotBlendable(self.reason, self.detail)
         default = self.default or fallback
         chosen = options.selector or default.selector
         limit = None if self.limits is None else self.limits.get(chosen.value)

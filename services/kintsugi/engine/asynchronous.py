@@ -448,13 +448,9 @@ def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         # Ray counts the cores and OMP_NUM_THREADS says how many; bound, two engines would share the first.
         os.environ.setdefault(BIND, "nobind")
-        if os.environ[BIND] == "nobind" and not _is_parallel(spec.vllm_args):
+        sizes = (size for name, size in spec.vllm_args.items() if name.endswith("_parallel_size"))
+        if os.environ[BIND] == "nobind" and all(size == 1 for size in sizes):
             # vLLM gives a CPU's worker a process so that it can bind its threads. Unbound, as on GPUs, the
             # worker lives in the core's process: vLLM is imported once less (7 s), and kept once less.
             arguments["distributed_executor_backend"] = UNIPROC
     return {**arguments, **spec.vllm_args}
-
-
-def _is_parallel(vllm_args: Mapping[str, Any]) -> bool:
-    """Whether a model is spread over several workers."""
-    return any(size != 1 for name, size in vllm_args.items() if name.endswith("_parallel_size"))

@@ -139,7 +139,7 @@ class SegmentResolver:
                 continue
             if segment.text is not None:
                 address = _address(space, segment.text)
-                if address in self._pieces and self._known.touch_known(space.namespace, piece.key):
+                if address in self._pieces and self._known.token_ids(space.namespace, piece.key) is not None:
                     continue
                 self._keep(address, piece)
             new.append((piece, segment.text))
