@@ -134,7 +134,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return False, self._scheduler.request_finished(request)
 
     def reset_cache(self) -> bool:
         """Nothing to forget: chunks stay valid as long as the weights do, which the worker watches itself.
