@@ -14,15 +14,15 @@ Chunk KV of a real model is large: give it room with --chunk-store grpc://HOST:P
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
-from kintsugi.cli.commands.evaluate import EvaluateTask, run
-from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
+from kintsugi.cli.commands.evaluate import run
+from kintsugi.cli.options import EvaluateTask
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import SelectorName
-from kintsugi.quality.session import MeasuringEngineSpec
 
 DATASETS = ("2wikimqa", "musique", "samsum", "multi_news")
 """The paper's four, as LongBench names them."""
@@ -56,7 +56,7 @@ def main() -> int:
             print(f"{dataset}: {error}")
             return 1
         path = arguments.out / f"{dataset}.json"
-        path.write_text(json.dumps(evaluation.to_mapping(), indent=1) + "\n")
+        path.write_text(json.dumps(dataclasses.asdict(evaluation), indent=1) + "\n")
         print(f"wrote {path}")
         if evaluation.error is not None:
             return 1
@@ -64,24 +64,22 @@ def main() -> int:
 
 
 def task_of(dataset: str, arguments: argparse.Namespace) -> EvaluateTask:
-    """What to measure on one dataset. Raises `InvalidField`."""
+    """What to measure on one dataset."""
     return EvaluateTask(
-        spec=MeasuringEngineSpec(
-            arguments.model, store=arguments.chunk_store, vllm_args={"dtype": arguments.dtype}
-        ),
+        model=arguments.model,
         questions=arguments.data / f"{dataset}.jsonl",
         limit=arguments.limit,
-        selectors=parse_selectors(arguments.selectors),
-        ratios=parse_floats("ratios", arguments.ratios),
-        check_layers=parse_integers("check_layers", arguments.check_layers),
-        axes={
-            "chunk_tokens": [arguments.chunk_tokens],
-            "chunk_counts": [arguments.chunks],
-            "batches": [1],
-            "rates_per_s": parse_floats("rates", arguments.rates),
-        },
+        selectors=arguments.selectors,
+        ratios=arguments.ratios,
+        check_layers=arguments.check_layers,
+        chunk_tokens=str(arguments.chunk_tokens),
+        chunks=str(arguments.chunks),
+        batches="1",
+        rates=arguments.rates,
         plots=arguments.out / dataset,
         max_tokens=ANSWER_TOKENS.get(dataset, 32),
+        dtype=arguments.dtype,
+        chunk_store=arguments.chunk_store,
     )
 
 

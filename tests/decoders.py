@@ -49,7 +49,7 @@ EVERY_HEAD = HeadRange(0, MANIFEST.layout.num_kv_heads)
 def put_message(data: bytes) -> None:
     """A message of a put: parsed, or `InvalidField`; its payload is what follows the header."""
     try:
-        request, payload = wire.parse_put(data)
+        request, payload = wire.parse_payload(data, pb.PutChunkKVRequest)
     except InvalidField:
         return
     assert bytes(payload) == data[len(data) - len(payload) :]
@@ -60,7 +60,7 @@ def put_message(data: bytes) -> None:
 def layers_message(data: bytes) -> None:
     """A message of a stream, read as a client does: frames that match their digests, losses, or an error."""
     try:
-        response, payload = wire.parse_layers(data)
+        response, payload = wire.parse_payload(data, pb.StreamLayersResponse)
         received = Received("fuzz", [MANIFEST], EVERY_HEAD)
         position = 0
         for header in response.frames:

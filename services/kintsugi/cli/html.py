@@ -45,33 +45,22 @@ class PromptSection:
 
 
 @dataclass(frozen=True)
-class LegendEntry:
-    """A colour and what it means."""
-
-    css: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A mark on the time axis."""
+class Bar:
+    """When a layer was loaded or computed, in units of the drawing."""
 
     x: float
-    label: str
+    width: float
+    title: str
 
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """One layer of the timeline, in units of the drawing."""
+    """One layer of the timeline."""
 
     y: int
     label: str
-    load_x: float
-    load_width: float
-    load_title: str
-    compute_x: float
-    compute_width: float
-    compute_title: str
+    load: Bar
+    compute: Bar
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,8 @@ class Timeline:
     width: int
     height: int
     rows: list[TimelineRow]
-    ticks: list[Tick]
+    ticks: list[tuple[float, str]]
+    """Marks on the time axis: where, and what they say."""
     summary: str
 
 
@@ -94,7 +84,6 @@ class Page:
     question: str
     answer: str
     facts: list[tuple[str, str]]
-    legend: list[LegendEntry]
     parts: list[PromptSection]
     timeline: Timeline | None
     comparison_headings: Sequence[str] = ()
@@ -105,15 +94,15 @@ def render_page(page: Page) -> str:
     """The page as HTML. All text is escaped, and the page refers to no other file."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = (files(__package__) / "templates" / "report.html").read_text(encoding="utf-8")
-    return environment.from_string(source).render(page=page)
+    return environment.from_string(source).render(page=page, legend=LEGEND)
 
 
 LEGEND = [
-    LegendEntry("d0", "loaded, not recomputed"),
-    LegendEntry("d1", "up to a quarter of the layers"),
-    LegendEntry("d2", "up to half"),
-    LegendEntry("d3", "up to three quarters"),
-    LegendEntry("d4", "deeper, or never stored"),
+    ("d0", "loaded, not recomputed"),
+    ("d1", "up to a quarter of the layers"),
+    ("d2", "up to half"),
+    ("d3", "up to three quarters"),
+    ("d4", "deeper, or never stored"),
 ]
 
 
@@ -168,10 +157,8 @@ def timeline_of(accounting: dict[str, Any] | None) -> Timeline | None:
     counts = [len(positions) for _, positions in sorted(computed.items(), key=lambda item: int(item[0]))]
     rows = [_row(index, layer, scale, counts) for index, layer in enumerate(layers)]
     step_ms = tick_step(end_ms)
-    ticks = [
-        Tick(_x(step_ms * index, scale), f"{step_ms * index:g} ms")
-        for index in range(int(end_ms / step_ms) + 1)
-    ]
+    marks_ms = [step_ms * index for index in range(int(end_ms / step_ms) + 1)]
+    ticks = [(_x(mark_ms, scale), f"{mark_ms:g} ms") for mark_ms in marks_ms]
     exposed_ms = _sum_exposed_ms(layers)
     summary = (
         f"{format_count(len(layers), 'layer')} in {end_ms:.0f} ms. For {exposed_ms:.0f} ms the pass computed "
@@ -195,25 +182,20 @@ def _sum_exposed_ms(layers: list[dict[str, float]]) -> float:
 
 
 def _row(index: int, layer: dict[str, float], scale: float, counts: list[int]) -> TimelineRow:
-    load = layer["load_start_ms"], layer["load_end_ms"]
-    compute = layer["compute_start_ms"], layer["compute_end_ms"]
     tokens = f" · {format_count(counts[index], 'token')}" if index < len(counts) else ""
     return TimelineRow(
         y=_ROW_HEIGHT * index,
         label=f"layer {index}{tokens}",
-        load_x=_x(load[0], scale),
-        load_width=_width(load, scale),
-        load_title=f"layer {index} loads from {load[0]:.1f} to {load[1]:.1f} ms",
-        compute_x=_x(compute[0], scale),
-        compute_width=_width(compute, scale),
-        compute_title=f"layer {index} computes from {compute[0]:.1f} to {compute[1]:.1f} ms",
+        load=_bar(f"layer {index} loads", layer["load_start_ms"], layer["load_end_ms"], scale),
+        compute=_bar(f"layer {index} computes", layer["compute_start_ms"], layer["compute_end_ms"], scale),
     )
+
+
+def _bar(what: str, start_ms: float, end_ms: float, scale: float) -> Bar:
+    """At least half a unit wide, so that a short interval stays visible."""
+    width = round(max(0.5, scale * (end_ms - start_ms)), 1)
+    return Bar(_x(start_ms, scale), width, f"{what} from {start_ms:.1f} to {end_ms:.1f} ms")
 
 
 def _x(time_ms: float, scale: float) -> float:
     return round(_CHART_LEFT + scale * time_ms, 1)
-
-
-def _width(interval_ms: tuple[float, float], scale: float) -> float:
-    """At least half a unit, so that a short interval stays visible."""
-    return round(max(0.5, scale * (interval_ms[1] - interval_ms[0])), 1)

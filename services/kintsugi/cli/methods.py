@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
@@ -169,7 +170,5 @@ def _cost(generation: Generation, prompt_tokens: int) -> float:
 
 def count_equal_prefix(mine: list[int], reference: list[int]) -> int:
     """Length of the common prefix."""
-    for index, (left, right) in enumerate(zip(mine, reference, strict=False)):
-        if left != right:
-            return index
-    return min(len(mine), len(reference))
+    pairs = zip(mine, reference, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

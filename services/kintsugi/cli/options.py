@@ -1,8 +1,9 @@
-"""Options that several commands share, and parsers for options whose text is more than a word."""
+"""The options of the commands, those that several share, and parsers for text that is more than a word."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,6 @@ import typer
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SelectorName, parse_selector
 
-Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 Model = Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")]
 SystemPrompt = Annotated[
     Path | None,
@@ -20,6 +20,152 @@ SystemPrompt = Annotated[
 EngineArguments = Annotated[
     str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
 ]
+
+Dtype = Annotated[str, typer.Option(help="Data type that engines will serve with.")]
+Codec = Annotated[str, typer.Option(help="Encoding of chunk KV in the store.")]
+Repeat = Annotated[int, typer.Option(min=1, max=100, help="Time each method this often; print medians.")]
+AllowUncalibrated = Annotated[
+    bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
+]
+SsdTiers = Annotated[list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's private key.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoTask:
+    """`kintsugi demo`. Without a model it uses the bundled one, or one with random weights."""
+
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Text files to use as chunks; requires --model.")
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint folder. Default: a small trained model with its own question."),
+    ] = None
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Use a larger model with random weights: only times are real."),
+    ] = False
+    question: Annotated[str | None, typer.Option(help="Question to ask; requires --model.")] = None
+    repeat: Repeat = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateTask:
+    """`kintsugi generate`."""
+
+    model: Model
+    chunk: Annotated[list[Path], typer.Option(help="Text file with one chunk; repeat in prompt order.")]
+    question: Annotated[str, typer.Option(help="Question to ask about the chunks.")]
+    ratio: Annotated[
+        float | None, typer.Option(help="Share of the chunks' tokens to recompute, from 0 to 1.")
+    ] = None
+    selector: Annotated[str | None, typer.Option(help="Which tokens to recompute: hkvd, …")] = None
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens in the answer.")] = 32
+    namespace: Annotated[str, typer.Option(help="Namespace to store the chunks in.")] = "cli"
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run full prefill, prefix caching and full KV reuse.")
+    ] = False
+    repeat: Repeat = 1
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with each token's recomputed layers and a timeline.")
+    ] = None
+    report: Annotated[
+        Path | None, typer.Option(help="Calibration report that permits blending (kintsugi calibrate --out).")
+    ] = None
+    allow_uncalibrated: AllowUncalibrated = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateTask:
+    """`kintsugi calibrate`."""
+
+    model: Model
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines of {chunks, question, answers}. Default: the bundled passages."),
+    ] = None
+    store: Annotated[
+        str | None, typer.Option(help="Publish the report in this store, where engines look.")
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="Write the report to this file, for --report.")] = None
+    codec: Codec = "raw"
+    prompts: Annotated[int, typer.Option(help="Questions per confirmed configuration; at least 32.")] = 96
+    seed: Annotated[int, typer.Option(help="Seed for choosing questions. Same seed, same report.")] = 0
+    dtype: Dtype = "auto"
+    chunk_store: Annotated[
+        str | None, typer.Option(help="Store for the chunks meanwhile. Default: this process's memory.")
+    ] = None
+    system: SystemPrompt = None
+    engine: EngineArguments = "{}"
+    connector: Annotated[
+        str, typer.Option(help="Further configuration of the connector, as a JSON object.")
+    ] = "{}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateTask:
+    """`kintsugi eval`."""
+
+    model: Model
+    questions: Annotated[
+        Path,
+        typer.Option(
+            help="JSON lines of {chunks, question, answers}, ctxs or LongBench's fields; or a list."
+        ),
+    ]
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first questions.")] = None
+    selectors: Annotated[str, typer.Option(help="Comma-separated selectors to compare.")] = (
+        "hkvd,hkvd_gradual,chunk_head,query,hybrid"
+    )
+    ratios: Annotated[str, typer.Option(help="Comma-separated shares to recompute.")] = "0.05,0.15,0.3"
+    check_layers: Annotated[str, typer.Option(help="Comma-separated layers. Default: a few by depth.")] = ""
+    codecs: Annotated[str, typer.Option(help="Comma-separated codecs: raw, int8, fp8, …")] = "raw"
+    chunk_tokens: Annotated[str, typer.Option(help="Comma-separated sizes to cut chunks to.")] = ""
+    chunks: Annotated[str, typer.Option(help="Comma-separated numbers of chunks to keep.")] = ""
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of prompts to submit at once.")] = "32"
+    tiers: Annotated[
+        str, typer.Option(help="Comma-separated speeds of slower tiers, in bytes per second.")
+    ] = ""
+    rates: Annotated[str, typer.Option(help="Comma-separated request rates per second, for TTFT.")] = ""
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots, as SVG and PNG.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens in an answer.")] = None
+    dtype: Annotated[str, typer.Option(help="Data type of the engine.")] = "auto"
+    chunk_store: Annotated[
+        str | None, typer.Option(help="Store for the chunks. Default: this process's memory.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeTask:
+    """`kintsugi serve`. The options override the configuration file."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint folder, or a name that vLLM resolves. Default: the bundled model."),
+    ] = None
+    config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/SERVING.md.")] = None
+    ram: Annotated[str | None, typer.Option(help="Size of each shard's RAM tier, such as 8GiB.")] = None
+    ssd: SsdTiers = None
+    data_dir: Annotated[Path | None, typer.Option(help="Folder for shards' identities and reports.")] = None
+    shards: Annotated[int | None, typer.Option(min=1, help="Number of store shards.")] = None
+    engines: Annotated[int | None, typer.Option(min=1, help="Number of engine replicas.")] = None
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port of the gateway; 0: any free.")] = None
+    http_port: Annotated[int | None, typer.Option(help="HTTP port of the gateway; 0: any free.")] = None
+    tokens_file: Annotated[Path | None, typer.Option(help="Token file; see kintsugi token.")] = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond loopback without tokens and TLS.")
+    ] = False
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Refuse to store or delete chunks through the gateway.")
+    ] = False
+    allow_uncalibrated: AllowUncalibrated = False
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the configuration for `serve deploy` and exit.")
+    ] = False
 
 
 def parse_json_object(option: str, text: str, example: str) -> dict[str, Any]:

@@ -17,6 +17,19 @@ ANSWER_CHARS_MAX = 60
 VERDICTS = {True: Text("right", style="green"), False: Text("wrong", style="red"), None: Text()}
 
 
+def make_figures_table(headings: Sequence[str], **options: Any) -> Table:
+    """An empty table: the first column to the left, figures to the right."""
+    table = Table(header_style="bold", **options)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def make_plain_table(style: str = "") -> Table:
+    """An empty table without headings and lines."""
+    return Table(show_header=False, box=None, padding=(0, 2, 0, 0), style=style)
+
+
 def comparison_rows(measurements: Sequence[Measurement], num_chunks: int) -> list[list[str]]:
     """The comparison's cells: one row per method, in the order of `HEADINGS`."""
     full = measurements[0]
@@ -45,10 +58,8 @@ def print_comparison(
 
     ``right`` tells for each answer whether it is right; None where that is unknown.
     """
-    table = Table(header_style="bold")
-    answers = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for index, heading in enumerate(HEADINGS[:-1]):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    table = make_figures_table(HEADINGS[:-1])
+    answers = make_plain_table()
     rows = comparison_rows(measurements, num_chunks)
     for measurement, row, verdict in zip(measurements, rows, right or [None] * len(rows), strict=True):
         style = "bold yellow" if measurement.method is Method.BLEND else ""
@@ -65,7 +76,7 @@ def print_comparison(
 
 
 def print_accounting(console: Console, accounting: dict[str, Any] | None) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = make_plain_table()
     for name, value in facts_of(accounting):
         table.add_row(Text(name, style="dim"), Text(value))
     console.print(table)

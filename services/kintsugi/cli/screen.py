@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -49,12 +49,20 @@ class Screen:
             yield lambda part: progress.update(task, description=f"{text}: {part}")
             progress.update(task, description=text, completed=1)
 
-    def show(self, document: Mapping[str, Any], render: Callable[[Console], None]) -> None:
+    def show(self, document: Any, render: Callable[[Console], None]) -> None:
         """Print the command's result: `document` as JSON, or with `render`."""
         if self.as_json:
             print(json.dumps(document, indent=2, ensure_ascii=False))
         else:
             render(Console())
+
+    def show_event(self, event: str, text: str, **details: Any) -> None:
+        """Print one of several results at once: `text`, or its name and details as a line of JSON."""
+        if self.as_json:
+            print(json.dumps({"event": event, **details}, ensure_ascii=False))
+        else:
+            Console().print(text, highlight=False, soft_wrap=True, markup=False)
+        sys.stdout.flush()
 
     def note(self, text: str) -> None:
         """Print a remark on stderr."""

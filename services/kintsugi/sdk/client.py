@@ -35,14 +35,8 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownFie
 from kintsugi.core.spaces import check_namespace
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk import messages
-from kintsugi.sdk.transport import (
-    BlockingTransport,
-    LoopTransport,
-    Transport,
-    iterate,
-    run_to_completion,
-)
 from kintsugi.sdk.transport import ClientOptions as ClientOptions
+from kintsugi.sdk.transport import Transport, iterate, run_to_completion
 from kintsugi.sdk.types import (
     Answer,
     Delta,
@@ -82,18 +76,18 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float
 
 
-class _Core:
-    """The body of both clients."""
+class _Calls:
+    """The body of both clients, as coroutines."""
 
     def __init__(self, transport: Transport, namespace: str) -> None:
-        self.transport = transport
-        self.namespace = check_namespace(namespace)
+        self._transport = transport
+        self._namespace = check_namespace(namespace)
 
     async def _resend(
         self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
     ) -> Answered:
         """The call's result. The call is sent again while that is safe and time is left."""
-        options = self.transport.options
+        options = self._transport.options
         deadline_s = time.monotonic() + timeout_s
 
         async def once() -> Answered:
@@ -104,40 +98,50 @@ class _Core:
             stop=stop_after_attempt(options.attempts) | stop_before_delay(timeout_s),
             wait=wait_exponential(multiplier=RETRY_WAIT_S, max=options.retry_wait_s_max)
             + wait_random(0, RETRY_WAIT_S),
-            sleep=self.transport.pause,
+            sleep=self._transport.pause,
             reraise=True,
         )
         return await retrying(once)
 
     async def _unary(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
-        wait_s = timeout_s or self.transport.options.timeout_s
-        return await self._resend(self.transport.unary, name, request, response, timeout_s=wait_s)
+        wait_s = timeout_s or self._transport.options.timeout_s
+        return await self._resend(self._transport.unary, name, request, response, timeout_s=wait_s)
 
     async def put_chunks(
-        self, chunks: Iterable[str | Tokens], tier: str, wait: bool, timeout_s: float | None
+        self,
+        chunks: Iterable[str | Tokens],
+        *,
+        tier: str = "auto",
+        wait: bool = True,
+        timeout_s: float | None = None,
     ) -> list[PutChunk]:
+        """Have chunks prefilled and stored; with `wait`, return once they are committed. A chunk that fails
+        says so in its `state`."""
         if isinstance(chunks, str):
             raise InvalidField("chunks", "is one string; give a list of chunks")
         results: list[PutChunk] = []
         for batch in messages.batches(chunks):
-            request = pb.PutChunksRequest(namespace=self.namespace, chunks=batch, tier=tier, wait=wait)
+            request = pb.PutChunksRequest(namespace=self._namespace, chunks=batch, tier=tier, wait=wait)
             response = await self._unary("PutChunks", request, pb.PutChunksResponse, timeout_s)
             results += map(messages.put_of_wire, response.results)
         return results
 
     async def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
+        """Start to bring chunks into RAM: call it when retrieval returns, before the prompt exists."""
         wire = messages.segments_to_wire(segments)
-        request = pb.PrefetchChunksRequest(namespace=self.namespace, segments=wire)
+        request = pb.PrefetchChunksRequest(namespace=self._namespace, segments=wire)
         response = await self._unary("Prefetch", request, pb.PrefetchChunksResponse)
         return Prefetched(tuple(response.keys), response.accepted)
 
     async def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
-        request = pb.TokenizeRequest(namespace=self.namespace, texts=texts)
+        """Ids and chunk keys of texts, each alone."""
+        request = pb.TokenizeRequest(namespace=self._namespace, texts=texts)
         response = await self._unary("Tokenize", request, pb.TokenizeResponse)
         return [TokenizedText(tuple(text.token_ids), text.key) for text in response.texts]
 
     async def get_chunk(self, key: str) -> StoredChunk | None:
-        request = pb.GetChunkRequest(namespace=self.namespace, key=key)
+        """The chunk that the store holds under a key, or None."""
+        request = pb.GetChunkRequest(namespace=self._namespace, key=key)
         try:
             response = await self._unary("GetChunk", request, pb.GetChunkResponse)
         except NotFound:
@@ -145,14 +149,20 @@ class _Core:
         return messages.chunk_of_wire(response.chunk)
 
     async def delete_chunk(self, key: str) -> bool:
-        request = pb.DeleteChunkRequest(namespace=self.namespace, key=key)
+        """Delete a chunk and return whether it was there. Raises `Unavailable` where a shard that may hold it
+        does not answer: try again once it does."""
+        request = pb.DeleteChunkRequest(namespace=self._namespace, key=key)
         response = await self._unary("DeleteChunk", request, pb.DeleteChunkResponse)
         return bool(response.deleted)
 
-    async def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
+    def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
+        """Every chunk of the namespace, in key order."""
+        return self._list_pages()
+
+    async def _list_pages(self) -> AsyncGenerator[StoredChunk, None]:
         token = ""
         while True:
-            request = pb.ListChunksRequest(namespace=self.namespace, page_size=PAGE, page_token=token)
+            request = pb.ListChunksRequest(namespace=self._namespace, page_size=PAGE, page_token=token)
             response = await self._unary("ListChunks", request, pb.ListChunksResponse)
             for chunk in response.chunks:
                 yield messages.chunk_of_wire(chunk)
@@ -160,12 +170,17 @@ class _Core:
             if not token:
                 return
 
-    async def stream(
+    def stream(
+        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Delta | Answer, None]:
+        """The answer as it comes, and the whole answer last. Closing the generator stops the engine."""
+        return self._stream(segments, question, options)
+
+    async def _stream(
         self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
     ) -> AsyncGenerator[Delta | Answer, None]:
-        """Deltas, and the whole answer last."""
         request = self._request(segments, question, options)
-        timeout_s = options.get("timeout_s") or self.transport.options.timeout_s
+        timeout_s = options.get("timeout_s") or self._transport.options.timeout_s
         answer = messages.Assembled()
         first, rest = await self._resend(self._begin_answer, request, timeout_s=timeout_s)
         async with aclosing(rest):
@@ -180,11 +195,11 @@ class _Core:
         self, request: pb.GenerateRequest, timeout_s: float
     ) -> tuple[pb.GenerateResponse, AsyncGenerator[Any, None]]:
         """The first message of an answer and the others."""
-        stream = self.transport.stream("Generate", request, pb.GenerateResponse, timeout_s)
+        stream = self._transport.stream("Generate", request, pb.GenerateResponse, timeout_s)
         try:
             return await anext(stream), stream
         except StopAsyncIteration:
-            raise Unavailable(f"{self.transport.address}: answered nothing") from None
+            raise Unavailable(f"{self._transport.address}: answered nothing") from None
 
     def _request(
         self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
@@ -198,7 +213,7 @@ class _Core:
         own = ("max_tokens", "sampling", "timeout_s")
         constraints: dict[str, Any] = {name: value for name, value in options.items() if name not in own}
         return pb.GenerateRequest(
-            namespace=self.namespace,
+            namespace=self._namespace,
             segments=messages.segments_to_wire(segments),
             question=messages.content_to_wire(question),
             sampling=messages.sampling_to_wire(sampling),
@@ -206,72 +221,28 @@ class _Core:
         )
 
     async def generate(
-        self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
+        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> Answer:
-        async with aclosing(self.stream(segments, question, options)) as events:
+        """The whole answer to a question over ordered segments."""
+        async with aclosing(self._stream(segments, question, options)) as events:
             async for event in events:
                 if isinstance(event, Answer):
                     return event
-        raise Unavailable(f"{self.transport.address}: the answer had no end")
+        raise Unavailable(f"{self._transport.address}: the answer had no end")
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._transport.close()
 
 
-class AsyncClient:
+class AsyncClient(_Calls):
     """A gateway for programs with an event loop. Use `async with`, or `close` it."""
 
     def __init__(
         self, address: str, namespace: str, *, token: str | None = None, options: ClientOptions | None = None
     ) -> None:
         """``address`` is `host:port`, ``namespace`` the chunks' tenant. Raises `InvalidField`."""
-        self._core = _Core(LoopTransport(address, _options(token, options)), namespace)
-
-    async def put_chunks(
-        self,
-        chunks: Iterable[str | Tokens],
-        *,
-        tier: str = "auto",
-        wait: bool = True,
-        timeout_s: float | None = None,
-    ) -> list[PutChunk]:
-        """Have chunks prefilled and stored; with `wait`, return once they are committed. A chunk that fails
-        says so in its `state`."""
-        return await self._core.put_chunks(chunks, tier, wait, timeout_s)
-
-    async def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
-        """Start to bring chunks into RAM: call it when retrieval returns, before the prompt exists."""
-        return await self._core.prefetch(segments)
-
-    async def generate(
-        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
-    ) -> Answer:
-        """The whole answer to a question over ordered segments."""
-        return await self._core.generate(segments, question, options)
-
-    def stream(
-        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[Delta | Answer, None]:
-        """The answer as it comes, and the whole answer last. Closing the generator stops the engine."""
-        return self._core.stream(segments, question, options)
-
-    async def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
-        """Ids and chunk keys of texts, each alone."""
-        return await self._core.tokenize(texts)
-
-    def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
-        """Every chunk of the namespace, in key order."""
-        return self._core.list_chunks()
-
-    async def get_chunk(self, key: str) -> StoredChunk | None:
-        """The chunk that the store holds under a key, or None."""
-        return await self._core.get_chunk(key)
-
-    async def delete_chunk(self, key: str) -> bool:
-        """Delete a chunk and return whether it was there. Raises `Unavailable` where a shard that may hold it
-        does not answer: try again once it does."""
-        return await self._core.delete_chunk(key)
-
-    async def close(self) -> None:
-        """Idempotent."""
-        await self._core.transport.close()
+        super().__init__(Transport(address, _options(token, options), is_blocking=False), namespace)
 
     async def __aenter__(self) -> Self:
         return self
@@ -289,7 +260,8 @@ class Client:
         self, address: str, namespace: str, *, token: str | None = None, options: ClientOptions | None = None
     ) -> None:
         """As `AsyncClient`."""
-        self._core = _Core(BlockingTransport(address, _options(token, options)), namespace)
+        transport = Transport(address, _options(token, options), is_blocking=True)
+        self._calls = _Calls(transport, namespace)
 
     def put_chunks(
         self,
@@ -300,43 +272,43 @@ class Client:
         timeout_s: float | None = None,
     ) -> list[PutChunk]:
         """As `AsyncClient.put_chunks`."""
-        return run_to_completion(self._core.put_chunks(chunks, tier, wait, timeout_s))
+        return run_to_completion(self._calls.put_chunks(chunks, tier=tier, wait=wait, timeout_s=timeout_s))
 
     def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
         """As `AsyncClient.prefetch`."""
-        return run_to_completion(self._core.prefetch(segments))
+        return run_to_completion(self._calls.prefetch(segments))
 
     def generate(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> Answer:
         """As `AsyncClient.generate`."""
-        return run_to_completion(self._core.generate(segments, question, options))
+        return run_to_completion(self._calls.generate(segments, question, **options))
 
     def stream(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> Iterator[Delta | Answer]:
         """As `AsyncClient.stream`."""
-        return iterate(self._core.stream(segments, question, options))
+        return iterate(self._calls.stream(segments, question, **options))
 
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
         """As `AsyncClient.tokenize`."""
-        return run_to_completion(self._core.tokenize(texts))
+        return run_to_completion(self._calls.tokenize(texts))
 
     def list_chunks(self) -> Iterator[StoredChunk]:
         """As `AsyncClient.list_chunks`."""
-        return iterate(self._core.list_chunks())
+        return iterate(self._calls.list_chunks())
 
     def get_chunk(self, key: str) -> StoredChunk | None:
         """As `AsyncClient.get_chunk`."""
-        return run_to_completion(self._core.get_chunk(key))
+        return run_to_completion(self._calls.get_chunk(key))
 
     def delete_chunk(self, key: str) -> bool:
         """As `AsyncClient.delete_chunk`."""
-        return run_to_completion(self._core.delete_chunk(key))
+        return run_to_completion(self._calls.delete_chunk(key))
 
     def close(self) -> None:
         """Idempotent."""
-        run_to_completion(self._core.transport.close())
+        run_to_completion(self._calls.close())
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""How the SDK reaches a gateway: one interface, with and without an event loop.
+"""How the SDK reaches a gateway, with and without an event loop.
 
-The clients are one body of coroutines over a `Transport`. On `LoopTransport` they wait as coroutines do. On
-`BlockingTransport` every call is over before its await returns, so a coroutine runs from its beginning to its
+The clients are one body of coroutines over a `Transport`. With an event loop they wait as coroutines do. On a
+blocking transport every call is over before its await returns, so a coroutine runs from its beginning to its
 end in the caller's thread and never suspends: `run_to_completion` and `iterate` drive it.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import grpc
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.protocol.status import errors_of
-from kintsugi.store.protocol.tls import is_loopback, parse_address
+from kintsugi.store.protocol.tls import is_loopback, parse_address, read_pem
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
 MESSAGE_BYTES_MAX = 64 << 20
@@ -67,111 +66,69 @@ class ClientOptions:
 
     def credentials(self) -> Any:
         """Raises `InvalidField` for a file that cannot be read."""
-        contents = []
-        for path in (self.tls_ca, self.tls_key, self.tls_cert):
-            try:
-                contents.append(None if path is None else path.read_bytes())
-            except OSError as error:
-                raise InvalidField("tls", f"{path} cannot be read ({error.strerror})") from error
+        files = (self.tls_ca, self.tls_key, self.tls_cert)
+        contents = [None if path is None else read_pem("tls", path) for path in files]
         return grpc.ssl_channel_credentials(*contents)
 
 
-class Transport(ABC):
+class Transport:
     """Calls to one gateway. Raises failures as `store.protocol.status` reads them."""
 
-    def __init__(self, address: str, options: ClientOptions) -> None:
+    def __init__(self, address: str, options: ClientOptions, is_blocking: bool) -> None:
+        """``is_blocking``: calls wait in the caller's thread; else in its event loop."""
         self.address = address
         self.options = options.checked(address)
+        self._is_blocking = is_blocking
+        library: Any = grpc if is_blocking else grpc.aio
         limits = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),)
         if options.encrypted:
-            self._channel = self._grpc().secure_channel(address, options.credentials(), options=limits)
+            self._channel = library.secure_channel(address, options.credentials(), options=limits)
         else:
-            self._channel = self._grpc().insecure_channel(address, options=limits)
+            self._channel = library.insecure_channel(address, options=limits)
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
+    def _start(self, kind: str, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        """Start a call; a blocking call with one response is over when this returns."""
         token = self.options.token
         bearer = (("authorization", f"Bearer {token}"),) if token else ()
-        return ("x-request-id", uuid.uuid4().hex), *bearer
-
-    def method(self, kind: str, name: str, request: Any, response: Any) -> Any:
+        metadata = (("x-request-id", uuid.uuid4().hex), *bearer)
         make = getattr(self._channel, kind)
-        return make(f"/{SERVICE}/{name}", type(request).SerializeToString, response.FromString)
+        method = make(f"/{SERVICE}/{name}", type(request).SerializeToString, response.FromString)
+        return method(request, timeout=timeout_s, metadata=metadata)
 
-    @abstractmethod
-    def _grpc(self) -> Any:
-        """`grpc` or `grpc.aio`."""
-
-    @abstractmethod
     async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
         """One call's response."""
+        with errors_of(self.address):
+            answer = self._start("unary_unary", name, request, response, timeout_s)
+            return answer if self._is_blocking else await answer
 
-    @abstractmethod
-    def stream(self, name: str, request: Any, response: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
-        """A call's messages; closing it cancels the call."""
+    async def stream(
+        self, name: str, request: Any, response: Any, timeout_s: float
+    ) -> AsyncGenerator[Any, None]:
+        """A call's messages; closing the generator cancels the call."""
+        with errors_of(self.address):
+            call = self._start("unary_stream", name, request, response, timeout_s)
+            try:
+                if self._is_blocking:
+                    for message in call:
+                        yield message
+                else:
+                    async for message in call:
+                        yield message
+            finally:
+                call.cancel()
 
-    @abstractmethod
     async def pause(self, seconds: float) -> None:
         """Wait."""
+        if self._is_blocking:
+            time.sleep(seconds)
+        else:
+            await asyncio.sleep(seconds)
 
-    @abstractmethod
     async def close(self) -> None:
         """Idempotent."""
-
-
-class LoopTransport(Transport):
-    def _grpc(self) -> Any:
-        return grpc.aio
-
-    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        with errors_of(self.address):
-            call = self.method("unary_unary", name, request, response)
-            return await call(request, timeout=timeout_s, metadata=self.metadata())
-
-    async def stream(
-        self, name: str, request: Any, response: Any, timeout_s: float
-    ) -> AsyncGenerator[Any, None]:
-        method = self.method("unary_stream", name, request, response)
-        with errors_of(self.address):
-            call = method(request, timeout=timeout_s, metadata=self.metadata())
-            try:
-                async for message in call:
-                    yield message
-            finally:
-                call.cancel()
-
-    async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-
-class BlockingTransport(Transport):
-    def _grpc(self) -> Any:
-        return grpc
-
-    async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        with errors_of(self.address):
-            call = self.method("unary_unary", name, request, response)
-            return call(request, timeout=timeout_s, metadata=self.metadata())
-
-    async def stream(
-        self, name: str, request: Any, response: Any, timeout_s: float
-    ) -> AsyncGenerator[Any, None]:
-        method = self.method("unary_stream", name, request, response)
-        with errors_of(self.address):
-            call = method(request, timeout=timeout_s, metadata=self.metadata())
-            try:
-                for message in call:
-                    yield message
-            finally:
-                call.cancel()
-
-    async def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    async def close(self) -> None:
-        self._channel.close()
+        closing = self._channel.close()
+        if not self._is_blocking:
+            await closing
 
 
 def run_to_completion(coroutine: Coroutine[Any, Any, Item]) -> Item:

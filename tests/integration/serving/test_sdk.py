@@ -71,7 +71,7 @@ def test_an_accepted_put_is_stored_soon(client: Client, gateway: Running) -> Non
     (put,) = client.put_chunks(PASSAGES[:1], wait=False)
     assert (put.state, put.new) == ("accepted", True)
     assert gateway.eventually(
-        lambda: any(save[1] == client._core.namespace for save in gateway.backend.seen.saves)
+        lambda: any(save[1] == client._calls._namespace for save in gateway.backend.seen.saves)
     )
     chunk = client.get_chunk(put.key)
     assert chunk is not None

@@ -16,7 +16,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.client.same_host import FrameLease, LeasedFrame
+from kintsugi.store.client.same_host import FrameLease
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.store.shard import service as service_module
 from kintsugi.store.shard.local import ArenaDoor
@@ -163,7 +163,7 @@ def test_what_would_lie_outside_the_arena_is_not_read(beyond: str) -> None:
         door.close()
     manifest, frames = make_chunk(range(40))
     size = len(frames[0])
-    frame = LeasedFrame(0, 0, end - 4 if beyond == "frame" else 0, size, "")
+    frame = pb.FrameDescriptor(offset=end - 4 if beyond == "frame" else 0, size_bytes=size)
     assert not lease.copy(frame, memoryview(bytearray(size)), manifest, HeadRange(0, 4))
 
 

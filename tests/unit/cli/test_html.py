@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kintsugi.cli.html import LEGEND, Page, depth_class, parts_of, render_page, tick_step, timeline_of
+from kintsugi.cli.html import Page, depth_class, parts_of, render_page, tick_step, timeline_of
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from tests.unit.cli.fakes import NUM_LAYERS, PROMPT, explained_accounting
 
@@ -48,7 +48,6 @@ def page_of(prompt: RagPrompt = PROMPT, accounting: dict[str, object] | None = N
             question="<script>alert('q')</script>",
             answer="a & b </div>",
             facts=[("cost", "40 %")],
-            legend=LEGEND,
             parts=parts_of(prompt, accounting, lambda token: f"<{token}>"),
             timeline=timeline_of(accounting),
             comparison_headings=("", "TTFT"),
@@ -100,8 +99,8 @@ def test_the_timeline_stays_inside_its_frame() -> None:
     assert timeline is not None
     assert len(timeline.rows) == NUM_LAYERS
     for row in timeline.rows:
-        assert 0 <= row.load_x <= row.load_x + row.load_width <= timeline.width
-        assert 0 <= row.compute_x <= row.compute_x + row.compute_width <= timeline.width
+        assert 0 <= row.load.x <= row.load.x + row.load.width <= timeline.width
+        assert 0 <= row.compute.x <= row.compute.x + row.compute.width <= timeline.width
         assert row.y + 12 <= timeline.height
     assert [row.label for row in timeline.rows][:2] == ["layer 0 · 8 tokens", "layer 1 · 3 tokens"]
     assert "4 layers in 27 ms" in timeline.summary

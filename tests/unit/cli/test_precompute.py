@@ -14,6 +14,7 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.cli.commands import precompute as command
+from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.sources.readers import Failure
@@ -63,7 +64,7 @@ def test_the_final_table_names_some_failures_and_counts_the_rest(
         documents_failed=3,
         failures=[Failure("file:///a", 0, "bad")],
     )
-    command._report(progress, None, 1, as_json=False)
+    command._report(Screen(as_json=False), progress, None, 1)
     said = capsys.readouterr().out
     assert "/a: bad" in said
     assert said.rstrip().endswith("and 2 more")
@@ -79,7 +80,7 @@ def test_a_coverage_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str])
     progress = Progress(
         corpus="tea", documents=1, chunks=2, chunks_resident=2, documents_failed=1, failures=failures
     )
-    command._report_coverage(progress, as_json=False)
+    command._report_coverage(Screen(as_json=False), progress)
     said = capsys.readouterr().out
     assert "100.0% resident" in said
     assert "not counting 1 document that" in said
@@ -90,7 +91,7 @@ def test_the_coverage_of_a_corpus_that_cannot_be_read_is_an_error() -> None:
     progress = Progress(documents_failed=3, failures=[Failure("file:///a", 0, "no column 'text'")])
     for as_json in (False, True):
         with pytest.raises(InvalidField, match=r"none of 3 documents can be read \(/a: no column"):
-            command._report_coverage(progress, as_json)
+            command._report_coverage(Screen(as_json), progress)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from kintsugi.cli.commands import serve as command
 from kintsugi.cli.commands.serve import (
-    Events,
     ServeTask,
     ServiceMonitor,
     build_service_spec,
@@ -186,7 +185,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     service, now_s = StubService(), [0.0]
-    watch = ServiceMonitor(service, Events(Screen(as_json=True)), clock=lambda: now_s[0])  # type: ignore[arg-type]
+    watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: now_s[0])  # type: ignore[arg-type]
 
     def look() -> list[dict[str, Any]]:
         now_s[0] += 10.0

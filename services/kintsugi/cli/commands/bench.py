@@ -25,15 +25,15 @@ from kintsugi.bench.profile import (
 )
 from kintsugi.bench.report import Sample, Summary, plot_ttft, summarize_samples
 from kintsugi.bench.run import Endpoint, client_of, fetch_model_name, run
-from kintsugi.cli.exits import ExitCode, exit_on_error
-from kintsugi.cli.options import Json, parse_floats
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.options import parse_floats
+from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.quality.figures import prepare_folder
 
 app = typer.Typer(help="Measure a running service.", no_args_is_help=True)
 
-RATES = "0.5,1,2"
 PUT_BATCH = 16
 
 
@@ -42,114 +42,90 @@ def _group() -> None:
     """Makes `serve` a subcommand: Typer would merge a single command into its group."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchTask:
-    """The options of `kintsugi bench serve`."""
+    """`kintsugi bench serve`."""
 
-    endpoint: Endpoint
-    workload: RagWorkload
-    rates_per_s: tuple[float, ...]
-    """For a trace: how many times as fast it is played."""
-    count: int
-    slo_s: float | None = None
-    trace: Path | None = None
-    tokenizer: Path | None = None
-    warm_address: str = ""
-    plot: Path | None = None
-
-
-@app.command()
-@exit_on_error
-def serve(
-    url: Annotated[
-        str, typer.Option(help="URL of an OpenAI endpoint, with /v1.")
-    ] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str, typer.Option(help="Model name. Default: the first that the endpoint lists.")] = "",
-    namespace: Annotated[
-        str, typer.Option("--namespace", "-n", help="Namespace at a Kintsugi gateway.")
-    ] = "",
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = "",
+    url: Annotated[str, typer.Option(help="URL of an OpenAI endpoint, with /v1.")] = (
+        "http://127.0.0.1:8000/v1"
+    )
+    model: Annotated[str, typer.Option(help="Model name. Default: the first that the endpoint lists.")] = ""
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace at a Kintsugi gateway.")] = ""
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = ""
     chat: Annotated[
         bool, typer.Option("--chat", help="Use chat completions; the model needs a template.")
-    ] = False,
-    rates: Annotated[
-        str, typer.Option(help="Comma-separated request rates per second, one load each.")
-    ] = RATES,
-    count: Annotated[int, typer.Option(min=1, help="Requests per load.")] = 60,
+    ] = False
+    rates: Annotated[str, typer.Option(help="Comma-separated requests per second, one load each.")] = (
+        "0.5,1,2"
+    )
+    count: Annotated[int, typer.Option(min=1, help="Requests per load.")] = 60
     slo_ms: Annotated[
         float | None, typer.Option(help="Longest time to first token that counts as goodput.")
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None,
         typer.Option(help="JSON lines with timestamps to replay; --rates are then speeds."),
-    ] = None,
-    documents: Annotated[int, typer.Option(help="Documents in the corpus, one chunk each.")] = 200,
-    zipf: Annotated[float, typer.Option(help="Exponent of the documents' popularity.")] = 0.9,
-    chunks: Annotated[int, typer.Option(help="Chunks per prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = 512,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 16,
-    seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0,
+    ] = None
+    documents: Annotated[int, typer.Option(help="Documents in the corpus, one chunk each.")] = 200
+    zipf: Annotated[float, typer.Option(help="Exponent of the documents' popularity.")] = 0.9
+    chunks: Annotated[int, typer.Option(help="Chunks per prompt.")] = 6
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = 512
+    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 16
+    seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0
     tokenizer: Annotated[
         Path | None, typer.Option(help="Model folder, to count tokens. Default: an estimate by words.")
-    ] = None,
-    warm: Annotated[
-        str, typer.Option(help="gRPC address of the gateway, to store every document first.")
-    ] = "",
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a plot of TTFT against rate, as SVG and PNG.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    warm: Annotated[str, typer.Option(help="gRPC address of the gateway, to store all documents first.")] = ""
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of TTFT by rate, as SVG and PNG.")] = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.url.rstrip("/"), self.model, self.api_key, self.namespace, self.chat)
+
+    @property
+    def workload(self) -> RagWorkload:
+        return RagWorkload(
+            self.documents, self.zipf, self.chunks, self.chunk_tokens, self.answer_tokens, self.seed
+        )
+
+
+@command(app)
+def serve(screen: Screen, task: BenchTask) -> ExitCode:
     """Send an open-loop load to an OpenAI endpoint; measure TTFT, ITL, throughput, goodput and hit rates."""
-    if slo_ms is not None and not slo_ms > 0:
-        raise InvalidField("slo-ms", f"{slo_ms} must be above 0")
-    if warm and not namespace:
+    if task.slo_ms is not None and not task.slo_ms > 0:
+        raise InvalidField("slo-ms", f"{task.slo_ms} must be above 0")
+    if task.warm and not task.namespace:
         raise InvalidField("namespace", "is required with --warm: name the namespace to store the chunks in")
-    rates_per_s = tuple(parse_floats("rates", rates))
+    rates_per_s = parse_floats("rates", task.rates)
     if not rates_per_s:
-        raise InvalidField("rates", f"{rates!r} has no rate; give one or more, comma-separated")
-    task = BenchTask(
-        Endpoint(url.rstrip("/"), model, api_key, namespace, chat),
-        RagWorkload(documents, zipf, chunks, chunk_tokens, answer_tokens, seed),
-        rates_per_s,
-        count,
-        None if slo_ms is None else slo_ms / 1e3,
-        trace,
-        tokenizer,
-        warm,
-        plot,
-    )
-    if not measure(Screen(as_json), task):
-        raise typer.Exit(ExitCode.UNAVAILABLE)
-
-
-def measure(screen: Screen, task: BenchTask) -> bool:
-    """Run every load and print the result. Returns whether any request was answered."""
+        raise InvalidField("rates", f"{task.rates!r} has no rate; give one or more, comma-separated")
+    slo_s = None if task.slo_ms is None else task.slo_ms / 1e3
     # All before the first load runs: a bad rate at the end would cost what was measured until then.
-    arrivals_s = [_arrivals(task, rate) for rate in task.rates_per_s]
+    arrivals_s = [_arrivals(task, rate) for rate in rates_per_s]
     if task.plot is not None:
         prepare_folder(task.plot.parent)
     with screen.step("Writing the corpus"):
         texts = corpus(task.workload, _counter(task.tokenizer))
-    if task.warm_address:
+    if task.warm:
         _store(screen, task, texts)
     endpoint = asyncio.run(_resolve_model(task.endpoint))
     summaries = []
-    for rate, times_s in zip(task.rates_per_s, arrivals_s, strict=True):
+    for rate, times_s in zip(rates_per_s, arrivals_s, strict=True):
         samples = _run_load(screen, task, endpoint, texts, rate, times_s)
-        summaries.append(summarize_samples(samples, task.slo_s))
-    pictures = [] if task.plot is None else plot_ttft(task.plot, {endpoint.model: summaries}, task.slo_s)
+        summaries.append(summarize_samples(samples, slo_s))
+    pictures = [] if task.plot is None else plot_ttft(task.plot, {endpoint.model: summaries}, slo_s)
     document = {
         "endpoint": endpoint.url,
         "model": endpoint.model,
         "workload": dataclasses.asdict(task.workload),
         "trace": None if task.trace is None else str(task.trace),
-        "slo_s": task.slo_s,
+        "slo_s": slo_s,
         "loads": [dataclasses.asdict(summary) for summary in summaries],
         "plots": [str(path) for path in pictures],
     }
     screen.show(document, lambda console: _print(console, endpoint, summaries))
-    return any(summary.requests > summary.errors for summary in summaries)
+    answered = any(summary.requests > summary.errors for summary in summaries)
+    return ExitCode.OK if answered else ExitCode.UNAVAILABLE
 
 
 def _counter(folder: Path | None) -> CountTokens | None:
@@ -166,7 +142,7 @@ def _store(screen: Screen, task: BenchTask, texts: Sequence[str]) -> None:
 
     with (
         screen.step("Storing the chunks") as say,
-        Client(task.warm_address, task.endpoint.namespace, token=task.endpoint.api_key or None) as client,
+        Client(task.warm, task.namespace, token=task.api_key or None) as client,
     ):
         for start in range(0, len(texts), PUT_BATCH):
             say(f"{start} of {len(texts)}")

@@ -2,56 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.options import check_writable
-from kintsugi.cli.render import format_count
+from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments, parse_json_object
+from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import CalibrationReport, ReportEntry, Thresholds, describe_selection, shortfalls
-from kintsugi.engine.local import LocalEngine
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import Budget, Calibration, calibrate, check_budget, prepare_bench
-from kintsugi.quality.questions import Question, read_questions
-from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
+from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
+from kintsugi.quality.questions import read_questions
+from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine, tokenize_prefix
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store
 
 ROWS_MAX = 24
 
 
-@dataclass(frozen=True)
-class CalibrateTask:
-    """The options of `kintsugi calibrate`."""
-
-    spec: MeasuringEngineSpec
-    questions: Path | None
-    store: str | None
-    out: Path | None
-    budget: Budget
-    thresholds: Thresholds
-
-
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     """`NOT_BLENDABLE` if nothing passes; the report is written all the same and keeps the gate shut."""
-    check_budget(task.budget, task.thresholds)
+    spec = MeasuringEngineSpec(
+        task.model,
+        codec=task.codec,
+        store=task.chunk_store,
+        prefix_token_ids=None if task.system is None else tokenize_prefix(task.model, task.system),
+        extra_config=parse_json_object("connector", task.connector, '{"portable": false}'),
+        vllm_args={**parse_engine_arguments(task.engine), "dtype": task.dtype},
+    )
+    budget = Budget(prompts=task.prompts, seed=task.seed)
+    check_budget(budget, Thresholds())
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
     with screen.engine_log(), ExitStack() as stack:
         with screen.step("Starting vLLM"):
-            engine = stack.enter_context(start_measuring_engine(task.spec))
-        calibration = run_calibration(screen, engine, task, given)
-    for warning in calibration.warnings:
+            engine = stack.enter_context(start_measuring_engine(spec))
+        with screen.step("Preparing the questions") as say:
+            bench, warnings = prepare_bench(engine, given, budget, say)
+        with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
+            source = str(task.questions or "bundled passages")
+            calibration = calibrate(
+                bench, engine.num_layers, engine.binding, budget, Thresholds(), source, utc_now(), say
+            )
+    warnings = [*warnings, *calibration.warnings]
+    for warning in warnings:
         screen.note(f"kintsugi: warning: {warning}")
     report = calibration.report
     if task.out is not None:
@@ -61,7 +60,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         with closing(open_store(task.store)) as store:
             reports.publish(store, report)
         screen.note(f"published as {report.binding.report_name} in {task.store}")
-    document = {**json.loads(report.to_bytes()), "warnings": calibration.warnings}
+    document = {**json.loads(report.to_bytes()), "warnings": warnings}
     screen.show(document, lambda console: render(console, report))
     return ExitCode.OK if report.choice.selection is not None else ExitCode.NOT_BLENDABLE
 
@@ -86,35 +85,13 @@ def _check_destination(task: CalibrateTask) -> None:
             store.stats()
 
 
-def run_calibration(
-    screen: Screen, engine: LocalEngine, task: CalibrateTask, given: list[Question] | None
-) -> Calibration:
-    """Calibrate a running engine."""
-    with screen.step("Preparing the questions") as say:
-        bench, warnings = prepare_bench(engine, given, task.budget, say)
-    with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
-        calibration = calibrate(
-            bench,
-            engine.num_layers,
-            engine.binding,
-            task.budget,
-            task.thresholds,
-            str(task.questions or "bundled passages"),
-            utc_now(),
-            say,
-        )
-    return dataclasses.replace(calibration, warnings=[*warnings, *calibration.warnings])
-
-
 HEADINGS = ("selector", "r", "@", "cost", "KL", "p99", "top-1", "right", "n")
 
 
 def render(console: Console, report: CalibrationReport) -> None:
     """Print the entries, best first, and the choice below them."""
     console.print(Text(f"{report.binding.codec}, {report.questions}"), style="dim")
-    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
-    for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    table = make_figures_table(HEADINGS, box=SIMPLE_HEAD, padding=(0, 1))
     ordered = sorted(report.entries, key=lambda entry: (-entry.num_prompts, entry.cost))
     for entry in ordered[:ROWS_MAX]:
         chosen = entry.selection == report.choice.selection

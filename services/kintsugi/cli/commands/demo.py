@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
-from kintsugi.cli.render import print_accounting, print_comparison
+from kintsugi.cli.options import DemoTask
+from kintsugi.cli.render import make_plain_table, print_accounting, print_comparison
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     REGARDLESS,
@@ -44,17 +43,6 @@ SMALL_MODEL_NOTE = (
     "This model has 2.8 million parameters, and the question was chosen: at this length the model is rarely "
     "right. To see the times of a larger model, run kintsugi demo --random-weights."
 )
-
-
-@dataclass(frozen=True)
-class DemoTask:
-    """The options of `kintsugi demo`. Without a model it uses the bundled one, or one with random weights."""
-
-    model: str | None
-    random_weights: bool
-    files: Sequence[Path]
-    question: str | None
-    repeat: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,7 @@ def _choose_show(screen: Screen, task: DemoTask) -> Show:
         return _bundle_show()
     if task.model is not None and task.random_weights:
         raise InvalidField("random-weights", "makes a model of its own; omit --model")
-    texts = [read_chunk(path) for path in task.files] or demo_texts()
+    texts = [read_chunk(path) for path in task.files or ()] or demo_texts()
     random.Random(_ORDER_SEED).shuffle(texts)
     question = task.question or BUNDLED_QUESTIONS[0]
     model = make_random_model(screen) if task.model is None else resolve_model_argument(task.model)
@@ -167,7 +155,7 @@ def _render(console: Console, show: Show, prompt: RagPrompt, measurements: Seque
     titles = " · ".join(chunk.title for chunk in prompt.chunks)
     console.print()
     console.print(f"[bold]{len(prompt.token_ids):,} tokens[/] on {show.model.name}", highlight=False)
-    prompt_table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), style="dim")
+    prompt_table = make_plain_table(style="dim")
     prompt_table.add_row("chunks", Text(titles))
     prompt_table.add_row("question", Text(show.question))
     if show.expected is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -12,12 +13,12 @@ from enum import StrEnum
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kintsugi.cli.commands.demo import demo_texts
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, blend_once
+from kintsugi.cli.render import make_plain_table
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import REGARDLESS, open_session, resolve_model_argument
 from kintsugi.core.errors import KintsugiError
@@ -188,9 +189,7 @@ def doctor_document(checks: Sequence[Check]) -> dict[str, Any]:
     """JSON form."""
     return {
         "ok": all(check.verdict is not CheckResult.FAILED for check in checks),
-        "checks": [
-            {"name": check.name, "verdict": check.verdict.value, "detail": check.detail} for check in checks
-        ],
+        "checks": [dataclasses.asdict(check) for check in checks],
     }
 
 
@@ -203,7 +202,7 @@ _MARKS = {
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
     """Print one line per check."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = make_plain_table()
     for check in checks:
         mark, style = _MARKS[check.verdict]
         table.add_row(Text(mark, style=style), Text(check.name, style="bold"), Text(check.detail))

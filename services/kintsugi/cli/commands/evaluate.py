@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from kintsugi.cli.exits import error_document, exit_code_of
-from kintsugi.cli.render import format_count
+from kintsugi.cli.exits import error_document
+from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, parse_selectors
+from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid, plots
 from kintsugi.quality.evaluate import (
     Axes,
@@ -35,23 +32,6 @@ from kintsugi.quality.questions import read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 
 
-@dataclass(frozen=True)
-class EvaluateTask:
-    """The options of `kintsugi eval`."""
-
-    spec: MeasuringEngineSpec
-    questions: Path
-    limit: int | None
-    selectors: Sequence[SelectorName]
-    ratios: Sequence[float]
-    check_layers: Sequence[int] | None
-    """None: the layers that `quality.grid` proposes."""
-    axes: dict[str, Any]
-    """The fields of `quality.evaluate.Axes` except the selections."""
-    plots: Path | None
-    max_tokens: int | None
-
-
 @dataclass
 class Evaluation:
     """The results of `kintsugi eval`."""
@@ -64,34 +44,26 @@ class Evaluation:
     error: dict[str, Any] | None
     """The error that ended it early: type, message, exit code."""
 
-    def to_mapping(self) -> dict[str, Any]:
-        """JSON form."""
-        return dataclasses.asdict(self)
-
 
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     """Measure, print and plot. An engine that fails costs its own results and those of later engines only."""
     if task.plots is not None:
         prepare_folder(task.plots)
-    found = Evaluation(task.spec.model, str(task.questions), [], [], [], None)
+    found = Evaluation(task.model, str(task.questions), [], [], [], None)
     try:
         _measure(screen, task, found)
     except KintsugiError as error:
         if not found.rows:
             raise
-        found.error = error_document(error, exit_code_of(error))
+        found.error = error_document(error)
         screen.note(f"kintsugi: {found.error['message']}")
-    _show(screen, task, found)
-    return found
-
-
-def _show(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     for warning in dict.fromkeys(found.warnings):
         screen.note(f"kintsugi: warning: {warning}")
     if task.plots is not None:
         for path in plots.draw(task.plots, found.rows, found.rates):
             screen.note(f"wrote {path}")
-    screen.show(found.to_mapping(), lambda console: render(console, found))
+    screen.show(dataclasses.asdict(found), lambda console: render(console, found))
+    return found
 
 
 def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
@@ -99,7 +71,8 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     questions = read_questions(task.questions, task.limit)
     settings = list(_axes(task, num_layers=2).engines())
     for number, (codec, speed) in enumerate(settings):
-        spec = dataclasses.replace(task.spec, codec=codec, store=task.spec.store or _memory(speed))
+        store = task.chunk_store or _memory(speed)
+        spec = MeasuringEngineSpec(task.model, codec=codec, store=store, vllm_args={"dtype": task.dtype})
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
                 engine = stack.enter_context(start_measuring_engine(spec))
@@ -128,8 +101,19 @@ def _memory(speed: float | None) -> str:
 
 
 def _axes(task: EvaluateTask, num_layers: int) -> Axes:
-    selections = grid.selections(task.selectors, task.ratios, num_layers, task.check_layers)
-    return Axes(selections, **task.axes)
+    """Raises `InvalidField`."""
+    layers = parse_integers("check_layers", task.check_layers) or None  # None: those that the grid proposes
+    selectors, ratios = parse_selectors(task.selectors), parse_floats("ratios", task.ratios)
+    axes: dict[str, Any] = {
+        "codecs": [codec.strip() for codec in task.codecs.split(",")],
+        "chunk_tokens": parse_integers("chunk_tokens", task.chunk_tokens),
+        "chunk_counts": parse_integers("chunks", task.chunks),
+        "batches": parse_integers("batches", task.batches),
+        "tier_bytes_per_s": parse_floats("tiers", task.tiers),
+        "rates_per_s": parse_floats("rates", task.rates),
+    }
+    selections = grid.selections(selectors, ratios, num_layers, layers)
+    return Axes(selections, **{name: values for name, values in axes.items() if values})
 
 
 HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")
@@ -145,16 +129,13 @@ def render(console: Console, evaluation: Evaluation) -> None:
         rows = [row for row in evaluation.rows if row.setting == setting]
         parts.append(f"{rows[0].num_prompts} questions")
         console.print("\n" + ", ".join(parts), highlight=False)
-        table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-        for index, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        table = make_figures_table(HEADINGS, box=None, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*_cells(row))
         console.print(table)
     if evaluation.rates:
-        table = Table(title="TTFT by request rate", header_style="bold")
-        for index, heading in enumerate(("method", "requests/s", "TTFT ms", "p95 ms")):
-            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        headings = ("method", "requests/s", "TTFT ms", "p95 ms")
+        table = make_figures_table(headings, title="TTFT by request rate")
         for rate in evaluation.rates:
             p95 = f"{rate.ttft_p95_s * 1e3:.0f}"
             table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)

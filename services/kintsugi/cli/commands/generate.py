@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +11,7 @@ from rich.text import Text
 from kintsugi.cli import html
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
-from kintsugi.cli.options import check_writable
+from kintsugi.cli.options import GenerateTask, check_writable
 from kintsugi.cli.render import (
     HEADINGS,
     comparison_rows,
@@ -33,35 +31,28 @@ from kintsugi.cli.session import (
     resolve_model_argument,
 )
 from kintsugi.core.prompt import RagPrompt
+from kintsugi.core.request import KintsugiParams, parse_selector
 from kintsugi.quality import reports
 from kintsugi.quality.questions import format_question
 
 
-@dataclass(frozen=True)
-class GenerateTask:
-    """The options of `kintsugi generate`."""
-
-    model: str
-    chunks: Sequence[Path]
-    question: str
-    choice: BlendChoice
-    max_tokens: int
-    compare: bool
-    repeat: int
-    html: Path | None
-    trust: Trust
-
-
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
     """`NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
-    _check_files(task)
-    texts = [read_chunk(path) for path in task.chunks]
+    selector = None if task.selector is None else parse_selector(task.selector)
+    choice = BlendChoice(task.namespace, task.ratio, selector, explain=task.html is not None)
+    KintsugiParams(namespace=task.namespace, ratio=task.ratio)  # refuses bad values before an engine starts
+    trust = Trust(task.report, task.allow_uncalibrated)
+    if task.html is not None:
+        check_writable("html", task.html)
+    if task.report is not None:
+        reports.read(task.report)
+    texts = [read_chunk(path) for path in task.chunk]
     ending = format_question(task.question)
     model = resolve_model_argument(task.model)
-    opening = open_session(screen, model, texts, ending, task.choice.namespace, task.max_tokens, task.trust)
-    with opening as session:
+    with open_session(screen, model, texts, ending, task.namespace, task.max_tokens, trust) as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
-            measurements = _measure(session, task, say)
+            given = session.engine, session.prompt, choice, task.max_tokens
+            measurements = compare(*given, task.repeat, say) if task.compare else [blend_once(*given)]
         page = _page(model, session, task, measurements) if task.html is not None else None
     if task.html is not None and page is not None:
         task.html.write_text(html.render_page(page), encoding="utf-8")
@@ -73,24 +64,9 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
     if reason is not None:
         screen.note(f"kintsugi: not blended; this answer is from a full prefill: {reason}")
         return ExitCode.NOT_BLENDABLE
-    if task.trust.regardless:
+    if task.allow_uncalibrated:
         screen.note(f"kintsugi: {UNCALIBRATED_NOTE}")
     return ExitCode.OK
-
-
-def _check_files(task: GenerateTask) -> None:
-    """Check files before an engine is started. Raises `InvalidField`, and as `reports.read` does."""
-    if task.html is not None:
-        check_writable("html", task.html)
-    if task.trust.report is not None:
-        reports.read(task.trust.report)
-
-
-def _measure(session: Session, task: GenerateTask, say: Callable[[str], None]) -> list[Measurement]:
-    """Run the blend, which comes last, and the other methods where they are compared."""
-    if task.compare:
-        return compare(session.engine, session.prompt, task.choice, task.max_tokens, task.repeat, say)
-    return [blend_once(session.engine, session.prompt, task.choice, task.max_tokens)]
 
 
 def generate_document(
@@ -126,7 +102,6 @@ def _page(
         question=task.question,
         answer=blend.generation.text,
         facts=[("TTFT", f"{blend.ttft_s * 1e3:,.0f} ms"), *facts_of(accounting)],
-        legend=html.LEGEND,
         parts=html.parts_of(prompt, accounting, lambda token: str(tokenizer.decode([token]))),
         timeline=html.timeline_of(accounting),
         comparison_headings=HEADINGS if task.compare else (),

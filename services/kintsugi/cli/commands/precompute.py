@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +17,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from kintsugi.cli.exits import ExitCode, exit_on_error
-from kintsugi.cli.options import EngineArguments, Json, SystemPrompt, parse_engine_arguments
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.options import Codec, EngineArguments, SystemPrompt, parse_engine_arguments
 from kintsugi.cli.render import format_bytes, format_count
+from kintsugi.cli.runner import command
+from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
@@ -57,24 +61,52 @@ app = typer.Typer(
     "Write ./NAME for a folder whose name is one of the commands below.",
 )
 
-Source = Annotated[
-    str, typer.Argument(help="File, folder or URL of JSONL, Parquet, CSV, text, Markdown or HTML.")
-]
-ModelFolder = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name.")]
 StoreUrl = Annotated[str, typer.Option("--store", help="URL of the store.")]
-NamespaceName = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the chunks.")]
-Corpus = Annotated[str, typer.Option(help="Name of the corpus. Default: from the source.")]
-State_ = Annotated[Path | None, typer.Option("--state", help="Folder of the ledger.")]
-TokensMax = Annotated[int, typer.Option(help="Maximum tokens per chunk.")]
-Overlap = Annotated[int, typer.Option(help="Maximum tokens that consecutive chunks share.")]
-TextColumnName = Annotated[str, typer.Option(help="Column with the text.")]
-IdColumn = Annotated[str, typer.Option(help="Column with the document's id.")]
-VersionColumn = Annotated[str, typer.Option(help="Column with the document's version.")]
-FileFormat = Annotated[
-    Format | None, typer.Option("--format", help="Format of every file. Default: by suffix.")
-]
-Dtype = Annotated[str, typer.Option(help="KV data type of the serving engines. Default: the model's.")]
-Portable = Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")]
+CorpusName = Annotated[str, typer.Argument(help="Name of the corpus.")]
+StateFolder = Annotated[Path | None, typer.Option("--state", help="Folder of the ledger.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusOptions:
+    """The documents, and the chunks that they become."""
+
+    source: Annotated[
+        str, typer.Argument(help="File, folder or URL of JSONL, Parquet, CSV, text, Markdown or HTML.")
+    ]
+    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name.")]
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the chunks.")]
+    store: StoreUrl = DEFAULT_STORE
+    tokens_max: Annotated[int, typer.Option(help="Maximum tokens per chunk.")] = 512
+    overlap: Annotated[int, typer.Option(help="Maximum tokens that consecutive chunks share.")] = 0
+    text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text"
+    id_column: Annotated[str, typer.Option(help="Column with the document's id.")] = "id"
+    file_format: Annotated[
+        Format | None, typer.Option("--format", help="Format of every file. Default: by suffix.")
+    ] = None
+    dtype: Annotated[str, typer.Option(help="KV data type of serving engines. Default: the model's.")] = ""
+    system: SystemPrompt = None
+    portable: Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")] = True
+
+    def job_spec(self, version_column: str = "version", **options: Any) -> JobSpec:
+        """The job over these documents, with further fields of `JobSpec`. Raises `InvalidField`."""
+        prefix = None  # the model's BOS
+        if self.system is not None:
+            from kintsugi.quality.session import tokenize_prefix  # transformers is slow to import
+
+            prefix = list(tokenize_prefix(self.model, self.system))
+        return JobSpec(
+            source=self.source,
+            model=self.model,
+            store=self.store,
+            namespace=self.namespace,
+            format=self.file_format,
+            columns=Columns(self.text_column, self.id_column, version_column),
+            chunking=ChunkingConfig(self.tokens_max, self.overlap),
+            dtype=self.dtype,
+            prefix_token_ids=prefix,
+            portable=self.portable,
+            **options,
+        )
 
 
 def state_folder(given: Path | None) -> Path:
@@ -83,25 +115,14 @@ def state_folder(given: Path | None) -> Path:
     return given or (Path(base) if base else Path.home() / ".local/state") / "kintsugi/precompute"
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def run(
-    source: Source,
-    model: ModelFolder,
-    namespace: NamespaceName,
-    store: StoreUrl = DEFAULT_STORE,
-    corpus: Corpus = "",
-    state: State_ = None,
-    tokens_max: TokensMax = 512,
-    overlap: Overlap = 0,
-    text_column: TextColumnName = "text",
-    id_column: IdColumn = "id",
-    version_column: VersionColumn = "version",
-    file_format: FileFormat = None,
-    dtype: Dtype = "",
-    system: SystemPrompt = None,
-    portable: Portable = True,
-    codec: Annotated[str, typer.Option(help="Encoding of chunk KV in the store.")] = "raw",
+    screen: Screen,
+    documents: CorpusOptions,
+    corpus: Annotated[str, typer.Option(help="Name of the corpus. Default: from the source.")] = "",
+    state: StateFolder = None,
+    version_column: Annotated[str, typer.Option(help="Column with the document's version.")] = "version",
+    codec: Codec = "raw",
     workers: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs per engine; 0: run on the CPU.")] = 0.0,
     batch_tokens: Annotated[
@@ -118,21 +139,11 @@ def run(
     ] = False,
     engine: EngineArguments = "{}",
     dry_run: Annotated[bool, typer.Option(help="Print what would be done, and whether it fits.")] = False,
-    as_json: Json = False,
-) -> None:
+) -> ExitCode:
     """Prefill the chunks that the store lacks. Run again, it continues where it stopped."""
-    spec = JobSpec(
-        source=source,
-        model=model,
-        store=store,
-        namespace=namespace,
+    spec = documents.job_spec(
+        version_column,
         corpus=corpus,
-        format=file_format,
-        columns=Columns(text_column, id_column, version_column),
-        chunking=ChunkingConfig(tokens_max, overlap),
-        dtype=dtype,
-        prefix_token_ids=_prefix(model, system),
-        portable=portable,
         codec=codec,
         workers=workers,
         gpus_per_worker=gpus_per_worker,
@@ -144,8 +155,7 @@ def run(
         retire=retire,
         engine=parse_engine_arguments(engine),
     )
-    ledger = Ledger(state_folder(state))
-    try:
+    with closing(Ledger(state_folder(state))) as ledger:
         with _show_progress() as (show, note):
             if dry_run:
                 progress = survey(spec, show)
@@ -154,100 +164,60 @@ def run(
                 with _cancel_on_signals(job, note):
                     progress = job.run()
         rate = ledger.tokens_per_s(progress.fingerprint)
-    finally:
-        ledger.close()
-    _report(progress, rate, spec.workers, as_json)
-    if progress.state is State.CANCELLED:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+    _report(screen, progress, rate, spec.workers)
+    return ExitCode.INTERRUPTED if progress.state is State.CANCELLED else ExitCode.OK
 
 
-@exit_on_error
-def coverage(
-    source: Source,
-    model: ModelFolder,
-    namespace: NamespaceName,
-    store: StoreUrl = DEFAULT_STORE,
-    tokens_max: TokensMax = 512,
-    overlap: Overlap = 0,
-    text_column: TextColumnName = "text",
-    id_column: IdColumn = "id",
-    file_format: FileFormat = None,
-    dtype: Dtype = "",
-    system: SystemPrompt = None,
-    portable: Portable = True,
-    as_json: Json = False,
-) -> None:
+def coverage(screen: Screen, documents: CorpusOptions) -> None:
     """Print the share of a corpus that is in the store, by tier. Changes nothing."""
-    spec = JobSpec(
-        source=source,
-        model=model,
-        store=store,
-        namespace=namespace,
-        format=file_format,
-        columns=Columns(text_column, id_column),
-        chunking=ChunkingConfig(tokens_max, overlap),
-        dtype=dtype,
-        prefix_token_ids=_prefix(model, system),
-        portable=portable,
-        errors_share_max=1.0,
-    )
     with _show_progress() as (show, _):
-        progress = survey(spec, show)
-    _report_coverage(progress, as_json)
+        progress = survey(documents.job_spec(errors_share_max=1.0), show)
+    _report_coverage(screen, progress)
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def pin(
-    corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
+    screen: Screen,
+    corpus: CorpusName,
     store: StoreUrl = DEFAULT_STORE,
     lease_s: Annotated[float, typer.Option(min=1, help="Seconds until the pins expire.")] = 86_400,
-    state: State_ = None,
-    as_json: Json = False,
+    state: StateFolder = None,
 ) -> None:
     """Protect a corpus from eviction."""
-    pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, lease_s)
-    document = {"corpus": corpus, "chunks": pinned.chunks, "pinned": pinned.pinned, "lease_s": lease_s}
-    print(json.dumps(document) if as_json else f"{pinned.pinned} of {pinned.chunks} chunks pinned")
+    chunks, pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, lease_s)
+    document = {"corpus": corpus, "chunks": chunks, "pinned": pinned, "lease_s": lease_s}
+    text = f"{pinned} of {chunks} chunks pinned"
+    screen.show(document, lambda console: console.print(text, highlight=False))
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def retire(
-    corpus: Annotated[str, typer.Argument(help="Name of the corpus.")],
-    store: StoreUrl = DEFAULT_STORE,
-    state: State_ = None,
-    as_json: Json = False,
+    screen: Screen, corpus: CorpusName, store: StoreUrl = DEFAULT_STORE, state: StateFolder = None
 ) -> None:
     """Delete the chunks of models that a newer one has replaced."""
     deleted = retire_editions(Ledger(state_folder(state)), store, corpus)
-    print(json.dumps({"corpus": corpus, "deleted": deleted}) if as_json else f"{deleted} chunks deleted")
+    text = f"{deleted} chunks deleted"
+    screen.show({"corpus": corpus, "deleted": deleted}, lambda console: console.print(text, highlight=False))
 
 
-@app.command("list")
-@exit_on_error
-def list_corpora(state: State_ = None, as_json: Json = False) -> None:
+@command(app, "list")
+def list_corpora(screen: Screen, state: StateFolder = None) -> None:
     """List the corpora of this ledger, one row per model."""
     editions = Ledger(state_folder(state)).editions()
-    if as_json:
-        print(json.dumps([edition.__dict__ for edition in editions], indent=2))
-        return
     table = Table("corpus", "namespace", "model", "documents", "chunks", "complete")
     for one in editions:
         counts = (str(one.documents), str(one.chunks), "yes" if one.completed else "no")
         table.add_row(one.corpus, one.namespace, f"{Path(one.model).name} {one.fingerprint[:16]}", *counts)
-    Console().print(table)
+    screen.show([dataclasses.asdict(edition) for edition in editions], lambda console: console.print(table))
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def serve(
+    screen: Screen,
     listen: Annotated[str, typer.Option(help="Loopback address, as host:port.")] = "127.0.0.1:7410",
-    state: State_ = None,
-    as_json: Json = False,
+    state: StateFolder = None,
 ) -> None:
     """Serve the gRPC service Precompute until interrupted."""
-    manager = JobManager(state_folder(state))
 
     async def wait_for_signal() -> None:
         stop = asyncio.Event()
@@ -256,22 +226,11 @@ def serve(
         await stop.wait()
 
     def ready(address: str) -> None:
-        text = json.dumps({"address": address}) if as_json else f"precompute listens on {address}"
+        text = json.dumps({"address": address}) if screen.as_json else f"precompute listens on {address}"
         print(text, flush=True)
 
-    try:
+    with closing(JobManager(state_folder(state))) as manager:
         asyncio.run(serve_jobs(manager, listen, ready, wait_for_signal))
-    finally:
-        manager.close()
-
-
-def _prefix(model: str, system: Path | None) -> list[int] | None:
-    """The chunk space's prefix; None stands for the model's BOS."""
-    if system is None:
-        return None
-    from kintsugi.quality.session import tokenize_prefix  # transformers is slow to import
-
-    return list(tokenize_prefix(model, system))
 
 
 @contextmanager
@@ -328,20 +287,19 @@ def _format_progress(progress: Progress) -> tuple[str, str]:
     return text, f"{rest}, {'?' if left is None else f'{left:.0f} s'} left"
 
 
-def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_json: bool) -> None:
+def _report(screen: Screen, progress: Progress, tokens_per_s: float | None, workers: int) -> None:
     """Print the final table. For a dry run, ``tokens_per_s`` of earlier runs predicts the time."""
     predicted = None
     if progress.dry and tokens_per_s:
         predicted = progress.tokens_missing / tokens_per_s / workers
-    if as_json:
-        print(json.dumps({**progress.to_mapping(), "predicted_s": predicted}, indent=2))
-        return
-    console = Console()
+    document = {**progress.to_mapping(), "predicted_s": predicted}
+    screen.show(document, lambda console: _print_report(console, progress, predicted))
+
+
+def _print_report(console: Console, progress: Progress, predicted: float | None) -> None:
     what = " (dry run)" if progress.dry else ""
     console.print(f"{progress.corpus}: {progress.state.value}{what}", highlight=False)
-    table = Table(show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
+    table = Table("", Column(justify="right"), show_header=False)
     rows = [
         ("documents", f"{progress.documents} ({progress.documents_unchanged} unchanged)"),
         ("failed · vanished", f"{progress.documents_failed} · {progress.documents_vanished}"),
@@ -365,7 +323,7 @@ def _report(progress: Progress, tokens_per_s: float | None, workers: int, as_jso
     _print_failures(console, progress)
 
 
-def _report_coverage(progress: Progress, as_json: bool) -> None:
+def _report_coverage(screen: Screen, progress: Progress) -> None:
     """Print the coverage. Raises `InvalidField` if no document can be read."""
     if progress.documents_failed and not progress.documents:
         first = progress.failures[0]
@@ -373,10 +331,10 @@ def _report_coverage(progress: Progress, as_json: bool) -> None:
             "source",
             f"none of {progress.documents_failed} documents can be read ({_locate(first)}: {first.reason})",
         )
-    if as_json:
-        print(json.dumps(progress.to_mapping(), indent=2))
-        return
-    console = Console()
+    screen.show(progress.to_mapping(), lambda console: _print_coverage(console, progress))
+
+
+def _print_coverage(console: Console, progress: Progress) -> None:
     console.print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
     table = Table("tier", "chunks", "share")
     for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.options import ServeTask
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
     EngineSpec,
@@ -46,28 +42,6 @@ POLL_S = 0.5
 INFO_PERIOD_S = 5.0
 GIB = 1 << 30
 DIRECTORY_PORTS = 16
-
-
-@dataclass(frozen=True)
-class ServeTask:
-    """The options of `kintsugi serve`. They override the configuration file."""
-
-    model: str | None = None
-    config: Path | None = None
-    ram: str | None = None
-    ssd: Sequence[str] = ()
-    data_dir: Path | None = None
-    shards: int | None = None
-    engines: int | None = None
-    grpc_port: int | None = None
-    http_port: int | None = None
-    tokens_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    insecure: bool = False
-    read_only: bool = False
-    allow_uncalibrated: bool = False
-    print_config: bool = False
 
 
 def build_service_spec(task: ServeTask) -> ServiceSpec:
@@ -157,15 +131,15 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
         return ExitCode.OK
     _check_here(spec)
     spec = _with_free_ports(spec)
-    events = Events(screen)
-    with _stop_signal() as stop, _run_service(screen, spec, stop) as service:
+    stop = threading.Event()
+    with _run_service(screen, spec, stop) as service:
         if stop.is_set():
             return ExitCode.OK
-        events.say_ready(service)
-        monitor = ServiceMonitor(service, events)
+        _report_ready(screen, service)
+        monitor = ServiceMonitor(service, screen)
         while not stop.wait(POLL_S):
             monitor.poll()
-    events.say("stopped", "stopped")
+    screen.show_event("stopped", "stopped")
     return ExitCode.OK
 
 
@@ -198,18 +172,6 @@ def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
             free_port(gateway.host, port, 1)
     directory = free_port(store.host, store.directory_port, DIRECTORY_PORTS)
     return dataclasses.replace(spec, store=dataclasses.replace(store, directory_port=directory))
-
-
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """Yield an event to be set by signals; restores their handlers at the end."""
-    stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _listen_for_signals(stop: threading.Event) -> None:
@@ -253,50 +215,30 @@ def describe_progress(found: Sequence[DeploymentProgress]) -> str:
     )
 
 
-@dataclass
-class Events:
-    """Prints events, one line each: prose, or a JSON object with `--json`."""
-
-    screen: Screen
-
-    def say(self, event: str, text: str, **details: Any) -> None:
-        """Print an event: `text`, or its name and details as JSON."""
-        if self.screen.as_json:
-            print(json.dumps({"event": event, **details}, ensure_ascii=False))
-        else:
-            Console().print(text, highlight=False, soft_wrap=True, markup=False)
-        sys.stdout.flush()
-
-    def say_ready(self, service: Service) -> None:
-        """Print the addresses of a service that is ready."""
-        addresses, info = service.addresses(), service.info()
-        directory = directory_url(service.spec.store)
-        scheme = "https" if service.spec.gateway.tls_cert else "http"
-        lines = (
-            f"serving {info.model}",
-            f"  OpenAI   {scheme}://{addresses['http']}/v1",
-            f"  gRPC     {addresses['grpc']}",
-            f"  store    {directory}",
-            f"  blending {info.blending}",
-        )
-        self.say(
-            "ready",
-            "\n".join(lines),
-            model=info.model,
-            http=f"{scheme}://{addresses['http']}",
-            grpc=addresses["grpc"],
-            store=directory,
-            blending=info.blending,
-            fingerprint=info.fingerprint,
-        )
+def _report_ready(screen: Screen, service: Service) -> None:
+    """Print the addresses of a service that is ready."""
+    addresses, info = service.addresses(), service.info()
+    scheme = "https" if service.spec.gateway.tls_cert else "http"
+    details = {
+        "model": info.model,
+        "http": f"{scheme}://{addresses['http']}",
+        "grpc": addresses["grpc"],
+        "store": directory_url(service.spec.store),
+        "blending": info.blending,
+        "fingerprint": info.fingerprint,
+    }
+    text = (
+        "serving {model}\n  OpenAI   {http}/v1\n  gRPC     {grpc}\n  store    {store}\n  blending {blending}"
+    )
+    screen.show_event("ready", text.format(**details), **details)
 
 
 class ServiceMonitor:
     """Watches a running service: calibrates a new model, and reports changes."""
 
-    def __init__(self, service: Service, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, service: Service, screen: Screen, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
-        self._events = events
+        self._screen = screen
         self._clock = clock
         self._polled_s = float("-inf")
         self._blending: str | None = None
@@ -315,7 +257,7 @@ class ServiceMonitor:
         try:
             info = self._service.info()
         except Unavailable as error:
-            self._events.say("engine", str(error), error=str(error))
+            self._screen.show_event("engine", str(error), error=str(error))
             return
         self._check_blending(info)
 
@@ -324,7 +266,7 @@ class ServiceMonitor:
             state = "" if one.is_ready else one.status
             if state != self._unhealthy.get(one.deployment, ""):
                 text = f"{one.deployment}: {one.running} of {one.wanted} running ({one.status})"
-                self._events.say(
+                self._screen.show_event(
                     "replicas",
                     text,
                     deployment=one.deployment,
@@ -339,7 +281,7 @@ class ServiceMonitor:
             return
         first, self._blending = self._blending is None, info.blending
         if not first:
-            self._events.say("blending", f"blending: {info.blending}", blending=info.blending)
+            self._screen.show_event("blending", f"blending: {info.blending}", blending=info.blending)
         engines = self._service.spec.engines
         if info.blending.startswith(NOT_CALIBRATED) and engines.calibrate and self._calibrator is None:
             self._start_calibration()
@@ -348,7 +290,7 @@ class ServiceMonitor:
         spec = self._service.spec
         self._calibrator = start_calibrator(spec.model, spec.engines, directory_url(spec.store))
         self._running = self._calibrator.run.remote()
-        self._events.say(
+        self._screen.show_event(
             "calibration",
             "calibrating on a separate engine; until then every prompt is prefilled in full",
             state="started",
@@ -372,12 +314,12 @@ class ServiceMonitor:
         except RayError as error:
             self._running = None
             text = " ".join(str(error).split())[-500:]
-            self._events.say("calibration", f"calibration failed: {text}", state="failed", error=text)
+            self._screen.show_event("calibration", f"calibration failed: {text}", state="failed", error=text)
 
     def _report_part(self, part: str) -> None:
         if part != self._part:
             self._part = part
-            self._events.say("calibration", f"calibrating: {part}", state="running", part=part)
+            self._screen.show_event("calibration", f"calibrating: {part}", state="running", part=part)
 
     def _finish_calibration(self, result: Calibrated) -> None:
         import ray
@@ -385,6 +327,6 @@ class ServiceMonitor:
         self._running = None
         ray.kill(self._calibrator)
         text = f"blending with {result.choice}" if result.choice else f"not blending: {result.why}"
-        self._events.say(
+        self._screen.show_event(
             "calibration", f"calibrated, {text}", state="done", choice=result.choice, why=result.why
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -9,10 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from kintsugi.cli.exits import exit_on_error
-from kintsugi.cli.options import Json
+from kintsugi.cli.options import Dtype
+from kintsugi.cli.render import make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
@@ -88,14 +88,9 @@ class CodecRow:
     def to_mapping(self, full_s: float) -> dict[str, Any]:
         """JSON form; ``full_s`` is the time of a full prefill."""
         return {
+            **dataclasses.asdict(self.size),
             "codec": self.size.codec.name.lower(),
-            "bytes_per_token": self.size.bytes_per_token,
-            "corpus_bytes": self.size.corpus_bytes,
-            "ram_bytes": self.size.ram_bytes,
-            "ssd_bytes": self.size.ssd_bytes,
-            "prompt_bytes": self.size.prompt_bytes,
-            "pays_bytes_per_s": self.pace.pays_bytes_per_s,
-            "hides_bytes_per_s": self.pace.hides_bytes_per_s,
+            **dataclasses.asdict(self.pace),
             "blend_s": self.blend_s,
             "pays": self.blend_s < full_s,
         }
@@ -111,8 +106,8 @@ def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_
     return rows
 
 
-@exit_on_error
 def size(
+    screen: Screen,
     model: Annotated[str, typer.Option(help="Checkpoint folder; config.json suffices.")],
     corpus_tokens: Annotated[str, typer.Option(help="Tokens in all chunks, such as 250M.")],
     bandwidth: Annotated[str, typer.Option(help="Slowest link to an engine, such as 25Gbit/s or 7GB/s.")],
@@ -129,8 +124,7 @@ def size(
     tflops: Annotated[
         float, typer.Option(help="Peak TFLOP/s of an engine's devices, used without a measured rate.")
     ] = 989.0,
-    dtype: Annotated[str, typer.Option(help="Data type that engines will serve with.")] = "auto",
-    as_json: Json = False,
+    dtype: Dtype = "auto",
 ) -> None:
     """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
     work = SizingWorkload(
@@ -153,7 +147,7 @@ def size(
         "full_prefill_source": prefill.source,
         "codecs": [row.to_mapping(prefill.seconds) for row in rows],
     }
-    Screen(as_json).show(document, lambda console: render(console, work, prefill, bytes_per_s, rows))
+    screen.show(document, lambda console: render(console, work, prefill, bytes_per_s, rows))
 
 
 HEADINGS = ("codec", "B/token", "corpus", "RAM", "SSD", "pays", "hides", "ms", "wins")
@@ -163,9 +157,7 @@ def render(
     console: Console, work: SizingWorkload, prefill: Prefill, bytes_per_s: float, rows: list[CodecRow]
 ) -> None:
     """Print a table of codecs, and the assumptions below it."""
-    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    table = make_figures_table(HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(
             row.size.codec.name.lower(),

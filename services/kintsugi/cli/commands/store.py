@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +16,10 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from kintsugi.cli.exits import ExitCode, exit_on_error
-from kintsugi.cli.options import Json
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.options import SsdTiers, TlsCert, TlsKey
 from kintsugi.cli.render import format_bytes
+from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
@@ -32,12 +34,7 @@ from kintsugi.store.shard.server import ServerOptions, ShardServer
 
 app = typer.Typer(help="Run and inspect shards of the chunk KV-cache store.", no_args_is_help=True)
 
-Address = Annotated[str, typer.Option(help="Address of the shard: host:port or grpc://host:port.")]
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the chunks.")]
-TlsCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that signs both sides.")]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")]
-TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's private key.")]
-
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 FAILURE_POLL_S = 0.5
 VERIFY_PAGE = 64
@@ -45,25 +42,39 @@ SWITCH_INTERVAL_S = 0.0005
 """A tenth of Python's default: a lookup must not wait 5 ms for a thread that reads the disk."""
 
 
-def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles | None:
-    """The three files, or None if none is given. Raises `InvalidField` if only some are."""
-    if ca is None and cert is None and key is None:
-        return None
-    if ca is None or cert is None or key is None:
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """The files of mutual TLS."""
+
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signs both.")] = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+
+    def files(self) -> TlsFiles | None:
+        """The three files, or None if none is given. Raises `InvalidField` if only some are."""
+        ca, cert, key = self.tls_ca, self.tls_cert, self.tls_key
+        if ca is not None and cert is not None and key is not None:
+            return TlsFiles(ca, cert, key)
+        if ca is None and cert is None and key is None:
+            return None
         raise InvalidField("tls", "give --tls-ca, --tls-cert and --tls-key together")
-    return TlsFiles(ca, cert, key)
 
 
-@contextmanager
-def admin(address: str, tls: TlsFiles | None) -> Iterator[ShardAdmin]:
-    """Connect to a shard; ``address`` may also be its grpc:// URL. Raises `InvalidField`."""
-    address = address.removeprefix("grpc://")
-    parse_address("address", address)
-    store = GrpcStore(address, GrpcOptions(tls=tls))
-    try:
-        yield ShardAdmin(store)
-    finally:
-        store.close()
+@dataclass(frozen=True, kw_only=True)
+class ShardLink(TlsOptions):
+    """How a command reaches a shard."""
+
+    address: Annotated[str, typer.Option(help="The shard's address: host:port or grpc://host:port.")] = (
+        DEFAULT_ADDRESS
+    )
+
+    @contextmanager
+    def connect(self) -> Iterator[ShardAdmin]:
+        """Raises `InvalidField`."""
+        address = self.address.removeprefix("grpc://")
+        parse_address("address", address)
+        with closing(GrpcStore(address, GrpcOptions(tls=self.files()))) as store:
+            yield ShardAdmin(store)
 
 
 def parse_keys(keys: list[str]) -> list[ChunkKey]:
@@ -82,16 +93,14 @@ def parse_quotas(quotas: list[str]) -> dict[str, int]:
     return parsed
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def serve(
+    screen: Screen,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder for the shard's identity and reports.")
     ] = None,
     ram: Annotated[str, typer.Option(help="Size of the RAM tier.")] = "4GiB",
-    ssd: Annotated[
-        list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")
-    ] = None,
+    ssd: SsdTiers = None,
     listen: Annotated[str, typer.Option(help="Address to listen on, as host:port.")] = DEFAULT_ADDRESS,
     ack: Annotated[str, typer.Option(help="When a put returns by default: ram or durable.")] = "ram",
     policy: Annotated[str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
@@ -108,12 +117,10 @@ def serve(
         Path | None, typer.Option(help="Folder shared by a pod's containers, for sockets.")
     ] = None,
     drain_s: Annotated[float, typer.Option(help="Maximum seconds to write back before stopping.")] = 30.0,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    tls: TlsOptions,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
-    as_json: Json = False,
-) -> None:
+) -> int:
     """Run a shard until interrupted; it drains before it stops."""
     if ack not in ("ram", "durable"):
         raise InvalidField("ack", f"{ack!r} must be ram or durable")
@@ -133,11 +140,11 @@ def serve(
         share_arena=share_arena,
         socket_folder=socket_folder,
         scrub_bytes_per_s=parse_size(scrub),
-        tls=tls_files(tls_ca, tls_cert, tls_key),
+        tls=tls.files(),
         insecure=insecure,
         metrics_listen=metrics,
     )
-    raise typer.Exit(_serve_shard(Screen(as_json), spec, listen, options, drain_s))
+    return _serve_shard(screen, spec, listen, options, drain_s)
 
 
 def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
@@ -168,22 +175,15 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
     return 0
 
 
-@app.command()
-@exit_on_error
-def status(
-    address: Address = DEFAULT_ADDRESS,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: Json = False,
-) -> None:
+@command(app)
+def status(screen: Screen, shard: ShardLink) -> None:
     """Print what a shard holds, and its state."""
-    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        stats = shard.stats()
+    with shard.connect() as admin:
+        stats = admin.stats()
     document = MessageToDict(
         stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    Screen(as_json).show(_numbers(document), lambda console: _print_status(console, stats))
+    screen.show(_numbers(document), lambda console: _print_status(console, stats))
 
 
 def _numbers(document: Any) -> Any:
@@ -211,21 +211,18 @@ def _print_status(console: Console, stats: Any) -> None:
         console.print(f"read over {path}: {format_bytes(size)}", highlight=False)
 
 
-@app.command("ls")
-@exit_on_error
+@command(app, "ls")
 def list_chunks(
+    screen: Screen,
     namespace: Namespace,
-    address: Address = DEFAULT_ADDRESS,
+    *,
+    shard: ShardLink,
     limit: Annotated[int, typer.Option(help="Maximum chunks to list.", min=1, max=10_000)] = 100,
     after: Annotated[str | None, typer.Option(help="List chunks after this key.")] = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: Json = False,
 ) -> None:
     """List chunks of a namespace in key order."""
-    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        chunks = shard.store.list_found(namespace, limit, ChunkKey.from_hex(after) if after else None)
+    with shard.connect() as admin:
+        chunks = admin.store.list_found(namespace, limit, ChunkKey.from_hex(after) if after else None)
     rows: list[dict[str, Any]] = [
         {
             "key": chunk.manifest.key.hex,
@@ -246,72 +243,62 @@ def list_chunks(
                 soft_wrap=True,
             )
 
-    Screen(as_json).show({"chunks": rows}, render)
+    screen.show({"chunks": rows}, render)
 
 
-@app.command("rm")
-@exit_on_error
+@command(app, "rm")
 def remove(
+    screen: Screen,
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete every chunk of the namespace.")] = False,
-    address: Address = DEFAULT_ADDRESS,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: Json = False,
+    *,
+    shard: ShardLink,
 ) -> None:
     """Delete chunks."""
     if everything == bool(keys):
         raise InvalidField("keys", "name chunk keys, or give --all, but not both")
-    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
+    with shard.connect() as admin:
         if everything:
-            deleted = shard.clear(namespace)
+            deleted = admin.clear(namespace)
         else:
-            deleted = shard.store.delete(namespace, parse_keys(keys or []))
-    Screen(as_json).show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks deleted"))
+            deleted = admin.store.delete(namespace, parse_keys(keys or []))
+    screen.show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks deleted"))
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def pin(
+    screen: Screen,
     namespace: Namespace,
     keys: Annotated[list[str], typer.Argument(help="Chunk keys in hexadecimal.")],
     lease_s: Annotated[float, typer.Option(help="Seconds until the pin expires.")] = 3600.0,
-    address: Address = DEFAULT_ADDRESS,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: Json = False,
+    *,
+    shard: ShardLink,
 ) -> None:
     """Protect chunks from eviction."""
-    with admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard:
-        pinned = shard.store.pin(namespace, parse_keys(keys), lease_s)
+    with shard.connect() as admin:
+        pinned = admin.store.pin(namespace, parse_keys(keys), lease_s)
     text = f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}"
     document = {"pinned": pinned.chunks, "lease_id": pinned.lease_id}
-    Screen(as_json).show(document, lambda console: console.print(text, highlight=False))
+    screen.show(document, lambda console: console.print(text, highlight=False))
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def verify(
+    screen: Screen,
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal. Default: all.")] = None,
-    address: Address = DEFAULT_ADDRESS,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    shard: ShardLink,
+) -> ExitCode:
     """Verify chunks in every tier; quarantine damaged copies, and exit with 5 if there are any."""
-    screen = Screen(as_json)
     found: list[Verified] = []
     with (
-        admin(address, tls_files(tls_ca, tls_cert, tls_key)) as shard,
+        shard.connect() as admin,
         screen.step("Verifying") as say,
     ):
-        for page in _pages(shard, namespace, keys):
-            found.append(shard.verify(namespace, page))
+        for page in _pages(admin, namespace, keys):
+            found.append(admin.verify(namespace, page))
             say(f"{sum(part.intact for part in found)} chunks intact")
     intact, absent = sum(part.intact for part in found), sum(part.absent for part in found)
     damaged = [key.hex for part in found for key in part.quarantined]
@@ -322,22 +309,22 @@ def verify(
         console.print(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
 
     screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, render)
-    raise typer.Exit(ExitCode.CORRUPTED if damaged else ExitCode.OK)
+    return ExitCode.CORRUPTED if damaged else ExitCode.OK
 
 
-def _pages(shard: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
+def _pages(admin: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
     if keys:
         yield parse_keys(keys)
         return
     after: ChunkKey | None = None
-    while page := shard.store.list(namespace, VERIFY_PAGE, after):
+    while page := admin.store.list(namespace, VERIFY_PAGE, after):
         after = page[-1].key
         yield [manifest.key for manifest in page]
 
 
-@app.command()
-@exit_on_error
+@command(app)
 def simulate(
+    screen: Screen,
     trace: Annotated[Path, typer.Argument(help="JSON lines with key and size, or Mooncake's hash_ids.")],
     policy: Annotated[
         list[str] | None, typer.Option(help="Policy to simulate; repeat. Default: all.")
@@ -345,10 +332,8 @@ def simulate(
     capacity: Annotated[
         str, typer.Option(help="Size of the cache, or a share of all distinct bytes, such as 5%.")
     ] = "5%",
-    as_json: Json = False,
 ) -> None:
     """Replay a trace with eviction policies and compare them with Belady's optimum."""
-    screen = Screen(as_json)
     with screen.step("Replaying") as say:
         accesses = read_trace(trace)
         capacity_bytes = _capacity(capacity, sum({a.key: a.size_bytes for a in accesses}.values()))

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
-from kintsugi.store.protocol.tls import ServedFiles
+from kintsugi.store.protocol.tls import TlsFiles
 
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
@@ -26,7 +26,7 @@ POLL_S = 0.01
 class _Tls:
     """A TLS context that reads its files at every handshake, as `store.protocol.tls.ServerTls` does."""
 
-    def __init__(self, files: ServedFiles) -> None:
+    def __init__(self, files: TlsFiles) -> None:
         """Raises `InvalidField` if a file cannot be read or is not what its name says."""
         self._files = files
         self._stamp = files.stamp()
@@ -40,9 +40,9 @@ class _Tls:
         context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
         try:
             context.load_cert_chain(self._files.cert, self._files.key)
-            if self._files.client_ca is not None:
+            if self._files.ca is not None:
                 context.verify_mode = ssl.CERT_REQUIRED
-                context.load_verify_locations(self._files.client_ca)
+                context.load_verify_locations(self._files.ca)
         except (ssl.SSLError, OSError) as error:
             raise InvalidField("tls", f"{self._files.cert} and what belongs to it: {error}") from error
         return context
@@ -68,7 +68,7 @@ class _Quiet(uvicorn.Server):
 class HttpServer:
     """One listening address."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServedFiles | None = None) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: TlsFiles | None = None) -> None:
         """Raises `InvalidField` for unreadable TLS files."""
         self._host, self._port = host, port
         options: dict[str, Any] = {}

@@ -42,8 +42,3 @@ class ShardAdmin:
         response = self.store.call("Verify", request, pb.VerifyResponse, VERIFY_TIMEOUT_S)
         quarantined = tuple(ChunkKey(key) for key in response.quarantined)
         return Verified(response.intact, response.absent, quarantined)
-
-    def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write everything back. Returns the number of bytes not written in time."""
-        request = pb.DrainRequest(timeout_s=timeout_s)
-        return int(self.store.call("Drain", request, pb.DrainResponse, timeout_s + 5.0).bytes_left)

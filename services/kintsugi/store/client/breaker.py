@@ -11,18 +11,11 @@ OPEN_S = 5.0
 
 
 class CircuitBreaker:
-    """Thread-safe. While it is closed, calls pass. After `failures_max` failures in a row it is open and no
-    call passes for `open_s`. Then one probe passes: its success closes the circuit, its failure opens it
+    """Thread-safe. While it is closed, calls pass. After `FAILURES_MAX` failures in a row it is open and no
+    call passes for `OPEN_S`. Then one probe passes: its success closes the circuit, its failure opens it
     again."""
 
-    def __init__(
-        self,
-        failures_max: int = FAILURES_MAX,
-        open_s: float = OPEN_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._failures_max = failures_max
-        self._open_s = open_s
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
@@ -33,17 +26,17 @@ class CircuitBreaker:
     def is_closed(self) -> bool:
         """Whether every call passes; else `allows` decides which call may probe."""
         with self._lock:
-            return self._failures < self._failures_max
+            return self._failures < FAILURES_MAX
 
     def allows(self) -> bool:
         """Whether a call may be made now. The caller then records its success or failure."""
         with self._lock:
-            if self._failures < self._failures_max:
+            if self._failures < FAILURES_MAX:
                 return True
             now = self._clock()
-            if now - self._opened_s < self._open_s:
+            if now - self._opened_s < OPEN_S:
                 return False
-            if self._probe_s is not None and now - self._probe_s < self._open_s:
+            if self._probe_s is not None and now - self._probe_s < OPEN_S:
                 return False  # another caller probes; a probe that never reports is forgotten
             self._probe_s = now
             return True
@@ -57,5 +50,5 @@ class CircuitBreaker:
         with self._lock:
             self._failures += 1
             self._probe_s = None
-            if self._failures >= self._failures_max:
+            if self._failures >= FAILURES_MAX:
                 self._opened_s = self._clock()

@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,12 +159,10 @@ class FileDirectory(ShardDirectory):
         with self._lock:
             if time.monotonic() - self._checked_s >= FILE_POLL_S:
                 self._checked_s = time.monotonic()
-                try:
+                with suppress(InvalidField):
                     stamp = self._stat()
                     if stamp != self._stamp:
                         self._map, self._stamp = self._read(), stamp
-                except InvalidField:
-                    return self._map
             return self._map
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -32,7 +32,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.calls import ShardCalls
 from kintsugi.store.client.received import Received
-from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost, frames_of
+from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import (
     Buffer,
@@ -52,12 +52,11 @@ _ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
 
 
 @dataclass(frozen=True)
-class GrpcOptions:
-    """A client's options for one shard."""
+class UrlOptions:
+    """A client's options for one shard that the query of its URL may set."""
 
-    call_timeout_s: float = 10.0
-    """Deadline of calls without bulk bytes."""
-    put_timeout_s: float = 120.0
+    __pydantic_config__ = STRICT
+
     ack: Literal["ram", "durable", ""] = ""
     """When a put returns: once the chunk is in RAM, or on disk. Empty: the shard's default."""
     tier: str = ""
@@ -65,12 +64,21 @@ class GrpcOptions:
     recompute_ms_per_token: float = 0.0
     """Prefill time per token, for puts without a `recompute_ms`; placement and eviction weigh it. 0:
     unknown."""
-    tls: TlsFiles | None = None
-    """None: without encryption, which a shard beyond loopback refuses."""
     same_host: bool = True
     """Read from the shard's memory where it runs on this host and shares it."""
     ttl_s: float = 0.0
     """Lifetime of every chunk put; 0: chunks do not expire."""
+
+
+@dataclass(frozen=True)
+class GrpcOptions(UrlOptions):
+    """A client's options for one shard."""
+
+    call_timeout_s: float = 10.0
+    """Deadline of calls without bulk bytes."""
+    put_timeout_s: float = 120.0
+    tls: TlsFiles | None = None
+    """None: without encryption, which a shard beyond loopback refuses."""
 
 
 class _Manifests:
@@ -111,35 +119,28 @@ class GrpcStore(ChunkStore):
         return self._calls.unary(name, request, response, timeout_s or self._options.call_timeout_s)
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        return [self._readable(entry) for entry in self._find_on_shard(namespace, keys)]
-
-    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        answers = [(self._readable(entry), entry.tier) for entry in self._find_on_shard(namespace, keys)]
-        return [
-            None if manifest is None else Found(manifest, ChunkSource(self.address, tier))
-            for manifest, tier in answers
-        ]
+        return [None if found is None else found.manifest for found in self.find(namespace, keys)]
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        found = self._find_on_shard(namespace, keys)
-        return [entry.tier if self._readable(entry) else None for entry in found]
+        return [None if found is None else found.source.tier for found in self.find(namespace, keys)]
 
-    def _find_on_shard(self, namespace: str, keys: Sequence[ChunkKey]) -> list[pb.Found]:
-        """What the shard answers for each key."""
-        found: list[pb.Found] = []
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        answers: list[pb.Found] = []
         for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
             part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
             request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            found += self.call("Lookup", request, pb.LookupResponse).found
-        if len(found) != len(keys):
-            raise Unavailable(f"{self.address}: answered {len(found)} of {len(keys)} keys")
+            answers += self.call("Lookup", request, pb.LookupResponse).found
+        if len(answers) != len(keys):
+            raise Unavailable(f"{self.address}: answered {len(answers)} of {len(keys)} keys")
+        found = [self._read_found(answer) for answer in answers]
+        for entry in filter(None, found):
+            self._manifests.remember(entry.manifest)
         return found
 
-    def _readable(self, found: pb.Found) -> ChunkManifest | None:
+    def _read_found(self, found: pb.Found) -> Found | None:
+        """None for a miss, and for a chunk that another build wrote."""
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
-        if manifest is not None:
-            self._manifests.remember(manifest)
-        return manifest
+        return None if manifest is None else Found(manifest, ChunkSource(self.address, found.tier))
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
@@ -234,7 +235,7 @@ class GrpcStore(ChunkStore):
                     lease = FrameLease(arena, first)
                     described: pb.LeaseLayersResponse | None = first
                     while described is not None:
-                        for frame in frames_of(described):
+                        for frame in described.frames:
                             yield received.copy_leased_frame(frame, lease)
                         described = None if described.last else next(leased, None)
                     return
@@ -248,11 +249,7 @@ class GrpcStore(ChunkStore):
         try:
             first: pb.LeaseLayersResponse | None = next(messages, None)
             return first
-        except (
-            ResourceExhausted,
-            NotFound,
-            VersionMismatch,
-        ) as error:  # the last: an older shard has no leases
+        except (ResourceExhausted, NotFound, VersionMismatch) as error:  # the last: an older shard
             self._same_host.suspend(error, CROWDED_RETRY_S)
             return None
 
@@ -316,10 +313,7 @@ class GrpcStore(ChunkStore):
             if not found:
                 break
             last = found[-1].manifest.key
-            for entry in found:
-                manifest = wire.readable_manifest(entry.manifest)
-                if manifest is not None:
-                    chunks.append(Found(manifest, ChunkSource(self.address, entry.tier)))
+            chunks += filter(None, map(self._read_found, found))
         return chunks
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
@@ -363,16 +357,9 @@ def open_grpc(url: str) -> GrpcStore:
 
 
 @dataclass(frozen=True)
-class _Query:
-    """The options in a URL's query."""
+class _Query(UrlOptions):
+    """All options in a URL's query."""
 
-    __pydantic_config__ = STRICT
-
-    ack: Literal["ram", "durable", ""] = ""
-    tier: str = ""
-    ttl_s: float = 0.0
-    recompute_ms_per_token: float = 0.0
-    same_host: bool = True
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -390,18 +377,11 @@ def options_of(query: str) -> GrpcOptions:
         if not (values.tls_ca and values.tls_cert and values.tls_key):
             raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
         tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
-    return GrpcOptions(
-        ack=values.ack,
-        tier=values.tier,
-        ttl_s=values.ttl_s,
-        recompute_ms_per_token=values.recompute_ms_per_token,
-        same_host=values.same_host,
-        tls=tls,
-    )
+    return GrpcOptions(**{one.name: getattr(values, one.name) for one in fields(UrlOptions)}, tls=tls)
 
 
 def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
-    response, payload = wire.parse_layers(message)
+    response, payload = wire.parse_payload(message, pb.StreamLayersResponse)
     position = 0
     for header in response.frames:
         yield header, payload[position : position + header.size_bytes]

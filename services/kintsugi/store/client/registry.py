@@ -9,12 +9,14 @@ be. `grpc://HOST:PORT` is a shard. `shards://HOST:PORT` is all shards of the dir
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
-from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.schema import STRICT, load
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -22,32 +24,23 @@ _lock = threading.Lock()
 _ram_stores: dict[str, RamStore] = {}
 
 
+@dataclass(frozen=True)
+class _RamQuery:
+    __pydantic_config__ = STRICT
+
+    bytes_per_s: float | None = None
+
+
 def _open_ram(url: str) -> ChunkStore:
     parts = urlsplit(url)
-    name, options = parts.netloc or "default", parse_qs(parts.query, keep_blank_values=True)
-    if unknown := set(options) - {"bytes_per_s"}:
-        raise UnknownField(f"store.{min(unknown)}", ["bytes_per_s"])
+    name = parts.netloc or "default"
+    rate = load(_RamQuery, dict(parse_qsl(parts.query, keep_blank_values=True)), "store").bytes_per_s
+    if rate is not None and not 0 < rate < math.inf:
+        raise InvalidField("store.bytes_per_s", f"{rate} is no rate above 0")
     with _lock:
         if name not in _ram_stores:
-            rates = options.get("bytes_per_s")
-            _ram_stores[name] = RamStore(bytes_per_s=_parse_rate(rates[-1])) if rates else RamStore()
+            _ram_stores[name] = RamStore() if rate is None else RamStore(bytes_per_s=rate)
         return _ram_stores[name]
-
-
-def _parse_rate(bytes_per_s: str) -> float:
-    try:
-        rate = float(bytes_per_s)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise InvalidField("store.bytes_per_s", f"{bytes_per_s!r} is no rate above 0")
-    return rate
-
-
-def _open_grpc(url: str) -> ChunkStore:
-    from kintsugi.store.client.grpc_store import open_grpc  # gRPC is loaded only where it is used
-
-    return open_grpc(url)
 
 
 def _open_shards(url: str) -> ChunkStore:
@@ -66,21 +59,19 @@ def _open_shards(url: str) -> ChunkStore:
     return ShardedStore(GrpcDirectory(parts.netloc, options.tls), options)
 
 
-_OPENERS: dict[str, Callable[[str], ChunkStore]] = {
-    "ram": _open_ram,
-    "grpc": _open_grpc,
-    "shards": _open_shards,
-    "shardfile": _open_shards,
-}
-
-
 def open_store(url: str) -> ChunkStore:
     """Open the store that `url` names. Raises `InvalidField` for an unknown scheme."""
-    opener = _OPENERS.get(urlsplit(url).scheme)
-    if opener is None:
-        schemes = ", ".join(f"{name}://" for name in sorted(_OPENERS))
-        raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
-    return opener(url)
+    match urlsplit(url).scheme:
+        case "ram":
+            return _open_ram(url)
+        case "grpc":
+            from kintsugi.store.client.grpc_store import open_grpc  # gRPC is loaded only where it is used
+
+            return open_grpc(url)
+        case "shards" | "shardfile":
+            return _open_shards(url)
+    schemes = "grpc://, ram://, shardfile://, shards://"
+    raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
 
 
 def is_process_local(url: str) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kintsugi.core.errors import DeadlineExceeded
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -24,17 +22,6 @@ CROWDED_RETRY_S = 1.0
 """Wait before the next attempt where the shard had no free lease or no room in RAM."""
 
 
-@dataclass(frozen=True)
-class LeasedFrame:
-    """Where a frame lies, or why there is none."""
-
-    chunk: int
-    layer: int
-    offset: int
-    size_bytes: int
-    lost_reason: str
-
-
 class FrameLease:
     """One request's frames, held in place by the shard for as long as its call lasts."""
 
@@ -44,24 +31,18 @@ class FrameLease:
         self._first = first
 
     def copy(
-        self,
-        frame: LeasedFrame,
-        into: memoryview,
-        manifest: ChunkManifest,
-        heads: HeadRange,
+        self, frame: pb.FrameDescriptor, into: memoryview, manifest: ChunkManifest, heads: HeadRange
     ) -> bool:
         """Copy a frame and return whether its digests match. Raises `DeadlineExceeded` after the lease."""
         start, stop = manifest.head_range_bytes(heads)
         held = self._arena.holds(frame.offset, frame.size_bytes)
-        if frame.size_bytes != stop - start or not held or not self._has_generation():
+        has_generation = self._arena.holds(self._first.generation_offset, GENERATION_BYTES)
+        if frame.size_bytes != stop - start or not held or not has_generation:
             return False
         intact = self._arena.copy_frame(frame.offset, into, manifest, frame.layer, heads)
         if self._arena.generation(self._first.generation_offset) != self._first.generation:
             raise DeadlineExceeded(f"the lease of {self._first.lease_s:.0f} s ended while it was read")
         return intact
-
-    def _has_generation(self) -> bool:
-        return self._arena.holds(self._first.generation_offset, GENERATION_BYTES)
 
 
 class SameHost:
@@ -104,9 +85,3 @@ class SameHost:
         with self._lock:
             self._arena = None
             self._retry_at_s = float("inf")
-
-
-def frames_of(message: pb.LeaseLayersResponse) -> Iterator[LeasedFrame]:
-    """Yield the descriptors in a message."""
-    for frame in message.frames:
-        yield LeasedFrame(frame.chunk, frame.layer, frame.offset, frame.size_bytes, frame.lost_reason)

@@ -7,7 +7,8 @@ decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -61,6 +62,12 @@ def error_name(error: errors.KintsugiError) -> str:
     return next((cls.__name__ for cls, _ in _TABLE if isinstance(error, cls)), type(error).__name__)
 
 
+async def abort_call(context: Any, error: errors.KintsugiError) -> None:
+    """End a call with the status and metadata that say `error`."""
+    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
+    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
+
+
 def error_of(code: Any, details: str, name: str | None = None) -> errors.KintsugiError:
     """The exception that a status was made from, or stands for."""
     cls = next((cls for cls, _ in _TABLE if cls.__name__ == name), None)
@@ -84,21 +91,17 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
     return error_of(failure.code(), details, name)
 
 
-class errors_of:  # noqa: N801 - reads as the statement it is used in
-    """Raises gRPC's failures as ours, naming the address. Where `expired` says that a watchdog cancelled the
+@contextmanager
+def errors_of(address: str, expired: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Raise gRPC's failures as ours, naming the address. Where `expired` says that a watchdog cancelled the
     call, it is a deadline."""
-
-    def __init__(self, address: str, expired: Callable[[], bool] = lambda: False) -> None:
-        self._address = address
-        self._expired = expired
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, grpc.RpcError):
-            if self._expired():
-                raise errors.DeadlineExceeded(f"{self._address}: {LAYER_LATE}") from error
-            raise error_of_call(error, self._address) from error
-        if isinstance(error, ValueError | grpc.aio.UsageError) and "closed" in str(error):
-            raise errors.Unavailable(f"{self._address}: this client is closed") from error
+    try:
+        yield
+    except grpc.RpcError as error:
+        if expired():
+            raise errors.DeadlineExceeded(f"{address}: {LAYER_LATE}") from error
+        raise error_of_call(error, address) from error
+    except (ValueError, grpc.aio.UsageError) as error:
+        if "closed" not in str(error):
+            raise
+        raise errors.Unavailable(f"{address}: this client is closed") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,10 @@ PORT_MAX = 65535
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """One side's PEM files. Both sides show a certificate, and `ca` must have signed both."""
+    """One side's PEM files. Both sides show a certificate that `ca` has signed."""
 
-    ca: Path
+    ca: Path | None
+    """None: a server whose clients show a token instead."""
     cert: Path
     key: Path
     name: str = ""
@@ -36,13 +36,17 @@ class TlsFiles:
             (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", self.name)) if self.name else CLIENT_OPTIONS
         )
 
-    def read(self) -> tuple[bytes, bytes, bytes]:
+    def read(self) -> tuple[bytes | None, bytes, bytes]:
         """The contents of ca, cert and key. Raises `InvalidField` naming the file that cannot be read."""
-        return _read("tls-ca", self.ca), _read("tls-cert", self.cert), _read("tls-key", self.key)
+        ca = None if self.ca is None else read_pem("tls-ca", self.ca)
+        return ca, read_pem("tls-cert", self.cert), read_pem("tls-key", self.key)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever a file does; empty where one cannot be read."""
-        return _stamp((self.ca, self.cert, self.key))
+        try:
+            return tuple(path.stat().st_mtime_ns for path in (self.ca, self.cert, self.key) if path)
+        except OSError:
+            return ()
 
     def channel_credentials(self) -> Any:
         """Credentials of a client's channel. Raises `InvalidField`."""
@@ -50,41 +54,12 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-@dataclass(frozen=True)
-class ServedFiles:
-    """PEM files of a server whose clients show a token, and a certificate only where `client_ca` is given."""
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def read(self) -> tuple[bytes | None, bytes, bytes]:
-        """The contents of client_ca, cert and key. Raises `InvalidField` for a file that cannot be read."""
-        ca, cert, key = (_read(f"tls-{n}", p) if p else None for n, p in self._paths())
-        assert cert is not None
-        assert key is not None
-        return ca, cert, key
-
-    def _paths(self) -> tuple[tuple[str, Path | None], ...]:
-        return ("client-ca", self.client_ca), ("cert", self.cert), ("key", self.key)
-
-    def stamp(self) -> tuple[int, ...]:
-        """As `TlsFiles.stamp`."""
-        return _stamp([path for _, path in self._paths() if path])
-
-
-def _read(field: str, path: Path) -> bytes:
+def read_pem(field: str, path: Path) -> bytes:
+    """Raises `InvalidField` for a file that cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise InvalidField(field, f"{path} cannot be read ({error.strerror})") from error
-
-
-def _stamp(paths: Sequence[Path]) -> tuple[int, ...]:
-    try:
-        return tuple(path.stat().st_mtime_ns for path in paths)
-    except OSError:
-        return ()
 
 
 def open_channel(address: str, tls: TlsFiles | None) -> Any:
@@ -128,7 +103,7 @@ class ReloadingChannel:
 class ServerTls:
     """Credentials of a server: every handshake sees the files as they are then."""
 
-    def __init__(self, files: TlsFiles | ServedFiles) -> None:
+    def __init__(self, files: TlsFiles) -> None:
         """Raises `InvalidField` where a file cannot be read now."""
         self._files = files
         self._stamp = files.stamp()
@@ -136,7 +111,7 @@ class ServerTls:
         self.credentials: Any = grpc.dynamic_ssl_server_credentials(
             self._configuration(),
             self._reload_if_changed,
-            require_client_authentication=isinstance(files, TlsFiles) or files.client_ca is not None,
+            require_client_authentication=files.ca is not None,
         )
 
     def _configuration(self) -> Any:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from kintsugi.core.errors import InvalidField, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
+
+Header = TypeVar("Header", bound=Message)
 
 PROTOCOL_VERSION = 1
 PROTOCOLS_SPOKEN = frozenset({PROTOCOL_VERSION, PROTOCOL_VERSION - 1} - {0})
@@ -193,19 +196,10 @@ def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
     raise InvalidField("message", f"has a malformed number at byte {position}")
 
 
-def parse_put(message: bytes) -> tuple[pb.PutChunkKVRequest, memoryview]:
-    """One message of a put and a view of its frames. Raises `InvalidField`."""
+def parse_payload(message: bytes, kind: type[Header]) -> tuple[Header, memoryview]:
+    """The header of a message that ends in a payload, and a view of the payload. Raises `InvalidField`."""
     header, payload = split_payload(message)
     try:
-        return pb.PutChunkKVRequest.FromString(header), payload
+        return kind.FromString(header), payload
     except DecodeError as error:
-        raise InvalidField("message", f"is no PutChunkKVRequest ({error})") from None
-
-
-def parse_layers(message: bytes) -> tuple[pb.StreamLayersResponse, memoryview]:
-    """One message of a stream and a view of its frames. Raises `InvalidField`."""
-    header, payload = split_payload(message)
-    try:
-        return pb.StreamLayersResponse.FromString(header), payload
-    except DecodeError as error:
-        raise InvalidField("message", f"is no StreamLayersResponse ({error})") from None
+        raise InvalidField("message", f"is no {kind.__name__} ({error})") from None

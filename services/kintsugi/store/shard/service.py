@@ -29,7 +29,7 @@ from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
-from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
+from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.local import ArenaDoor
@@ -62,11 +62,6 @@ def _check_protocol(context: Any) -> None:
         )
 
 
-async def _refuse(context: Any, error: KintsugiError) -> None:
-    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
-    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
-
-
 def _answers(
     handler: Callable[[Any, Any, Any], Awaitable[Any]],
 ) -> Callable[[Any, Any, Any], Awaitable[Any]]:
@@ -79,7 +74,7 @@ def _answers(
             with self.metrics.time_rpc(handler.__name__):
                 return await handler(self, request, context)
         except KintsugiError as error:
-            await _refuse(context, error)
+            await abort_call(context, error)
 
     return handle_rpc
 
@@ -186,7 +181,7 @@ class ChunkStoreService:
             self.shard.abort(put)
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
-        first, payload = wire.parse_put(message)
+        first, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
         if not first.HasField("header") or payload:
             raise InvalidField("header", "the first message of a put carries the header and no frames")
         header = first.header
@@ -203,7 +198,7 @@ class ChunkStoreService:
     @staticmethod
     def _take(put: ChunkPut, message: bytes) -> bool:
         """Write one message's frames; True once it commits."""
-        request, payload = wire.parse_put(message)
+        request, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
         if payload:
             put.write(request.first_layer, payload)
         return request.commit

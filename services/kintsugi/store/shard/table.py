@@ -22,7 +22,7 @@ from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
-from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, TierSpeed, choose_tier
+from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
 from kintsugi.store.shard.eviction.reuse import ReuseGaps
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
@@ -205,7 +205,7 @@ class EntryTable:
                     raise Unavailable("this shard is draining; put to another")
                 if self._find((manifest.namespace, manifest.key)) is not None:
                     return None
-                speeds = [TierSpeed(disk.name, disk.read_bytes_per_s) for disk in self._disks]
+                speeds = [(disk.name, disk.read_bytes_per_s) for disk in self._disks]
                 tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
                 residence = self._make_room_to_put(manifest, tier)
                 if residence is not None:

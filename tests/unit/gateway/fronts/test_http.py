@@ -28,7 +28,7 @@ from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.store.protocol.tls import ServedFiles, TlsFiles
+from kintsugi.store.protocol.tls import TlsFiles
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.integration.store.test_tls import issue
 from tests.recorded_spans import recorded
@@ -530,7 +530,7 @@ def test_tls(tmp_path: Path, mutual: bool) -> None:
 
     async def body() -> None:
         app = HttpFront(gateway_over(ScriptedBackend())).app
-        served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
+        served = TlsFiles(files.ca if mutual else None, files.cert, files.key)
         server = HttpServer(app, "127.0.0.1", 0, served)
         await server.start()
         url = f"https://{server.address}{CHAT_PATH}"
@@ -554,7 +554,7 @@ def test_tls_files_are_read_again_when_they_change(tmp_path: Path, mutual: bool)
     async def body() -> None:
         files = issue(tmp_path / "tls")
         before = client_context(files)
-        served = ServedFiles(files.cert, files.key, files.ca if mutual else None)
+        served = TlsFiles(files.ca if mutual else None, files.cert, files.key)
         server = HttpServer(HttpFront(gateway_over(ScriptedBackend())).app, "127.0.0.1", 0, served)
         await server.start()
         try:
@@ -596,4 +596,4 @@ def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
     app = HttpFront(gateway_over(ScriptedBackend())).app
     for key, message in ((files.key, "what belongs to it"), (tmp_path / "missing", "cannot be read")):
         with pytest.raises(errors.InvalidField, match=message):
-            HttpServer(app, "127.0.0.1", 0, ServedFiles(files.cert, key))
+            HttpServer(app, "127.0.0.1", 0, TlsFiles(None, files.cert, key))

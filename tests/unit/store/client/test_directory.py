@@ -11,7 +11,7 @@ import pytest
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client import directory as directory_module
-from kintsugi.store.client.breaker import CircuitBreaker
+from kintsugi.store.client.breaker import FAILURES_MAX, CircuitBreaker
 from kintsugi.store.client.directory import (
     FileDirectory,
     GrpcDirectory,
@@ -115,8 +115,9 @@ def test_a_file_that_is_no_map_is_refused(tmp_path: Path, text: str, match: str)
 
 def test_the_breaker_opens_probes_once_and_closes() -> None:
     now = [0.0]
-    breaker = CircuitBreaker(failures_max=2, open_s=5.0, clock=lambda: now[0])
-    breaker.record_failure()
+    breaker = CircuitBreaker(clock=lambda: now[0])
+    for _ in range(FAILURES_MAX - 1):
+        breaker.record_failure()
     assert breaker.allows()
     breaker.record_failure()
     assert not breaker.allows()

@@ -30,7 +30,7 @@ def test_digests_of_a_model_that_cannot_be_are_refused() -> None:
 def test_a_payload_is_appended_and_split_off_again(parts: list[bytes], layer: int, commit: bool) -> None:
     request = pb.PutChunkKVRequest(first_layer=layer, commit=commit)
     message = wire.with_payload(request.SerializeToString(), parts)
-    header, payload = wire.parse_put(message)
+    header, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
     assert (header, bytes(payload)) == (request, b"".join(parts))
     assert pb.PutChunkKVRequest.FromString(message).payload == b"".join(parts)
 

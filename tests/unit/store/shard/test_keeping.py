@@ -10,7 +10,7 @@ from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.store.shard import pins as pins_module
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
-from kintsugi.store.shard.eviction.placement import TierSpeed, choose_tier
+from kintsugi.store.shard.eviction.placement import choose_tier
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -192,7 +192,7 @@ def test_the_scrubber_finds_a_flipped_bit_at_a_bounded_rate(shard: Shard) -> Non
     assert shard.lookup("acme", [m.key for m in manifests])[1] is None
 
 
-SPEEDS = [TierSpeed("ssd0", 1e9), TierSpeed("ssd1", 1e8)]
+SPEEDS = [("ssd0", 1e9), ("ssd1", 1e8)]
 
 
 @pytest.mark.parametrize(

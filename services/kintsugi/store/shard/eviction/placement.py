@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
 
@@ -12,26 +11,19 @@ RAM = "ram"
 NO_SSD_TIER = "durable needs an SSD tier; ask for ram, or start the shard with --ssd"
 
 
-@dataclass(frozen=True)
-class TierSpeed:
-    """An SSD tier as placement sees it."""
-
-    name: str
-    read_bytes_per_s: float
-    """Measured on recent loads."""
-
-
 def choose_tier(
-    wanted: str, tiers: Sequence[TierSpeed], chunk_bytes: int, recompute_ms: float, durable: bool
+    wanted: str, tiers: Sequence[tuple[str, float]], chunk_bytes: int, recompute_ms: float, durable: bool
 ) -> str:
-    """The tier that a chunk is written to: `ram`, or the name of one of `tiers` (fastest first).
+    """The tier that a chunk is written to: `ram`, or the name of one of `tiers`.
+
+    `tiers` are the SSD tiers, fastest first: names and the bytes per second measured on recent loads.
 
     `auto` takes the cheapest, that is the last, whose load still hides behind computing the chunk again;
     the fastest where that cost is unknown or a disk is asked for; RAM where no disk is fast enough.
     Raises `InvalidField` for a tier that this shard lacks.
     """
     wanted = wanted or AUTO
-    names = [tier.name for tier in tiers]
+    names = [name for name, _ in tiers]
     if wanted not in (AUTO, RAM, *names):
         raise InvalidField("tier", f"{wanted!r} is not one of {', '.join((AUTO, RAM, *names))}")
     if durable and (not tiers or wanted == RAM):
@@ -42,8 +34,7 @@ def choose_tier(
         return RAM
     if not recompute_ms:
         return names[0]
-    speeds = [(tier.name, tier.read_bytes_per_s) for tier in tiers]
-    return cheapest_tier(speeds, chunk_bytes, recompute_ms / 1e3) or (names[0] if durable else RAM)
+    return cheapest_tier(tiers, chunk_bytes, recompute_ms / 1e3) or (names[0] if durable else RAM)
 
 
 def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:

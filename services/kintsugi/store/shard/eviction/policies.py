@@ -7,7 +7,7 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.shard.eviction.gdsf import Gdsf
-from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
+from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru, itself
 from kintsugi.store.shard.eviction.s3fifo import S3Fifo
 
 POLICIES: dict[str, type[Lru[Any]] | type[S3Fifo[Any]] | type[Gdsf[Any]]] = {
@@ -19,15 +19,13 @@ DEFAULT_POLICY = "s3fifo"
 
 
 def policy_factory(
-    name: str, identity: Callable[[Any], Hashable] | None = None
+    name: str, identity: Callable[[Any], Hashable] = itself
 ) -> Callable[[int], EvictionPolicy[Any]]:
     """A function from a tier's capacity in bytes to its policy. Raises `InvalidField` for an unknown name.
 
-    `identity` names an item across its lives; None where an item has only one.
+    `identity` names an item across its lives; the default is for items that have only one.
     """
     policy = POLICIES.get(name)
     if policy is None:
         raise InvalidField("policy", f"{name!r} is not one of {', '.join(sorted(POLICIES))}")
-    if identity is None:
-        return policy
     return lambda capacity_bytes: policy(capacity_bytes, identity)
