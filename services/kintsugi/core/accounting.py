@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -72,7 +72,7 @@ class Accounting:
     restarts: int = 0
     recomputed_positions: dict[int, list[int]] | None = None
     """Layer -> positions computed, with `explain`."""
-    timeline: list[LayerTiming] | None = field(default=None)
+    timeline: list[LayerTiming] | None = None
     """Per layer, with `explain` or `timeline`."""
     began_unix_s: float | None = None
     """When the pass began by the clock of the engine's host: what `timeline` counts from."""

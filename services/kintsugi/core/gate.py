@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
 from kintsugi.core.plan import Selection, apply_options
@@ -22,22 +22,12 @@ class GateState:
     detail: str
     default: Selection | None = None
     """What a request without wishes gets; None: the engine's configuration decides."""
-    limits: Mapping[str, Selection] | None = field(default=None)
+    limits: Mapping[str, Selection] | None = None
     """By selector; None: anything goes."""
-
-    @staticmethod
-    def open_uncalibrated(detail: str) -> GateState:
-        """Open, with nothing known: what `allow_uncalibrated` asks for."""
-        return GateState(None, detail)
 
     @property
     def is_open(self) -> bool:
         return self.reason is None
-
-    def check_open(self) -> None:
-        """Raises `NotBlendable` where nothing is blended."""
-        if self.reason is not None:
-            raise NotBlendable(self.reason, self.detail)
 
     def resolve(self, fallback: Selection, options: BlendOptions) -> Selection:
         """The selection for a request with these options.
@@ -46,7 +36,8 @@ class GateState:
         closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1
         computes what a full prefill does, and is always allowed.
         """
-        self.check_open()
+        if self.reason is not None:
+            raise NotBlendable(self.reason, self.detail)
         default = self.default or fallback
         chosen = options.selector or default.selector
         limit = None if self.limits is None else self.limits.get(chosen.value)

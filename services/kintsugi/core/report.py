@@ -220,13 +220,10 @@ class CalibrationReport:
     @property
     def digest(self) -> str:
         """Over the canonical JSON of every other field."""
-        return _digest(self._fields())
-
-    def _fields(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return _digest(dataclasses.asdict(self))
 
     def to_bytes(self) -> bytes:
-        document = {**self._fields(), "digest": self.digest}
+        document = {**dataclasses.asdict(self), "digest": self.digest}
         return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
 
     @staticmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import blake3
@@ -165,7 +165,7 @@ class Span:
 
     start: int
     end: int
-    key: ChunkKey | None = field(default=None)
+    key: ChunkKey | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import EngineSpec, ModelSpec, OpenAISpec
@@ -134,7 +134,7 @@ class EngineParts:
     """Why this engine never blends; None where it may."""
 
 
-async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> EngineParts:
+async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineParts:
     """Load the model. 10-30 s.
 
     ``prepare`` is called on a thread before a calibration report is looked for, with the binding that the
@@ -170,7 +170,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda bi
 
 
 class AsyncEngine(EngineBackend):
-    """A running engine. Make it with `start`, inside the event loop that uses it, and `close` it."""
+    """A running engine. Make it inside the event loop that uses it, `warm_up`, and `close` it."""
 
     client: Any = None
     """The `AsyncLLM`, for vLLM's own handling of OpenAI requests; None once closed."""
@@ -196,13 +196,6 @@ class AsyncEngine(EngineBackend):
         self._submitted = 0
         self._front: Any = None
         self._metrics: Any = None
-
-    @classmethod
-    async def start(cls, spec: AsyncSpec, prepare: Callable[[Binding], None] = lambda binding: None) -> Self:
-        """Launch an engine and warm it up. ``prepare`` and errors as `launch`."""
-        engine = cls(spec, await launch(spec, prepare))
-        await engine.warm_up()
-        return engine
 
     async def warm_up(self) -> None:
         """Answer two prompts, so that the first that counts finds everything ready: with the first the worker
@@ -421,28 +414,20 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
 
 @contextmanager
 def _errors_as_ours() -> Iterator[None]:
-    """vLLM's errors as ours."""
+    """vLLM's errors as ours, by name: what they derive from differs between its versions."""
     try:
         yield
     except Exception as error:
-        translated = _translate_vllm_error(error)
-        if translated is None:
-            raise
-        raise translated from error
-
-
-def _translate_vllm_error(error: Exception) -> KintsugiError | None:
-    """vLLM's errors as ours, by name: what they derive from differs between its versions."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "EngineDeadError" in names:
-        return Unavailable("the engine ended while it answered; ask again")
-    if "EngineGenerateError" in names:
-        return Unavailable(f"the engine failed to answer: {error.__cause__ or error}")
-    if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
-        return ResourceExhausted("the engine's queue is full; try again later")
-    if names & {"VLLMClientError", "ValueError"}:
-        return InvalidField("request", str(error))
-    return None
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if "EngineDeadError" in names:
+            raise Unavailable("the engine ended while it answered; ask again") from error
+        if "EngineGenerateError" in names:
+            raise Unavailable(f"the engine failed to answer: {error.__cause__ or error}") from error
+        if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise ResourceExhausted("the engine's queue is full; try again later") from error
+        if names & {"VLLMClientError", "ValueError"}:
+            raise InvalidField("request", str(error)) from error
+        raise
 
 
 def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
@@ -463,13 +448,9 @@ def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         # Ray counts the cores and OMP_NUM_THREADS says how many; bound, two engines would share the first.
         os.environ.setdefault(BIND, "nobind")
-        if os.environ[BIND] == "nobind" and not _is_parallel(spec.vllm_args):
+        sizes = (size for name, size in spec.vllm_args.items() if name.endswith("_parallel_size"))
+        if os.environ[BIND] == "nobind" and all(size == 1 for size in sizes):
             # vLLM gives a CPU's worker a process so that it can bind its threads. Unbound, as on GPUs, the
             # worker lives in the core's process: vLLM is imported once less (7 s), and kept once less.
             arguments["distributed_executor_backend"] = UNIPROC
     return {**arguments, **spec.vllm_args}
-
-
-def _is_parallel(vllm_args: Mapping[str, Any]) -> bool:
-    """Whether a model is spread over several workers."""
-    return any(size != 1 for name, size in vllm_args.items() if name.endswith("_parallel_size"))

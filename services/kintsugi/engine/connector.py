@@ -70,12 +70,11 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         store = open_store(config.store)
         max_batched = vllm_config.scheduler_config.max_num_batched_tokens
         slice_tokens = config.slice_tokens or max(1, max_batched // 2)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             binding = binding_of(vllm_config, config)
-            self._scheduler = SchedulerSide(
+            self._side = SchedulerSide(
                 config=config,
                 store=store,
                 planner=_planner_of(config),
@@ -89,7 +88,17 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 has_windows=has_windows(kv_cache_config),
             )
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
+            self._side = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert isinstance(self._side, SchedulerSide)
+        return self._side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert isinstance(self._side, WorkerSide)
+        return self._side
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -99,39 +108,32 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Scheduler role
 
     def on_new_request(self, request: Request) -> None:
-        assert self._scheduler is not None
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        assert self._scheduler is not None
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        assert self._scheduler is not None
         return self._scheduler.begin_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.update(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
         return False, self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
         return False, self._scheduler.request_finished(request)
 
     def reset_cache(self) -> bool:
@@ -142,11 +144,9 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Worker role
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker is not None
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         self._worker.step(metadata)
@@ -163,19 +163,17 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: a save is reported finished once its chunk is committed."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        assert self._worker is not None
         done, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        assert self._worker is not None
         return self._worker.take_report()
 
     # Both roles
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """vLLM asks at the end of every step, which the scheduler's side takes as that."""
-        return None if self._scheduler is None else self._scheduler.end_step()
+        return self._side.end_step() if isinstance(self._side, SchedulerSide) else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -192,9 +190,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        for side in (self._scheduler, self._worker):
-            if side is not None:
-                side.close()
+        self._side.close()
 
 
 PROJECTION_SHARE_FIRST = 0.25

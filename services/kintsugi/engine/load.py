@@ -27,11 +27,6 @@ class LoadStats:
     busy_share: float = 0.0
     """Share of the last `MEMORY_S` in which some request waited for its first token."""
 
-    @property
-    def queueing_ms(self) -> float:
-        """Predicted queueing of a request that arrives now: the waiting tokens at the recent rate."""
-        return 1e3 * self.waiting_tokens / self.tokens_per_s if self.tokens_per_s > 0 else 0.0
-
 
 class LoadMeter:
     """Counts requests of one engine. One thread at a time."""

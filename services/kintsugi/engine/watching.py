@@ -60,8 +60,10 @@ class WatchedClient:
                     self._load.record_first_token(request_id)
                     if watcher is not None and asked is not None:
                         first = first or _first_logprobs(output, asked.top_logprobs)
-                    accounting = _accounting(output) if output.finished else None
-                    self._note_reason(accounting)
+                    accounting = None
+                    if output.finished:
+                        accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
+                        self._note_reason(accounting)
                     if watcher is not None and asked is not None and output.finished and first:
                         watcher.take(asked, _generation(output, first, accounting))
                     yield output
@@ -100,11 +102,6 @@ def _logprobs_max(model_config: Any) -> int:
         return 0
     known = int(model_config.max_logprobs)
     return known if known >= 0 else int(model_config.get_vocab_size())
-
-
-def _accounting(output: Any) -> dict[str, Any] | None:
-    accounting: dict[str, Any] | None = (output.kv_transfer_params or {}).get(PARAMS_KEY)
-    return accounting
 
 
 def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:

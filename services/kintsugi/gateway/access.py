@@ -22,7 +22,6 @@ import secrets
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,23 +103,20 @@ class Caller:
 ANYONE = Caller("anyone", (EVERY_NAMESPACE,))
 
 
-class Access(ABC):
-    """Finds out who sent a request. Thread-safe."""
+class Access:
+    """Finds out who sent a request. Thread-safe. Accepts everyone: on loopback, or with `insecure`."""
 
-    @abstractmethod
+    has_tokens = False
+
     def caller(self, token: str | None) -> Caller:
         """Raises `Unauthenticated`."""
-
-
-class OpenAccess(Access):
-    """Accepts everyone: on loopback, or with `insecure`."""
-
-    def caller(self, token: str | None) -> Caller:
         return ANYONE
 
 
 class TokenFile(Access):
     """Accepts the tokens of a file."""
+
+    has_tokens = True
 
     def __init__(self, path: Path) -> None:
         """Raises `InvalidField` for a file that cannot be read or parsed."""
@@ -225,8 +221,8 @@ def add_grant(path: Path, grant: Grant) -> None:
 
 
 def open_access(tokens_file: str) -> Access:
-    """`TokenFile`, or `OpenAccess` without a file. Raises `InvalidField`."""
-    return TokenFile(Path(tokens_file)) if tokens_file else OpenAccess()
+    """The access by a file's tokens; without a file for everyone. Raises `InvalidField`."""
+    return TokenFile(Path(tokens_file)) if tokens_file else Access()
 
 
 def check_exposure(listen: str, has_tokens: bool, has_tls: bool, insecure: bool) -> None:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted
+from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.core.exchange import SaveState
-from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.saves import Saver, ToSave
@@ -35,8 +34,6 @@ Address = tuple[str, ChunkKey]
 class FillConfig:
     """How eagerly misses are filled."""
 
-    __pydantic_config__ = STRICT
-
     sights: int = 2
     """Number of requests that have to miss a chunk before it is filled."""
     queue_max: int = 1024
@@ -51,13 +48,6 @@ class FillConfig:
     """How long a chunk waits for an idle moment; after that it is filled between requests."""
     failures_max: int = 3
     """Failed saves after which a chunk is given up until it is forgotten."""
-
-    def __post_init__(self) -> None:
-        for name in ("sights", "queue_max", "queue_tokens_max", "sighted_max", "batch", "failures_max"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, f"{getattr(self, name)} is less than 1")
-        if not self.patience_s >= 0:
-            raise InvalidField("patience_s", f"{self.patience_s} is no duration")
 
 
 class MissDecision(StrEnum):

@@ -19,7 +19,7 @@ from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.access import Access, Caller, OpenAccess, open_access
+from kintsugi.gateway.access import Access, Caller, open_access
 from kintsugi.gateway.answers import AnswerPipeline
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics
@@ -116,7 +116,7 @@ class Gateway:
         ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted."""
         self.backend = backend
         self._store = ThreadedStore(store)
-        self.access = access or OpenAccess()
+        self.access = access or Access()
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
         self.allow_negative_priority = allow_negative_priority

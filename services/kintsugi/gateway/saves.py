@@ -66,11 +66,9 @@ class Saver:
             task.add_done_callback(self._tasks.discard)
         return [self._futures[namespace, key] for key, _ in chunks]
 
-    async def save(
-        self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, tier: str = "auto"
-    ) -> list[SaveOutcome]:
+    async def save(self, namespace: str, chunks: Sequence[ToSave], priority: int = 0) -> list[SaveOutcome]:
         """Saves chunks and waits for the outcomes. Raises `ResourceExhausted`."""
-        futures = self.submit(namespace, chunks, priority, tier)
+        futures = self.submit(namespace, chunks, priority)
         # Shielded: other callers may wait for the same chunk.
         return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
 

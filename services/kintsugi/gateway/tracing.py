@@ -1,4 +1,4 @@
-"""OpenTelemetry spans. Without its API, or without an SDK that is set up, nothing happens.
+"""OpenTelemetry spans. Without an SDK that is set up, nothing happens.
 
 with span("gateway.generate", incoming) as current:
     current.set("kintsugi.namespace", namespace)
@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from kintsugi.core.errors import InvalidField, Unavailable
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
 
-propagate: Any = None
-trace: Any = None
-with suppress(ImportError):  # without the extra `serving` there is nothing to trace with
-    from opentelemetry import propagate, trace
+from kintsugi.core.errors import InvalidField, Unavailable
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 EXPORTED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -75,53 +73,43 @@ def load_exporter_class() -> Any:
 
 
 class TraceSpan:
-    """A span that is running, or nothing."""
+    """A span that is running. Does nothing where nobody traces."""
 
-    def __init__(self, span: Any, context: Any) -> None:
+    def __init__(self, span: trace.Span, context: Context) -> None:
+        """``context``: the one of spans below it."""
         self._span = span
         self._context = context
 
     @property
     def is_recording(self) -> bool:
         """Whether it will be exported."""
-        return self._span is not None and bool(self._span.is_recording())
+        return self._span.is_recording()
 
     def record_past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
         """Records a span that is over, below this one. Times are nanoseconds since 1970."""
-        if self._span is None:
-            return self
         over = trace.get_tracer("kintsugi").start_span(name, context=self._context, start_time=began_ns)
         over.end(max(began_ns, ended_ns))
         return TraceSpan(over, trace.set_span_in_context(over, self._context))
 
     def set(self, name: str, value: str | int | float | bool) -> None:
-        if self._span is not None:
-            self._span.set_attribute(name, value)
+        self._span.set_attribute(name, value)
 
     def headers(self) -> dict[str, str]:
         """W3C headers that make the next process's spans children of this one."""
         carrier: dict[str, str] = {}
-        if self._span is not None:
-            propagate.inject(carrier, self._context)
+        propagate.inject(carrier, self._context)
         return carrier
 
     def record_error(self, error: BaseException) -> None:
-        if self._span is not None:
-            self._span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
+        self._span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
 
 
 @contextmanager
 def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[TraceSpan]:
     """A span below the one that `incoming` headers name. It does not become the current span: a generator's
     frames run in their caller's context, where another request's span may be current."""
-    if trace is None:
-        yield TraceSpan(None, None)
-        return
     parent = propagate.extract(dict(incoming or {}))
     started = trace.get_tracer("kintsugi").start_span(name, context=parent)
-    if not started.get_span_context().is_valid:  # neither this process nor its caller traces
-        yield TraceSpan(None, None)
-        return
     current = TraceSpan(started, trace.set_span_in_context(started, parent))
     try:
         yield current

@@ -6,6 +6,7 @@ The engines that serve read the report from the store once it is there; until th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,12 @@ class Calibrator:
         read.
         """
         from kintsugi.quality import reports
-        from kintsugi.quality.session import MeasuringEngineSpec as MeasuredSpec
-        from kintsugi.quality.session import start_measuring_engine
+        from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
         from kintsugi.store.client.registry import open_store
 
         serving = AsyncSpec.of(self._model, self._engines, self._store_url)
         connector = {name: value for name, value in serving.extra_config.items() if name in BOUND}
-        spec = MeasuredSpec(
+        spec = MeasuringEngineSpec(
             serving.model,
             codec=self._model.codec,
             prefix_token_ids=serving.prefix_token_ids,
@@ -70,11 +70,8 @@ class Calibrator:
         )
         with start_measuring_engine(spec) as engine:
             report = self._measure_report(engine)
-        store = open_store(self._store_url)
-        try:
+        with closing(open_store(self._store_url)) as store:
             reports.publish(store, report)
-        finally:
-            store.close()
         chosen = report.choice.selection
         return Calibrated(None if chosen is None else describe_selection(chosen), report.choice.why)
 
@@ -115,11 +112,8 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
     report = reports.read(file)
     if report.binding != binding:
         return False
-    store = open_store(store_url)
-    try:
+    with closing(open_store(store_url)) as store:
         return reports.publish_shipped(store, report)
-    finally:
-        store.close()
 
 
 def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:

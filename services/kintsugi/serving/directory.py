@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,17 +80,15 @@ class Membership(ShardDirectory):
 
     def __init__(
         self,
-        lease_s: float = LEASE_S,
         settling: bool = False,
         clock: Callable[[], float] = time.monotonic,
         ramp_s: float = 0.0,
     ) -> None:
         """``settling``: some shards may not have reported yet, so give no map for one lease."""
-        self._lease_s = lease_s
         self.ramp_s = ramp_s
         """Seconds until a shard that joins empty is given all its chunks."""
         self._clock = clock
-        self._settled_s = clock() + lease_s if settling else clock()
+        self._settled_s = clock() + LEASE_S if settling else clock()
         self._members: dict[str, _Member] = {}
         self._left: dict[str, _Left] = {}
         """Shards that may come back; the last `SHARDS_MAX`."""
@@ -150,7 +149,7 @@ class Membership(ShardDirectory):
         now_s = self._clock()
         if now_s < self._settled_s:
             raise Unavailable("the directory has restarted and waits for shards to report; ask again")
-        for name in [n for n, member in self._members.items() if now_s - member.heard_s > self._lease_s]:
+        for name in [n for n, member in self._members.items() if now_s - member.heard_s > LEASE_S]:
             self.remove_member(name)
         members = sorted(self._members.items())
         shards = tuple(ShardAddress(name, member.address) for name, member in members)
@@ -229,10 +228,17 @@ def ensure_directory(store: dict[str, Any]) -> Any:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
-    try:
-        handle = ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE)
-    except ValueError:
-        handle = _create_actor(store)
+    actor = ray.remote(DirectoryActor).options(
+        name=ACTOR_NAME,
+        namespace=RAY_NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        num_cpus=0,
+        # The head node's address is what clients of another cluster know.
+        resources={"node:__internal_head__": 0.001},
+    )
+    handle = actor.remote(store)
     try:
         ray.get(handle.start.remote(), timeout=START_TIMEOUT_S)
     except RayTaskError as error:
@@ -244,30 +250,12 @@ def ensure_directory(store: dict[str, Any]) -> Any:
     return handle
 
 
-def _create_actor(store: dict[str, Any]) -> Any:
-    import ray
-
-    actor = ray.remote(DirectoryActor).options(
-        name=ACTOR_NAME,
-        namespace=RAY_NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        num_cpus=0,
-        # The head node's address is what clients of another cluster know.
-        resources={"node:__internal_head__": 0.001},
-    )
-    return actor.remote(store)
-
-
 def remove_directory() -> None:
     """End the actor for good, once no shard is left; where there is none, nothing."""
     import ray
 
-    try:
+    with suppress(ValueError):
         ray.kill(ray.get_actor(ACTOR_NAME, namespace=RAY_NAMESPACE))
-    except ValueError:
-        return
 
 
 def reachable(store_url: str) -> str:
@@ -330,16 +318,11 @@ class Announcer:
                 self._tell()
             except RayError as error:
                 log.warning("the directory does not answer (%s); it is told again", error)
-                self._find_again()
-
-    def _find_again(self) -> None:
-        """Ray starts a dead directory again behind the same handle; one that was removed is made anew."""
-        from ray.exceptions import RayError
-
-        try:
-            self._directory = ensure_directory(self._store)
-        except (RayError, KintsugiError) as error:
-            log.warning("there is no directory (%s); it is looked for again", error)
+                # Ray starts a dead directory again behind the same handle; one that was removed is made anew.
+                try:
+                    self._directory = ensure_directory(self._store)
+                except (RayError, KintsugiError) as missing:
+                    log.warning("there is no directory (%s); it is looked for again", missing)
 
     def close(self) -> None:
         """Leave the map. Idempotent."""

@@ -22,22 +22,19 @@ class DirectoryService:
     def __init__(self, directory: ShardDirectory) -> None:
         self._directory = directory
 
-    async def _current(self, context: Any) -> pb.ShardMap:
+    async def get_shard_map(self, request: Any, context: Any) -> pb.ShardMap:
         try:
             return map_to_wire(self._directory.current())
         except KintsugiError as error:
             await context.abort(status_of(error), str(error))
             raise
 
-    async def get_shard_map(self, request: pb.GetShardMapRequest, context: Any) -> pb.ShardMap:
-        return await self._current(context)
-
     async def watch_shard_map(
         self, request: pb.WatchShardMapRequest, context: Any
     ) -> AsyncIterator[pb.ShardMap]:
         sent = None
         while True:
-            current = await self._current(context)
+            current = await self.get_shard_map(request, context)
             if current != sent:
                 yield current
                 sent = current

@@ -21,11 +21,10 @@ from kintsugi.serving.routing import (
     PrefixMemory,
     RouteCosts,
     Wanted,
+    estimate_wanted,
     prefix_digests,
     rank_engines,
-    text_digests,
     tokens_by_host,
-    tokens_in,
 )
 from kintsugi.store.client.directory import GrpcDirectory
 
@@ -130,8 +129,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
                 prefix = prefix_digests(params.namespace, ids)
                 return Wanted(len(ids), prefix, chunks, argument.fingerprint)
             if isinstance(argument, OpenAICall):
-                text = tokens_in(argument.body)
-                return Wanted(text.num_tokens, text_digests(argument.params.namespace, text.beginning))
+                return estimate_wanted(argument.params.namespace, argument.body)
         return Wanted(0)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:

@@ -79,20 +79,16 @@ class GatewayReplica:
         await self._close()
         self._opened = await OpenGateway.open(spec, self._backend, self._store_url, self._model)
         self._spec = spec
-        log.info("gRPC is on %s, HTTP on %s", *self._open_addresses())
-
-    def _open_addresses(self) -> tuple[str, str]:
-        if self._opened is None:
-            raise Unavailable("the gateway is not open")
-        return self._opened.grpc.address, self._opened.http.address
+        log.info("listening on %s", self.addresses())
 
     def addresses(self) -> dict[str, str]:
-        """`host:port` by protocol."""
-        grpc, http = self._open_addresses()
-        return {"grpc": grpc, "http": http}
+        """`host:port` by protocol. Raises `Unavailable` while no port is open."""
+        if self._opened is None:
+            raise Unavailable("the gateway is not open")
+        return {"grpc": self._opened.grpc.address, "http": self._opened.http.address}
 
     def check_health(self) -> None:
-        self._open_addresses()
+        self.addresses()
 
     async def _close(self) -> None:
         opened, self._opened = self._opened, None

@@ -7,7 +7,7 @@ lacks, and the cost of fetching chunks from another host.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,42 +77,36 @@ class Wanted:
 
 def prefix_digests(namespace: str, token_ids: TokenIds) -> tuple[int, ...]:
     """Digests of the prompt's prefixes of one, two, … whole blocks."""
-    hasher = xxhash.xxh3_64(namespace.encode())
     data = token_ids[: BLOCKS_MAX * BLOCK_TOKENS].data
     size = 4 * BLOCK_TOKENS
-    digests = []
-    for start in range(0, len(data) - size + 1, size):
-        hasher.update(data[start : start + size])
-        digests.append(hasher.intdigest())
-    return tuple(digests)
+    starts = range(0, len(data) - size + 1, size)
+    return _chain_digests(namespace.encode(), (data[start : start + size] for start in starts))
 
 
 def text_digests(namespace: str, text: str) -> tuple[int, ...]:
     """As `prefix_digests`, for a text that is not tokenised yet: blocks have about as many tokens."""
     size = BLOCK_TOKENS * CHARS_PER_TOKEN
-    hasher = xxhash.xxh3_64(namespace.encode() + b"\0text")
+    starts = range(0, min(len(text), BLOCKS_MAX * size) - size + 1, size)
+    blocks = (text[start : start + size].encode(errors="replace") for start in starts)
+    return _chain_digests(namespace.encode() + b"\0text", blocks)
+
+
+def _chain_digests(salt: bytes, blocks: Iterable[bytes]) -> tuple[int, ...]:
+    hasher = xxhash.xxh3_64(salt)
     digests = []
-    for start in range(0, min(len(text), BLOCKS_MAX * size) - size + 1, size):
-        hasher.update(text[start : start + size].encode(errors="replace"))
+    for block in blocks:
+        hasher.update(block)
         digests.append(hasher.intdigest())
     return tuple(digests)
 
 
-@dataclass(frozen=True)
-class Text:
-    """The text of a request that only an engine can tokenise."""
+def estimate_wanted(namespace: str, body: Mapping[str, Any]) -> Wanted:
+    """What a request wants that only an engine can tokenise, by the texts of its OpenAI body, in order.
 
-    num_tokens: int
-    """Estimated."""
-    beginning: str
-
-
-def tokens_in(body: Mapping[str, Any]) -> Text:
-    """Estimate a prompt from the texts of an OpenAI body, in order. Never fails: engines check bodies."""
-    budget = BLOCKS_MAX * BLOCK_TOKENS * CHARS_PER_TOKEN
-    texts = list(_texts(body.get("messages", body.get("prompt", "")), depth=0))
-    num_chars = sum(map(len, texts))
-    return Text(num_chars // CHARS_PER_TOKEN + 1, "".join(texts)[:budget])
+    Never fails: engines check bodies.
+    """
+    text = "".join(_texts(body.get("messages", body.get("prompt", "")), depth=0))
+    return Wanted(len(text) // CHARS_PER_TOKEN + 1, text_digests(namespace, text))
 
 
 def _texts(value: Any, depth: int) -> Iterator[str]:

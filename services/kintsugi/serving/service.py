@@ -142,18 +142,13 @@ class Service:
             for one in progress:
                 if one.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                     raise Unavailable(f"{one.deployment} does not start: {cause_in(one.message)}")
-            if len(progress) == len(self._deployments) and all(one.is_ready for one in progress):
+            count = sum(len(application["deployments"]) for application in self.config["applications"])
+            if len(progress) == count and all(one.is_ready for one in progress):
                 return
             if time.monotonic() > deadline_s:
                 waiting = ", ".join(one.deployment for one in progress if not one.is_ready)
                 raise DeadlineExceeded(f"after {timeout_s:.0f} s these do not run yet: {waiting or 'all'}")
             time.sleep(POLL_S)
-
-    @property
-    def _deployments(self) -> list[str]:
-        return [
-            one["name"] for application in self.config["applications"] for one in application["deployments"]
-        ]
 
     def addresses(self) -> dict[str, str]:
         """`host:port` of gRPC and HTTP of any one gateway."""

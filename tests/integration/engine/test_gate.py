@@ -48,7 +48,7 @@ def gated(engine_slot: EngineSlot) -> tuple[LocalEngine, RamStore, Rag]:
     engine = engine_slot.get("tiny-llama", CLOSED)
     store = ram_store("tiny-llama")
     store._reports.clear()
-    engine._scheduler.gate._source = StoreReports(store)  # which remembers the reports of the last test
+    engine._scheduler.gate._read = StoreReports(store).read  # which remembers the reports of the last test
     engine.refresh_gate()
     chunks = chunks_of(120, 140, seed=31)
     for saved in engine.save(PREFIX, chunks, NAMESPACE):

@@ -84,7 +84,7 @@ def test_a_selector_that_never_passed_is_refused_but_for_a_full_ratio() -> None:
 
 
 def test_without_calibration_the_engines_own_configuration_decides() -> None:
-    state = GateState.open_uncalibrated("told to")
+    state = GateState(None, "told to")
     assert state.resolve(FALLBACK, BlendOptions()) == FALLBACK
     assert state.resolve(FALLBACK, BlendOptions(ratio=0.0, selector=RANDOM)) == Selection(0.0, RANDOM)
 

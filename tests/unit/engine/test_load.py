@@ -29,7 +29,7 @@ def test_an_engine_that_did_nothing_predicts_nothing(clock: Clock) -> None:
     load.record_start("a", 1000)
     stats = load.stats()
     assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 1, 1000)
-    assert stats.tokens_per_s == stats.queueing_ms == 0.0
+    assert stats.tokens_per_s == 0.0
 
 
 def test_queueing_is_what_waits_at_the_recent_rate(clock: Clock) -> None:
@@ -39,7 +39,7 @@ def test_queueing_is_what_waits_at_the_recent_rate(clock: Clock) -> None:
     load.record_first_token("a")
     load.record_start("b", 3000)
     assert load.stats().tokens_per_s == pytest.approx(2000)
-    assert load.stats().queueing_ms == pytest.approx(1500)
+    assert load.stats().waiting_tokens == 3000
 
 
 def test_idle_time_is_no_slowness(clock: Clock) -> None:

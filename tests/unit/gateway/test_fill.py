@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kintsugi.core.errors import InvalidField
-from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.fill import Address, FillConfig, FillQueue, MissDecision
@@ -114,16 +111,6 @@ def test_the_oldest_counts_are_forgotten_first() -> None:
     for number in range(3):
         queue.record_miss(address(number), TokenIds(), 0.0)
     assert queue.record_miss(address(0), TokenIds(), 0.0) is MissDecision.COUNTED
-
-
-@pytest.mark.parametrize(
-    "name", ["sights", "queue_max", "queue_tokens_max", "sighted_max", "batch", "failures_max"]
-)
-def test_impossible_settings_are_refused(name: str) -> None:
-    with pytest.raises(InvalidField, match=name):
-        load(FillConfig, {name: 0})
-    with pytest.raises(InvalidField, match="patience_s"):
-        load(FillConfig, {"patience_s": float("nan")})
 
 
 class Filling(RuleBasedStateMachine):

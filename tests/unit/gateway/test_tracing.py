@@ -114,10 +114,8 @@ def test_what_fails_says_so(exported: InMemorySpanExporter) -> None:
     assert span.status.description == "ValueError"
 
 
-def test_without_the_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "trace", None)
-    monkeypatch.setattr(tracing, "propagate", None)
-    with tracing.span("gateway.generate", PARENT) as current:
+def test_where_nobody_traces_nothing_happens() -> None:
+    with tracing.span("gateway.generate") as current:
         current.set("name", 1)
         current.record_error(ValueError())
         assert current.headers() == {}
@@ -174,7 +172,9 @@ def test_callers_who_have_themselves_traced_do_not_have_every_layer_recorded(
     assert tracing.LAYERS_PER_S_MAX <= names.count("engine.blend") < tracing.LAYERS_PER_S_MAX + 50
 
 
-def test_layers_are_recorded_again_later(exported: InMemorySpanExporter) -> None:
+def test_layers_are_recorded_again_later(
+    exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 0.0
     timelines = tracing.Timelines(per_s=2.0, clock=lambda: now_s)
     with tracing.span("gateway.engine") as engine:
@@ -183,7 +183,8 @@ def test_layers_are_recorded_again_later(exported: InMemorySpanExporter) -> None
         assert [timelines.should_trace_layers(engine) for _ in range(2)] == [True, False]
         now_s = 100.0
         assert [timelines.should_trace_layers(engine) for _ in range(3)] == [True, True, False]
-        assert not timelines.should_trace_layers(tracing.TraceSpan(None, None))
+        with recorded(monkeypatch, ALWAYS_OFF), tracing.span("gateway.engine") as unrecorded:
+            assert not timelines.should_trace_layers(unrecorded)
 
 
 @pytest.mark.parametrize("begin", ["data: ", ""])

@@ -18,11 +18,11 @@ from kintsugi.serving.routing import (
     RouteCosts,
     Wanted,
     cost_ms,
+    estimate_wanted,
     prefix_digests,
     rank_engines,
     text_digests,
     tokens_by_host,
-    tokens_in,
 )
 from kintsugi.store.client.directory import ShardAddress, ShardMap
 
@@ -96,14 +96,22 @@ def test_the_beginning_of_a_text_counts_as_the_beginning_of_a_prompt() -> None:
     assert not set(text_digests("other", text)) & set(text_digests("acme", text))
 
 
+LONG = "ab" * 300
+
+
 @pytest.mark.parametrize(
     ("body", "beginning"),
     [
-        ({"prompt": "abc"}, "abc"),
-        ({"prompt": ["ab", "c"]}, "abc"),
+        ({"prompt": LONG + "c" * 424}, LONG + "c" * 424),
+        ({"prompt": [LONG, "c" * 424]}, LONG + "c" * 424),
         (
-            {"messages": [{"role": "user", "content": "ab"}, {"content": [{"type": "text", "text": "c"}]}]},
-            "abc",
+            {
+                "messages": [
+                    {"role": "user", "content": LONG},
+                    {"content": [{"type": "text", "text": "c" * 424}]},
+                ]
+            },
+            LONG + "c" * 424,
         ),
         ({"messages": [{"content": None}, 7, [[[[[["deep"]]]]]]]}, ""),
         ({"prompt": [[1, 2, 3]]}, ""),
@@ -111,9 +119,9 @@ def test_the_beginning_of_a_text_counts_as_the_beginning_of_a_prompt() -> None:
     ],
 )
 def test_texts_of_a_body_are_found_and_oddities_passed_over(body: dict[str, Any], beginning: str) -> None:
-    found = tokens_in(body)
-    assert found.beginning == beginning
-    assert found.num_tokens == len(beginning) // 4 + 1
+    digests = text_digests("acme", beginning)
+    assert len(digests) == len(beginning) // 512
+    assert estimate_wanted("acme", body) == Wanted(len(beginning) // 4 + 1, digests)
 
 
 def test_chunks_are_counted_by_the_host_of_their_shard() -> None:

@@ -133,10 +133,6 @@ class SegmentTokenizer:
         self._special_before, self._special_behind = full[:start], full[start + len(plain) :]
         self._prefix = tuple(prefix_token_ids)
 
-    def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """A chunk's token ids, the same that `precompute.chunking.Chunker.token_ids` returns."""
-        return self._cached(text) if len(text) <= CACHED_CHARS_MAX else self._ids(text)
-
     def segment_text(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
         """Tokenise a prompt, each of its chunks by itself.
 
@@ -151,7 +147,8 @@ class SegmentTokenizer:
             if not piece.is_chunk:
                 ids += self._ids(piece.text)
                 continue
-            chunk = self.chunk_ids(piece.text)
+            # As `precompute.chunking.Chunker.token_ids`.
+            chunk = (self._cached if len(piece.text) <= CACHED_CHARS_MAX else self._ids)(piece.text)
             if chunk:
                 spans.append(Span(len(ids), len(ids) + len(chunk)))
                 ids += chunk

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from vllm import __version__ as vllm_version
 from vllm.config import ModelConfig, VllmConfig
@@ -33,12 +33,8 @@ logger = init_logger(__name__)
 ALLOW_ENVIRONMENT = "KINTSUGI_ALLOW_UNCALIBRATED"
 
 
-class ReportSource(Protocol):
-    """Where the document comes from."""
-
-    def read(self, binding: Binding) -> bytes | None:
-        """The document, None where there is none. Raises `KintsugiError` or `OSError`."""
-        ...
+ReadReport = Callable[[Binding], bytes | None]
+"""Gives the document, None where there is none. Raises `KintsugiError` or `OSError`."""
 
 
 class StoreReports:
@@ -59,26 +55,22 @@ class StoreReports:
         return self._newest
 
 
-class FileReport:
-    """One file, whatever its binding."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self, binding: Binding) -> bytes | None:
-        if not self._path.is_file():
-            raise NotFound(f"{self._path} is not there; calibrate with --out {self._path}")
-        with self._path.open("rb") as file:
-            return file.read(REPORT_BYTES_MAX + 1)
+def read_report_file(path: Path, binding: Binding) -> bytes:
+    """A `ReadReport` of one file, whatever its binding."""
+    if not path.is_file():
+        raise NotFound(f"{path} is not there; calibrate with --out {path}")
+    with path.open("rb") as file:
+        return file.read(REPORT_BYTES_MAX + 1)
 
 
 class Gate:
     """`state` is replaced as a whole; read it once per request."""
 
-    def __init__(self, source: ReportSource, binding: Binding, poll_s: float) -> None:
+    def __init__(self, read: ReadReport | None, binding: Binding, poll_s: float = 0.0) -> None:
+        """``read`` None: the state stays as it is set."""
         self.binding = binding
         self.state = GateState("not_calibrated", "the calibration report has not been read yet")
-        self._source = source
+        self._read = read
         self._poll_s = poll_s
         self._document: bytes | None = b""
         self._stop = threading.Event()
@@ -87,8 +79,8 @@ class Gate:
     @staticmethod
     def open_regardless(binding: Binding) -> Gate:
         """For `allow_uncalibrated`: read nothing, and warn in the log."""
-        gate = Gate(_Nothing(), binding, poll_s=0.0)
-        gate.state = GateState.open_uncalibrated("allow_uncalibrated is set")
+        gate = Gate(None, binding)
+        gate.state = GateState(None, "allow_uncalibrated is set")
         logger.warning(
             "BLENDING IS NOT CALIBRATED: allow_uncalibrated is set, so answers may be wrong and nothing "
             "would notice. Unset it and %s",
@@ -99,9 +91,8 @@ class Gate:
     @staticmethod
     def shut(binding: Binding) -> Gate:
         """For `save_only`: closed, without a line in the log."""
-        gate = Gate(_Nothing(), binding, poll_s=0.0)
+        gate = Gate(None, binding)
         gate.state = GateState("save_only", "this engine only saves chunks; ask one that serves")
-        gate._document = None  # what `_Nothing` says: there is no news in it
         return gate
 
     def start(self) -> Gate:
@@ -113,8 +104,10 @@ class Gate:
 
     def refresh(self) -> None:
         """Read the report, and replace the state if the document has changed."""
+        if self._read is None:
+            return
         try:
-            document = self._source.read(self.binding)
+            document = self._read(self.binding)
         except (KintsugiError, OSError) as error:
             if self._document == b"":
                 self._replace(GateState("report_unavailable", f"{error}; it is asked for again"))
@@ -157,19 +150,16 @@ class Gate:
             self._thread.join(timeout=5.0)
 
 
-class _Nothing:
-    def read(self, binding: Binding) -> bytes | None:
-        return None
-
-
 def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
     """Start the gate that the configuration asks for."""
     if config.save_only:
         return Gate.shut(binding)
     if config.allow_uncalibrated or os.environ.get(ALLOW_ENVIRONMENT) == "1":
         return Gate.open_regardless(binding)
-    source: ReportSource = StoreReports(store) if config.report is None else FileReport(Path(config.report))
-    return Gate(source, binding, config.report_poll_ms / 1e3).start()
+    read = (
+        StoreReports(store).read if config.report is None else partial(read_report_file, Path(config.report))
+    )
+    return Gate(read, binding, config.report_poll_ms / 1e3).start()
 
 
 def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:

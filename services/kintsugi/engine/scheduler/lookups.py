@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
@@ -27,14 +28,14 @@ LOOKUPS_MAX = 256
 """Lookups that may wait. Beyond it, prompts are prefilled in full at once, not after a deadline each."""
 
 
+@dataclass
 class Lookup:
     """One request's lookup."""
 
-    def __init__(self, future: Future[Match], answered_by_s: float) -> None:
-        self.future = future
-        self.answered_by_s = answered_by_s
-        """Monotonic time after which the lookup is given up."""
-        self.is_taken = False
+    future: Future[Match]
+    answered_by_s: float
+    """Monotonic time after which the lookup is given up."""
+    is_taken: bool = False
 
     @property
     def is_waiting(self) -> bool:
@@ -46,9 +47,6 @@ class Lookup:
         if self.is_waiting or self.future.cancelled() or self.future.exception() is not None:
             return None
         return self.future.result()
-
-    def cancel(self) -> None:
-        self.future.cancel()
 
 
 class Lookups:
@@ -102,8 +100,7 @@ class Lookups:
         return Lookup(future, time.monotonic() + self._deadline_s)
 
     def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
-        codecs = self._codecs()
-        return in_codecs(match(self._store, space, where), codecs)
+        return in_codecs(match(self._store, space, where), self._codecs())
 
     def result(self, lookup: Lookup, is_alone: Callable[[], bool]) -> Match | None:
         """The match, None while waiting. Raises `NotBlendable` where the lookup failed or took too long.
@@ -115,7 +112,7 @@ class Lookups:
             wait((lookup.future,), IDLE_WAIT_S)
         if lookup.is_waiting:
             if time.monotonic() > lookup.answered_by_s:
-                lookup.cancel()
+                lookup.future.cancel()
                 self._breaker.record_failure()
                 raise NotBlendable("store_timeout", "lookup took too long")
             return None

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import (
-    ForeignChunkKey,
-    InvalidField,
-    InvalidSpan,
-    NotBlendable,
-)
+from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, NotBlendable
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
@@ -123,18 +118,12 @@ class SchedulerSide:
             params = KintsugiParams.from_mapping(values)
             if params.op is not Op.OFF:
                 self._admit(request, params)
-        except InvalidField as error:
-            self._refused[request.request_id] = Accounting(
-                Outcome.DECLINED, reason=f"{type(error).__name__}: {error}"
-            )
-        except NotBlendable as error:
-            self._refused[request.request_id] = Accounting(Outcome.DECLINED, reason=str(error))
+        except (InvalidField, NotBlendable) as error:
+            self._refused[request.request_id] = _decline(error)
         except Exception as defect:
             logger.exception("Request %s was not taken in; it is prefilled in full", request.request_id)
             self._states.pop(request.request_id, None)
-            self._refused[request.request_id] = Accounting(
-                Outcome.DECLINED, reason=f"defect: {type(defect).__name__}: {defect}"
-            )
+            self._refused[request.request_id] = _decline(defect)
 
     def _admit(self, request: Request, params: KintsugiParams) -> None:
         """Start the lookup, or raise why this request cannot be blended."""
@@ -220,9 +209,7 @@ class SchedulerSide:
             return self._claim(request, state, num_computed)
         except Exception as defect:
             logger.exception("Request %s was not planned; it is prefilled in full", request.request_id)
-            state.accounting = state.accounting or Accounting(
-                Outcome.DECLINED, reason=f"defect: {type(defect).__name__}: {defect}"
-            )
+            state.accounting = state.accounting or _decline(defect)
             return 0, False
 
     def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
@@ -274,7 +261,7 @@ class SchedulerSide:
         try:
             match = self._lookups.result(state.lookup, lambda: self._timing.is_alone(request.request_id))
         except NotBlendable as given_up:
-            state.accounting = Accounting(Outcome.DECLINED, reason=str(given_up))
+            state.accounting = _decline(given_up)
             return None
         if match is None or state.lookup.is_taken:
             return match
@@ -385,10 +372,6 @@ class SchedulerSide:
             state.params.tier,
         )
 
-    def take_metadata(self) -> StepMetadata:
-        metadata, self._metadata = self._metadata, StepMetadata()
-        return metadata
-
     def update(self, report: WorkerReport) -> None:
         """Take in what the worker finished, before the scheduler releases those requests."""
         if report.unable is not None:
@@ -427,12 +410,17 @@ class SchedulerSide:
         """Called once per engine step, when its tokens have been scheduled."""
         self._lookups.step_began()
         self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
-        return self.take_metadata()
+        metadata, self._metadata = self._metadata, StepMetadata()
+        return metadata
 
     def end_step(self) -> BlendStats | None:
-        """Called once per engine step, when its output is known."""
+        """Called once per engine step, when its output is known; counts since the last call, None where there
+        are none."""
         self._timing.step_ended()
-        return self.take_stats()
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, BlendStats()
+        return stats
 
     def _settle(self, state: _State, accounting: Accounting) -> None:
         state.in_flight = False
@@ -470,7 +458,7 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         if state is not None:
             if state.lookup is not None:
-                state.lookup.cancel()
+                state.lookup.future.cancel()
             if state.in_flight:
                 self._metadata.cancelled.append(request.request_id)
             accounting = state.accounting or Accounting(
@@ -489,16 +477,16 @@ class SchedulerSide:
         self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
 
-    def take_stats(self) -> BlendStats | None:
-        """Counts since the last call, None where there are none."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, BlendStats()
-        return stats
-
     def close(self) -> None:
         self.gate.close()
         self._lookups.close()
+
+
+def _decline(error: Exception) -> Accounting:
+    """The accounting of a request that `error` keeps from being blended."""
+    reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
+    is_defect = not isinstance(error, InvalidField | NotBlendable)
+    return Accounting(Outcome.DECLINED, reason=f"defect: {reason}" if is_defect else reason)
 
 
 def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from dataclasses import dataclass
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -20,9 +20,7 @@ class Hook:
     def is_there(self) -> bool:
         """Whether vLLM has it. Imports the module."""
         try:
-            value = importlib.import_module(self.module)
-            for name in self.attribute.split("."):
-                value = getattr(value, name)
+            pkgutil.resolve_name(f"{self.module}:{self.attribute}")
         except (ImportError, AttributeError):
             return False
         return True

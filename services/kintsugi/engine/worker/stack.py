@@ -36,20 +36,15 @@ class _Projected(Exception):
     """Leaves a layer call once its K and V are known."""
 
 
-@dataclass
 class _Captured:
     """What the hooks of one layer call saw, `[tokens, heads · head_dim]` or `[tokens, heads, head_dim]`."""
 
-    query: Tensor | None = None
-    key_before_rope: Tensor | None = None
-    key: Tensor | None = None
-    value: Tensor | None = None
+    query: Tensor
+    key_before_rope: Tensor
+    key: Tensor
+    value: Tensor
 
     def fresh(self, num_heads: int, head_dim: int) -> FreshKV:
-        assert self.query is not None
-        assert self.key_before_rope is not None
-        assert self.key is not None
-        assert self.value is not None
         shape = (-1, num_heads, head_dim)
         return FreshKV(
             self.query.view(len(self.query), -1, head_dim),

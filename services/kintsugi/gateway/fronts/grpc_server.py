@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.gateway.access import Caller, OpenAccess, check_exposure
+from kintsugi.gateway.access import Caller, check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
@@ -282,8 +282,7 @@ class GatewayServer:
         self._listen = format_address(spec.host, spec.grpc_port)
         parse_address("gateway", self._listen)
         self._tls = load_gateway_tls(spec)
-        has_tokens = not isinstance(gateway.access, OpenAccess)
-        check_exposure(self._listen, has_tokens, self._tls is not None, spec.insecure)
+        check_exposure(self._listen, gateway.access.has_tokens, self._tls is not None, spec.insecure)
         self._health: asyncio.Task[None] | None = None
         self.address = ""
         """`host:port` that it listens on, once started."""

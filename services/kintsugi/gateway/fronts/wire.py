@@ -124,16 +124,11 @@ def event_to_wire(event: Resolved | EngineDelta | Finished) -> pb.GenerateRespon
 
 def _finish_to_wire(event: Finished) -> pb.Finished:
     plan = {name: event.accounting[name] for name in _PLAN_FIELDS if name in event.accounting}
-    usage = event.usage
     return pb.Finished(
         finish_reason=event.finish_reason,
         plan=pb.ExecutedPlan(**plan),
         accounting=_struct(event.accounting),
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        ),
+        usage=pb.Usage(**vars(event.usage)),
         ttft_ms=event.ttft_ms,
     )
 

@@ -97,13 +97,6 @@ class KnownChunks:
         """Whether `token_ids` would return tokens. Does not count as a use."""
         return self._get((namespace, key)) is not None
 
-    def touch_known(self, namespace: str, key: ChunkKey) -> bool:
-        """Whether the chunk is known; counts as a use of it."""
-        is_known = self.knows(namespace, key)
-        if is_known:
-            self._touch((namespace, key))
-        return is_known
-
     def find(self, namespace: str, text: str) -> list[tuple[int, int]]:
         """`[start, end)` of known chunk texts inside `text`, in characters: disjoint and in order. Where they
         overlap, those that cover most are chosen."""

@@ -139,7 +139,7 @@ class SegmentResolver:
                 continue
             if segment.text is not None:
                 address = _address(space, segment.text)
-                if address in self._pieces and self._known.touch_known(space.namespace, piece.key):
+                if address in self._pieces and self._known.token_ids(space.namespace, piece.key) is not None:
                     continue
                 self._keep(address, piece)
             new.append((piece, segment.text))
@@ -166,7 +166,9 @@ class SegmentResolver:
                 inline_chars += len(segment.text)
                 piece = await self._of_text(space, segment.text, name, inline_chars <= INLINE_CHARS_MAX)
             elif segment.token_ids is not None:
-                piece = self._of_tokens(space, segment.token_ids, name)
+                if not segment.token_ids:
+                    raise InvalidField(name, "has no tokens; leave it out")
+                piece = ResolvedSegment(segment.token_ids, ChunkKey.of(space, segment.token_ids))
             elif segment.key is not None:
                 piece = self._of_key(space, segment.key, name)
             elif index in documents:
@@ -221,11 +223,6 @@ class SegmentResolver:
         while self._cached_tokens > CACHED_TOKENS_MAX:
             _, oldest = self._pieces.popitem(last=False)
             self._cached_tokens -= oldest.num_tokens
-
-    def _of_tokens(self, space: ChunkSpace, token_ids: TokenIds, name: str) -> ResolvedSegment:
-        if not token_ids:
-            raise InvalidField(name, "has no tokens; leave it out")
-        return ResolvedSegment(token_ids, ChunkKey.of(space, token_ids))
 
     def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> ResolvedSegment:
         ids = self._known.token_ids(space.namespace, key)

@@ -15,7 +15,7 @@ import pytest
 from kintsugi.core.deploy import GatewaySpec, OpenAISpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
-from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
+from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, launch
 from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
@@ -159,4 +159,6 @@ async def _engine(store: str) -> NotingEngine:
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
         openai=OpenAISpec(tool_call_parser="hermes"),
     )
-    return await NotingEngine.start(spec, lambda binding: publish_report(store))
+    engine = NotingEngine(spec, await launch(spec, lambda binding: publish_report(store)))
+    await engine.warm_up()
+    return engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kintsugi.core.report import Binding
 from kintsugi.core.request import BlendOptions
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.scheduler import gate as gate_module
-from kintsugi.engine.scheduler.gate import FileReport, Gate, StoreReports, open_gate
+from kintsugi.engine.scheduler.gate import Gate, StoreReports, open_gate, read_report_file
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING, entry, report
 
@@ -30,7 +31,7 @@ class Scripted:
         self.answers = list(answers)
         self.asked = threading.Semaphore(0)
 
-    def read(self, binding: Binding) -> bytes | None:
+    def __call__(self, binding: Binding) -> bytes | None:
         assert binding == BINDING
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         self.asked.release()
@@ -103,13 +104,13 @@ def test_a_file_and_a_store_are_read(tmp_path: Path) -> None:
     store.put_report(BINDING.model, BINDING.report_name, PASSING.to_bytes())
     path = tmp_path / "report.json"
     path.write_bytes(PASSING.to_bytes())
-    assert StoreReports(store).read(BINDING) == FileReport(path).read(BINDING) == PASSING.to_bytes()
+    assert StoreReports(store).read(BINDING) == read_report_file(path, BINDING) == PASSING.to_bytes()
     path.write_bytes(b" " * (3 << 20))
-    gate = Gate(FileReport(path), BINDING, 1.0)
+    gate = Gate(partial(read_report_file, path), BINDING, 1.0)
     gate.refresh()
     assert gate.state.reason == "calibration_unreadable"
     path.unlink()
-    missing = Gate(FileReport(path), BINDING, 1.0)
+    missing = Gate(partial(read_report_file, path), BINDING, 1.0)
     missing.refresh()
     assert missing.state.reason == "report_unavailable"
     assert "calibrate with --out" in missing.state.detail
@@ -118,7 +119,7 @@ def test_a_file_and_a_store_are_read(tmp_path: Path) -> None:
 def test_a_shard_that_missed_a_trip_does_not_open_the_gate_again() -> None:
     """It may be the only one that answers."""
     store = RamStore()
-    gate = Gate(StoreReports(store), BINDING, 1.0)
+    gate = Gate(StoreReports(store).read, BINDING, 1.0)
     stale, tripped = PASSING.to_bytes(), PASSING.as_tripped("KL rose", "now").to_bytes()
     again = PASSING.created_after(tripped).to_bytes()
     reasons = []
@@ -154,6 +155,8 @@ def test_allowing_uncalibrated_blending_is_loud(monkeypatch: pytest.MonkeyPatch,
     told = open_gate(EngineConfig(allow_uncalibrated=True), store, BINDING)
     assert told.state.is_open
     assert told.state.limits is None
+    told.refresh()
+    assert told.state.is_open
     monkeypatch.setenv("KINTSUGI_ALLOW_UNCALIBRATED", "1")
     assert open_gate(EngineConfig(), store, BINDING).state.is_open
     assert len(log) == 2

@@ -249,8 +249,8 @@ def test_a_use_survives_a_restart(tmp_path: Path) -> None:
     known = KnownChunks(tmp_path)
     for number in range(3):
         known.remember("tenant", key_of(number), (number,))
-    assert known.touch_known("tenant", key_of(0))
-    assert not known.touch_known("tenant", key_of(3))
+    assert known.token_ids("tenant", key_of(0)) is not None
+    assert known.token_ids("tenant", key_of(3)) is None
     known.close()
     known = KnownChunks(tmp_path, chunks_max=4)
     assert [known.knows("tenant", key_of(number)) for number in range(3)] == [True, False, True]
