@@ -82,12 +82,6 @@ def next_run(
     return wanted if is_over and is_later else run
 
 
-def revision_of_run(run: str) -> str:
-    """The revision that a run was for; empty for a run without one."""
-    parts = run.split("-")
-    return parts[1] if len(parts) == 3 else ""
-
-
 def plan_corpus(
     spec: CorpusPrecomputeSpec,
     owner: Owner,
