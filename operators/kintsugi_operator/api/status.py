@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kintsugi.core.settings import Settings, setting
+from kintsugi.core.settings import setting
+from kintsugi_operator.api.manifest import ManifestSettings
 
 
 class ConditionStatus(StrEnum):
@@ -17,7 +18,7 @@ class ConditionStatus(StrEnum):
 
 
 @dataclass(frozen=True)
-class Condition(Settings):
+class Condition(ManifestSettings):
     """As Kubernetes writes them."""
 
     type: str
@@ -29,7 +30,7 @@ class Condition(Settings):
 
 
 @dataclass(frozen=True)
-class TierStatus(Settings):
+class TierStatus(ManifestSettings):
     """One tier of all shards together."""
 
     DESCRIPTION = "Of all shards together."
@@ -40,7 +41,7 @@ class TierStatus(Settings):
 
 
 @dataclass(frozen=True)
-class Endpoints(Settings):
+class Endpoints(ManifestSettings):
     """Where clients find what, within the cluster."""
 
     grpc: str = ""
@@ -50,7 +51,7 @@ class Endpoints(Settings):
 
 
 @dataclass(frozen=True)
-class RolloutStatus(Settings):
+class RolloutStatus(ManifestSettings):
     """Which revision of the engines serves, and which is to."""
 
     active: str = ""
@@ -64,7 +65,7 @@ class RolloutStatus(Settings):
 
 
 @dataclass(frozen=True)
-class BlendServiceStatus(Settings):
+class BlendServiceStatus(ManifestSettings):
     """What the operator has seen and done."""
 
     observed_generation: int = 0
@@ -88,7 +89,7 @@ class BlendServiceStatus(Settings):
 
 
 @dataclass(frozen=True)
-class CorpusPrecomputeStatus(Settings):
+class CorpusPrecomputeStatus(ManifestSettings):
     """What the last job has done."""
 
     observed_generation: int = 0
