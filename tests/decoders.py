@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, Unavailable, VersionMismatch
 from kintsugi.core.layout import HeadRange
-from kintsugi.core.report import CalibrationReport, _digest, _parsed, supersedes
+from kintsugi.core.report import CalibrationReport, _digest, _parse_report, supersedes
 from kintsugi.rpc.v1 import catalog_pb2, directory_pb2
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import map_from_wire
@@ -180,7 +180,7 @@ def report(data: bytes) -> None:
     supersedes it."""
     documents = [data]
     with contextlib.suppress(Corrupted):
-        values = _parsed(data)
+        values = _parse_report(data)
         values.pop("digest", None)
         documents.append(json.dumps({**values, "digest": _digest(values)}).encode())
     for document in documents:
