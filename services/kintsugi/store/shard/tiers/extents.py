@@ -36,13 +36,19 @@ def offsets_of(extents: Iterable[Extent], stride: int) -> tuple[int, ...]:
 class ExtentAllocator:
     """Which bytes of `[0, capacity_bytes)` are free. Not thread-safe: its tier holds the lock."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, used: Iterable[tuple[int, int]] = ()) -> None:
+        """`used`: `(start, size)` runs in ascending order that do not overlap."""
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.free_bytes = 0
         self._start_to_size: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(64)]
-        self._add(0, self.capacity_bytes)
+        position = 0
+        for start, size in (*used, (self.capacity_bytes, 0)):
+            assert start >= position
+            if start > position:
+                self._add(position, start - position)
+            position = start + size
 
     @property
     def used_bytes(self) -> int:
@@ -87,22 +93,6 @@ class ExtentAllocator:
                         self._take(extent.offset, extent.frames * stride)
                     return tuple(plan)
         return None
-
-    def rebuild(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Everything is free but `(start, size)` runs in ascending order that do not overlap."""
-        for holes in self._bins:
-            holes.clear()
-        self._start_to_size.clear()
-        self._end_to_start.clear()
-        self.free_bytes = 0
-        position = 0
-        for start, size in runs:
-            assert start >= position
-            if start > position:
-                self._add(position, start - position)
-            position = start + size
-        if position < self.capacity_bytes:
-            self._add(position, self.capacity_bytes - position)
 
     def free(self, extents: Iterable[Extent], stride: int) -> None:
         """Give extents back; neighbours join."""
