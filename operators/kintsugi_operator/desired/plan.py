@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Model
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
 from kintsugi_operator.desired.compare import replacement_patch
 from kintsugi_operator.desired.rollout import Phase, Rollout, from_status, step
@@ -26,7 +25,7 @@ from kintsugi_operator.objects.store import (
     store_objects,
 )
 from kintsugi_operator.observed import conditions as c
-from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
+from kintsugi_operator.observed.views import JobState, Observed, RayServiceView, label_of
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,8 @@ class ClusterPatch:
         """A merge patch that also removes the former head's keys, which a plain merge would keep."""
         spec = self.patch["spec"]
         former = live.get("spec", {}).get("headGroupSpec") or {}
-        return {
-            **self.patch,
-            "spec": {**spec, "headGroupSpec": replacement_patch(spec["headGroupSpec"], former)},
-        }
+        head = replacement_patch(spec["headGroupSpec"], former)
+        return {**self.patch, "spec": {**spec, "headGroupSpec": head}}
 
 
 @dataclass(frozen=True)
@@ -75,11 +72,11 @@ def plan_service(
     image = choose_store_image(spec, observed.store_image)
     groups = max(spec.store.shards, observed.shard_groups, before.shard_groups)
     store = store_objects(spec, owner, image, groups)
-    templates = [
-        str(one["metadata"]["labels"][LABEL_TEMPLATE]) for one in shard_templates(spec, owner, image)
-    ]
+    templates = [label_of(one, LABEL_TEMPLATE) for one in shard_templates(spec, owner, image)]
     shard_step = next_step(templates, observed.pods)
-    _hold_config(store, observed, shard_step)
+    if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
+        # Until every pod has the new volumes or sizes.
+        store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
 
     objects = [
         *account_objects(owner),
@@ -90,13 +87,9 @@ def plan_service(
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
     ]
-    signed_objects = tuple(sign(one) for one in objects)
-    status = replace(
-        _status(spec, owner, before, observed, rollout, shard_step, known, now),
-        shard_groups=groups,
-        store_image=image.image,
-    )
-    return Desired(signed_objects, status, shard_step, _cluster_patch(store[-1], observed))
+    status = _status(spec, owner, before, observed, rollout, shard_step, known[rollout.active].model, now)
+    status = replace(status, shard_groups=groups, store_image=image.image)
+    return Desired(tuple(map(sign, objects)), status, shard_step, _cluster_patch(store[-1], observed))
 
 
 def sign(manifest: Manifest) -> Manifest:
@@ -118,12 +111,6 @@ def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) 
     )
 
 
-def _hold_config(store: Sequence[Manifest], observed: Observed, shard_step: ShardStep) -> None:
-    """Keep the Serve configuration until every pod has the new volumes or sizes."""
-    if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
-        store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
-
-
 def _calibration(
     spec: BlendServiceSpec,
     owner: Owner,
@@ -133,10 +120,9 @@ def _calibration(
 ) -> list[Manifest]:
     """The calibration job of the pending revision, else of the active one. It starts once the store is ready,
     because it writes its report there."""
-    if not spec.engines.calibrate or observed.store is None or not observed.store.is_ready:
-        existing = observed.calibrations.get(rollout.calibrated)
-        if not spec.engines.calibrate or existing is None:
-            return []
+    is_store_ready = observed.store is not None and observed.store.is_ready
+    if not spec.engines.calibrate or not (is_store_ready or rollout.calibrated in observed.calibrations):
+        return []
     return [calibration_job(spec, owner, known[rollout.calibrated])]
 
 
@@ -149,13 +135,8 @@ def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
     if wanted == observed.cluster_digest:
         return None
     cluster = store["spec"]["rayClusterConfig"]
-    patch = {
-        "metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}},
-        "spec": {
-            "headGroupSpec": cluster["headGroupSpec"],
-            "workerGroupSpecs": cluster["workerGroupSpecs"],
-        },
-    }
+    specs = {key: cluster[key] for key in ("headGroupSpec", "workerGroupSpecs")}
+    patch = {"metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}}, "spec": specs}
     return ClusterPatch(observed.store.cluster, patch)
 
 
@@ -166,14 +147,14 @@ def _status(
     observed: Observed,
     rollout: Rollout,
     shard_step: ShardStep,
-    known: dict[str, EngineRevision],
+    model: Model,
     now: datetime,
 ) -> BlendServiceStatus:
     ready = ready_shards(spec.store.shards, observed.pods)
     active = observed.services.get(rollout.active)
     engines_ready = active is not None and active.is_ready
     job = observed.calibrations.get(rollout.calibrated)
-    model = known[rollout.active].model
+    retiring_since = datetime.fromtimestamp(rollout.retiring_since_s, UTC)
     moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
     return BlendServiceStatus(
         observed_generation=before.observed_generation,
@@ -191,9 +172,7 @@ def _status(
             phase=str(rollout.phase),
             since=timestamp(now) if moved or not before.rollout.since else before.rollout.since,
             retiring=rollout.retiring,
-            retiring_since=timestamp(datetime.fromtimestamp(rollout.retiring_since_s, UTC))
-            if rollout.retiring
-            else "",
+            retiring_since=timestamp(retiring_since) if rollout.retiring else "",
         ),
         conditions=(
             c.true(c.VALID, "Accepted"),
@@ -209,17 +188,11 @@ def _status(
 
 def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
     if not observed.kuberay.is_installed:
-        return c.false(
-            c.KUBERAY,
-            "Missing",
-            "this cluster serves no RayService: install KubeRay 1.6 or newer, its CRDs included",
-        )
+        hint = "this cluster serves no RayService: install KubeRay 1.6 or newer, its CRDs included"
+        return c.false(c.KUBERAY, "Missing", hint)
     if not observed.kuberay.is_recent:
-        return c.false(
-            c.KUBERAY,
-            "TooOld",
-            "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs",
-        )
+        hint = "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs"
+        return c.false(c.KUBERAY, "TooOld", hint)
     if not spec.network.policies:
         return c.true(c.KUBERAY, "Installed")
     home = spec.network.kuberay_namespace or owner.namespace
@@ -267,10 +240,8 @@ def _calibration_condition(spec: BlendServiceSpec, rollout: Rollout, observed: O
             f"{job.message or 'the job failed'}. Look at RayJob {job.name}; delete it to try again, or set "
             "engines.calibrate to false to serve this model without blending",
         )
-    messages = _join_messages(None, observed, "calibration")
-    return c.false(
-        c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill{messages}"
-    )
+    text = f"RayJob {job.name} is measuring; answers are full prefill"
+    return c.false(c.CALIBRATED, "Running", text + _join_messages(None, observed, "calibration"))
 
 
 def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
@@ -283,9 +254,8 @@ def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
         Phase.BLOCKED: "its calibration failed (see Calibrated)",
     }
     text = f"revision {rollout.active} serves until {rollout.pending} may: {messages.get(rollout.phase, '')}"
-    service = observed.services.get(rollout.pending)
     if rollout.phase is Phase.STARTING:
-        text += _join_messages(service, observed, "service")
+        text += _join_messages(observed.services.get(rollout.pending), observed, "service")
     return c.false(c.ROLLED_OUT, str(rollout.phase), text)
 
 
@@ -296,8 +266,7 @@ def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout
         return c.true(c.READY, "ServingWithoutStore", "no shard is ready: answers are full prefill")
     if not observed.kuberay.is_installed:
         return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
-    active = observed.services.get(rollout.active)
-    messages = _join_messages(active, observed, "service")
+    messages = _join_messages(observed.services.get(rollout.active), observed, "service")
     return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{messages}")
 
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
-from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
+from kintsugi_operator.objects.base import (
+    RAY_API_VERSION,
+    Group,
+    Owner,
+    make_object,
+    ray_cluster,
+    ray_service_body,
+)
 from kintsugi_operator.objects.deployed import (
     DATA,
     DIRECTORY_PORT,
@@ -102,21 +109,14 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
             for claim, gib, storage_class in claim_names(spec, owner.name, index).values():
                 body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
                 tags = labels(owner.name, part=PART, shard=str(index))
-                kept = spec.store.volumes.retain
-                objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=not kept))
+                is_owned = not spec.store.volumes.retain
+                objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=is_owned))
     cluster = ray_cluster(
         _head(spec, owner, image),
         [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
         image.ray_version,
     )
-    body = {
-        "spec": {
-            "serveConfigV2": serve_yaml(store_config(spec)),
-            "upgradeStrategy": {"type": "None"},
-            "excludeHeadPodFromServeSvc": True,
-            "rayClusterConfig": cluster,
-        }
-    }
+    body = ray_service_body(store_config(spec), "None", cluster)
     tags = labels(owner.name, part=PART)
     name = ray_service_name(owner.name)
     service = make_object(owner, "RayService", name, tags, body, RAY_API_VERSION)
@@ -188,22 +188,19 @@ def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
     """Shards keep apart from each other, and near or away from engines. These are preferences: a shard that
     runs anywhere is better than one that waits."""
 
-    def near(weight: int, match: Manifest) -> Manifest:
+    def near(weight: int, **match: Any) -> Manifest:
         term = {"topologyKey": HOSTNAME, "labelSelector": match}
         return {"weight": weight, "podAffinityTerm": term}
 
-    shards = near(100, {"matchLabels": selector(name, role="shard")})
+    apart = [near(100, matchLabels=selector(name, role="shard"))]
+    together = []
     if spec.store.placement is ShardPlacement.BESIDE_ENGINES:
-        engines = near(50, {"matchLabels": selector(name, role="engine")})
-        return {
-            "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [engines]},
-            "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards]},
-        }
-    others = near(
-        50,
-        {
-            "matchLabels": selector(name),
-            "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": ["engine"]}],
-        },
-    )
-    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards, others]}}
+        together = [near(50, matchLabels=selector(name, role="engine"))]
+    else:
+        engines = {"key": LABEL_ROLE, "operator": "In", "values": ["engine"]}
+        apart.append(near(50, matchLabels=selector(name), matchExpressions=[engines]))
+    return {
+        kind: {"preferredDuringSchedulingIgnoredDuringExecution": terms}
+        for kind, terms in (("podAffinity", together), ("podAntiAffinity", apart))
+        if terms
+    }
