@@ -249,8 +249,8 @@ def simulate(arrivals: Sequence[Arrival], fleet: Fleet, router: Router, seed: in
         while running and running[0][0] <= arrival.at_s:
             now[0], ended, engine = heapq.heappop(running)
             engine.outstanding -= 1
-            engine.load.answered(str(ended))
-            engine.load.ended(str(ended))
+            engine.load.record_first_token(str(ended))
+            engine.load.record_end(str(ended))
             router.end(ended, engine)
         now[0] = arrival.at_s
         if arrival.at_s >= report_at_s:
@@ -259,7 +259,7 @@ def simulate(arrivals: Sequence[Arrival], fleet: Fleet, router: Router, seed: in
         engine = router.choose(number, arrival, engines)
         first_s, resident = engine.take(arrival, shards)
         engine.outstanding += 1
-        engine.load.began(str(number), arrival.num_tokens)
+        engine.load.record_start(str(number), arrival.num_tokens)
         heapq.heappush(running, (first_s, number, engine))
         waits.ttft_s.append(first_s - arrival.at_s)
         waits.tokens += arrival.num_tokens

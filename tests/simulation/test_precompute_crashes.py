@@ -40,6 +40,7 @@ from kintsugi.precompute.spec import JobSpec
 from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.grpc_store import GrpcStore
 from tests.fakes.stub_prefiller import StubPrefiller
+from tests.workers import worker_process_ids
 
 pytestmark = [
     pytest.mark.full,
@@ -70,7 +71,7 @@ def drive(folder: str, store: str) -> None:
     )
 
     def tell(progress: Progress) -> None:
-        ids = job._pool.process_ids() if job._pool is not None and progress.chunks_filled else []
+        ids = worker_process_ids(job._pool) if job._pool is not None and progress.chunks_filled else []
         print(json.dumps({"filled": progress.chunks_filled, "workers": ids}), flush=True)
 
     factory = partial(StubPrefiller, log=str(root / "prefills.log"))

@@ -37,7 +37,6 @@ class Endpoint:
     """Namespace of the chunks, where the endpoint is a Kintsugi gateway."""
     chat: bool = False
     """Whether to ask for chat completions instead of completions."""
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
@@ -65,7 +64,6 @@ class Endpoint:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **self.extra_body,
         }
 
     @property

@@ -34,7 +34,7 @@ from kintsugi.engine.worker.side import WorkerSide
 from kintsugi.engine.worker.support import find_unsupported, has_windows
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
-from kintsugi.fusor.control.planner import FixedRatioPlanner, Planner
+from kintsugi.fusor.control.planner import Planner
 from kintsugi.store.client.registry import is_process_local, open_store
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ PROJECTION_SHARE_FIRST = 0.25
 def _planner_of(config: EngineConfig) -> Planner:
     if config.loading_controller:
         return LoadingController(config.selection, config.ratio_max)
-    return FixedRatioPlanner(config.selection)
+    return Planner(config.selection)
 
 
 def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> EngineShape:

@@ -217,16 +217,16 @@ class BlendPass(SlicedWork):
         """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
         every rank."""
         tokens = torch.cat((self._must_positions, torch.tensor([self.region.end])))
+        every_id = torch.cat((self.region.token_ids, torch.tensor([self.region.next_token_id])))
         question = QuestionPass(
             self._stack,
             self._hit_positions,
             tokens,
+            self._stack.embed(every_id[tokens - self.region.start]),
             query_layers,
             self._unit_tokens_max,
             self.plan.exact_end,
         )
-        every_id = torch.cat((self.region.token_ids, torch.tensor([self.region.next_token_id])))
-        question.begin(self._stack.embed(every_id[tokens - self.region.start]))
         for layer in range(question.num_layers):
             loaded = yield from self.fetch_kv(layer)
             yield from self._time_units(question.pass_layer(layer, loaded))

@@ -36,12 +36,13 @@ class QuestionPass:
         stack: DecoderStack,
         hit_positions: Tensor,
         positions: Tensor,
+        hidden: Hidden,
         query_layers: tuple[int, ...],
         unit_tokens_max: int,
-        exact_end: int = 0,
+        exact_end: int,
     ) -> None:
-        """`positions` of the tokens that pass: int64, ascending, at least one after the last hit. Hit tokens
-        before `exact_end` get no weight; at least one hit token lies after it."""
+        """`positions` of the tokens that pass: int64, ascending, at least one after the last hit; `hidden`:
+        their embedding. Hit tokens before `exact_end` get no weight; at least one hit token lies after it."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions))
         """Attention to each hit token, fp32 `[hit tokens]`, summed over this rank's query heads."""
@@ -54,14 +55,9 @@ class QuestionPass:
         self._weighed = hit_positions >= exact_end
         self._keyed = positions >= hit_positions[self._weighed][0]
         self._cut = Cut.of(stack, positions, unit_tokens_max)
-        self._hidden: Hidden | None = None
-
-    def begin(self, hidden: Hidden) -> None:
-        """Start with `hidden`, the embedding of the tokens."""
         self._hidden = hidden
 
     def pass_layer(self, layer: int, loaded: LoadedLayer) -> Units[None]:
-        assert self._hidden is not None
         is_query_layer = layer in self._query_layers
         if layer == self.num_layers - 1:
             fresh = yield from self._project(layer, self._hidden)

@@ -226,13 +226,13 @@ class HybridSelector(QuerySelector):
         scores = self.scores(layer, candidates)
         count = self.count(layer, scores, candidates)
         # Heads first: the same ones at both layers that filter, because both use the same ratio.
-        heads = top(-candidates.offsets, min(count, round(HYBRID_HEAD_SHARE * self.quota(candidates))))
+        heads = top(
+            -candidates.offsets,
+            min(count, round(HYBRID_HEAD_SHARE * quota(self.ratio, candidates.num_hit_tokens))),
+        )
         scores = scores.clone()
         scores[heads] = float("inf")
         return top(scores, count)
-
-    def quota(self, candidates: Candidates) -> int:
-        return quota(self.ratio, candidates.num_hit_tokens)
 
 
 def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
@@ -243,22 +243,22 @@ def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(layer, num_layers - 1) for layer in wanted}))
 
 
-_MIX_1, _MIX_2, _STEP = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2, _STEP = (
+    constant - (1 << 64) for constant in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)
+)
+"""As int64."""
 
 
 def splitmix64(positions: Tensor) -> Tensor:
     """Hash int64 `positions` to int64 with splitmix64: the same on every rank and in every run, and free of
     any pattern in the positions."""
 
-    def to_int64(constant: int) -> int:
-        return constant - (1 << 64) if constant >> 63 else constant
-
     def logical_shift_right(value: Tensor, bits: int) -> Tensor:
         return (value >> bits) & ((1 << (64 - bits)) - 1)
 
-    value = positions * to_int64(_STEP)
-    value = (value ^ logical_shift_right(value, 30)) * to_int64(_MIX_1)
-    value = (value ^ logical_shift_right(value, 27)) * to_int64(_MIX_2)
+    value = positions * _STEP
+    value = (value ^ logical_shift_right(value, 30)) * _MIX_1
+    value = (value ^ logical_shift_right(value, 27)) * _MIX_2
     return value ^ logical_shift_right(value, 31)
 
 

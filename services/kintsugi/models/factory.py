@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -59,7 +60,7 @@ def make_checkpoint_once(name: str, seed: int = 0, layers: int | None = None) ->
     """
     shape = find_shape(name)
     if layers is not None:
-        shape = shape.with_layers(layers)
+        shape = dataclasses.replace(shape, layers=layers)
     parent = cache_folder() / "checkpoints"
     final = parent / f"{name}-{shape.layers}l-seed{seed}-r{RECIPE}"
     if final.is_dir():

@@ -8,8 +8,6 @@ from importlib.resources import files
 
 from kintsugi import checkpoints
 
-_FOLDER = "passages"
-
 
 @dataclass(frozen=True)
 class Passage:
@@ -29,16 +27,9 @@ BUNDLED_QUESTIONS = (
 
 
 @lru_cache(maxsize=1)
-def _passages() -> tuple[Passage, ...]:
-    folder = files(checkpoints) / _FOLDER
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".txt"))
-    return tuple(_passage((folder / name).read_text(encoding="utf-8")) for name in names)
-
-
-def _passage(text: str) -> Passage:
-    return Passage(title=text.split("\n", 1)[0].strip(), text=text.strip() + "\n")
-
-
-def read_bundled_passages() -> list[Passage]:
+def read_bundled_passages() -> tuple[Passage, ...]:
     """The passages, in order of their file names."""
-    return list(_passages())
+    folder = files(checkpoints) / "passages"
+    entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
+    texts = [entry.read_text(encoding="utf-8") for entry in entries if entry.name.endswith(".txt")]
+    return tuple(Passage(text.split("\n", 1)[0].strip(), text.strip() + "\n") for text in texts)

@@ -8,16 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from transformers import (
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, PretrainedConfig
 
 from kintsugi.core.errors import InvalidField
 
@@ -26,26 +17,15 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class Architecture(StrEnum):
-    """Decoder families, by their model class."""
+    """Decoder families, by transformers' model type."""
 
-    LLAMA = "LlamaForCausalLM"
-    MISTRAL = "MistralForCausalLM"
-    MIXTRAL = "MixtralForCausalLM"
-    QWEN2 = "Qwen2ForCausalLM"
-    QWEN3 = "Qwen3ForCausalLM"
-    QWEN3_MOE = "Qwen3MoeForCausalLM"
-    GEMMA3 = "Gemma3ForCausalLM"
-
-
-_CONFIGS: dict[Architecture, Any] = {
-    Architecture.LLAMA: LlamaConfig,
-    Architecture.MISTRAL: MistralConfig,
-    Architecture.MIXTRAL: MixtralConfig,
-    Architecture.QWEN2: Qwen2Config,
-    Architecture.QWEN3: Qwen3Config,
-    Architecture.QWEN3_MOE: Qwen3MoeConfig,
-    Architecture.GEMMA3: Gemma3TextConfig,
-}
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    MIXTRAL = "mixtral"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
+    GEMMA3 = "gemma3_text"
 
 
 @dataclass(frozen=True)
@@ -85,10 +65,6 @@ class ModelShape:
         if self.layers < 1:
             raise InvalidField("layers", f"{self.layers} is not positive")
 
-    def with_layers(self, layers: int) -> ModelShape:
-        """The same shape with another number of layers."""
-        return dataclasses.replace(self, layers=layers)
-
     @property
     def layer_types(self) -> list[str]:
         """The attention type of each layer, by transformers' names."""
@@ -102,7 +78,6 @@ class ModelShape:
         """The transformers config. Embeddings are never tied: with random weights a tied head would
         make every model repeat its last token."""
         values: dict[str, Any] = {
-            "architectures": [self.architecture.value],
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
@@ -119,7 +94,7 @@ class ModelShape:
             "dtype": self.dtype,
         }
         values |= self._architecture_fields()
-        config: PretrainedConfig = _CONFIGS[self.architecture](**values)
+        config: PretrainedConfig = AutoConfig.for_model(self.architecture.value, **values)
         return config
 
     def _architecture_fields(self) -> dict[str, Any]:
@@ -258,7 +233,7 @@ SHAPES: dict[str, ModelShape] = {
         dtype="bfloat16",
     ),
 }
-"""Every named shape. The two large ones have the layers of real models; `with_layers` sets how many."""
+"""Every named shape. The two large ones have the layers of real models, but fewer of them."""
 
 
 def find_shape(name: str) -> ModelShape:

@@ -71,8 +71,7 @@ class DocumentIndex(ABC):
         """Idempotent."""
 
 
-def check_document_id(document_id: str) -> str:
-    """Return the id. Raises `InvalidField` if it is empty or too long."""
+def check_document_id(document_id: str) -> None:
+    """Raise `InvalidField` if the id is empty or too long."""
     if not document_id or len(document_id.encode(errors="replace")) > DOCUMENT_ID_BYTES_MAX:
         raise InvalidField("document_id", f"must have between 1 and {DOCUMENT_ID_BYTES_MAX} bytes")
-    return document_id

@@ -142,8 +142,11 @@ class Job:
             self.progress.bytes_free = max(0, stats.bytes_capacity - stats.bytes_used)
             self._bytes_max = self.spec.bytes_max or stats.bytes_capacity
             self._check_model()
-            edition = self._open_edition()
-            run = self._ledger.begin_run(edition, self.spec.workers)
+            spec = self.spec
+            edition = self._ledger.open_edition(
+                spec.corpus_name, self.facts.space, spec.source, spec.model, spec.chunking.identity
+            )
+            run = self._ledger.begin_run(edition, spec.workers)
             self._fill_store(edition, run)
             if not self._dry:
                 self._delete_orphans()
@@ -170,12 +173,6 @@ class Job:
                 f"has fingerprint {mine[:16]}, but corpus {self.spec.corpus_name!r} is filled for "
                 f"{min(others)[:16]}; use that model, or --replace-model to fill this one beside it",
             )
-
-    def _open_edition(self) -> int:
-        spec = self.spec
-        return self._ledger.open_edition(
-            spec.corpus_name, self.facts.space, spec.source, spec.model, spec.chunking.identity
-        )
 
     def _fill_store(self, edition: int, run: int) -> None:
         """Scan the source, and prefill and put every chunk that the store lacks."""
@@ -396,8 +393,8 @@ class Job:
     def _bytes_of(self, chunks: Sequence[PendingChunk]) -> int:
         """Stored size of the chunks. Most chunks of a corpus are equally long, so each length is computed
         once."""
-        sizes = Counter(chunk.num_tokens for chunk in chunks)
-        return sum(self.facts.chunk_bytes(size) * count for size, count in sizes.items())
+        facts, sizes = self.facts, Counter(chunk.num_tokens for chunk in chunks)
+        return sum(facts.layout.chunk_bytes(facts.codec, size) * count for size, count in sizes.items())
 
     def _record_failed_chunks(self, failed: Sequence[tuple[PendingChunk, str]]) -> None:
         self.progress.chunks_failed += len(failed)

@@ -284,11 +284,6 @@ class Ledger(DocumentIndex):
             rows = [(run, f.url, f.place, f.document_id, f.reason[:500]) for f in failures]
             db.executemany("INSERT INTO failure VALUES (?,?,?,?,?)", rows[: max(0, REASONS_MAX - kept)])
 
-    def failures(self, run: int) -> list[Failure]:
-        with self._database.open_read() as db:
-            rows = db.execute("SELECT url, place, reason, document_id FROM failure WHERE run=?", (run,))
-            return [Failure(*row) for row in rows.fetchall()]
-
     def end_scan(self, edition: int, run: int, clean: dict[str, str], failed_urls: Sequence[str]) -> int:
         """Delete documents that the source no longer has. Returns their number.
 

@@ -11,7 +11,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,10 @@ KEPT_MAX = 256
 
 @dataclass
 class JobEntry(JournalRecord):
-    """One submitted job."""
+    """One submitted job. Every change of its progress replaces the object."""
 
     job: Job | None = None
     started: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    version: int = 0
-    """Increases with every change."""
 
     @property
     def is_waiting(self) -> bool:
@@ -118,7 +115,7 @@ class JobManager:
                 return entry
             entry.cancelled = True
             if entry.is_waiting:
-                _set_progress(entry, replace(entry.progress, state=State.CANCELLED))
+                entry.progress = replace(entry.progress, state=State.CANCELLED)
             self._journal.write(entry)
         if entry.job is not None:
             entry.job.cancel()
@@ -133,12 +130,6 @@ class JobManager:
             (entry.job.pause if paused else entry.job.resume)()
         return entry
 
-    def wait(self, entry: JobEntry, version: int, timeout_s: float) -> int:
-        """Wait until the entry's version differs from `version`, or for the timeout. Returns the version."""
-        with entry.changed:
-            entry.changed.wait_for(lambda: entry.version != version, timeout_s)
-            return entry.version
-
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             with self._lock:
@@ -148,14 +139,11 @@ class JobManager:
             try:
                 self._run_one(entry)
             except KintsugiError as error:
-                self._mark_failed(entry, f"{type(error).__name__}: {error}")
+                _mark_failed(entry, f"{type(error).__name__}: {error}")
             except Exception as defect:
                 log.exception("job %s failed unexpectedly", entry.job_id)
-                self._mark_failed(entry, f"defect: {type(defect).__name__}: {defect}")
+                _mark_failed(entry, f"defect: {type(defect).__name__}: {defect}")
             self._write_end(entry)
-
-    def _mark_failed(self, entry: JobEntry, error: str) -> None:
-        _set_progress(entry, replace(entry.progress, state=State.FAILED, error=error))
 
     def _write_end(self, entry: JobEntry) -> None:
         """Write the final state, except of a job that only stopped because the manager closes: the next
@@ -169,7 +157,7 @@ class JobManager:
             log.exception("the end of job %s could not be written to the journal", entry.job_id)
 
     def _run_one(self, entry: JobEntry) -> None:
-        on_progress = partial(_set_progress, entry)
+        on_progress = partial(setattr, entry, "progress")
         if entry.dry:
             survey(entry.spec, on_progress, partial(self._attach_job, entry))
             return
@@ -201,11 +189,8 @@ class JobManager:
         self._journal.close()
 
 
-def _set_progress(entry: JobEntry, progress: Progress) -> None:
-    with entry.changed:
-        entry.progress = progress
-        entry.version += 1
-        entry.changed.notify_all()
+def _mark_failed(entry: JobEntry, error: str) -> None:
+    entry.progress = replace(entry.progress, state=State.FAILED, error=error)
 
 
 def survey(

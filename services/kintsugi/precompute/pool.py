@@ -127,13 +127,6 @@ class Pool:
         except RayError as error:
             return batch, Unavailable(f"a worker's answer was lost: {error}")
 
-    def process_ids(self) -> list[int]:
-        """Process ids of the running workers."""
-        import ray
-
-        ids: list[int] = ray.get([worker.process_id.remote() for worker in self._workers])
-        return ids
-
     def close(self) -> None:
         """Kill the workers; their running batches are lost. Idempotent."""
         import ray

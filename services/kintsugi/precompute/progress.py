@@ -100,10 +100,10 @@ class Progress:
         return self.bytes_missing - self.bytes_filled <= self.bytes_free
 
     def to_mapping(self) -> dict[str, Any]:
-        derived = {
+        return {
+            **asdict(self),
             "tokens_per_s": round(self.tokens_per_s, 1),
             "seconds_left": self.seconds_left,
             "coverage": self.coverage,
             "fits": self.fits,
         }
-        return {**asdict(self), "state": self.state.value, **derived}

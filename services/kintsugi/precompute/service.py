@@ -23,10 +23,11 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.schema import load
 from kintsugi.precompute.manager import JobEntry, JobManager
+from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
-from kintsugi.store.protocol.status import ERROR_METADATA, error_name, status_of
+from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import check_listen
 
 SERVICE = "kintsugi.rpc.v1.Precompute"
@@ -102,11 +103,11 @@ class PrecomputeServicer(precompute_pb2_grpc.PrecomputeServicer):
 
     async def Watch(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.Job]:  # noqa: N802
         entry = await _or_abort(context, lambda: self._manager.get(request.job_id))
-        sent = -1
+        sent: Progress | None = None
         while True:
-            version = entry.version
-            if version != sent:
-                sent = version
+            progress = entry.progress
+            if progress is not sent:
+                sent = progress
                 job = job_to_wire(entry)
                 yield job
                 if job.state in (pb.JOB_STATE_DONE, pb.JOB_STATE_CANCELLED, pb.JOB_STATE_FAILED):
@@ -118,8 +119,7 @@ async def _or_abort(context: Any, answer: Callable[[], Answer]) -> Answer:
     try:
         return await asyncio.to_thread(answer)
     except KintsugiError as error:
-        metadata = ((ERROR_METADATA, error_name(error)),)
-        await context.abort(status_of(error), str(error), trailing_metadata=metadata)
+        await abort_call(context, error)
         raise
 
 

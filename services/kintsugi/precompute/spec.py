@@ -165,9 +165,6 @@ class ModelFacts:
         space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable)
         return ModelFacts(dtype, space, layout, codec_named(spec.codec))
 
-    def chunk_bytes(self, num_tokens: int) -> int:
-        return self.layout.chunk_bytes(self.codec, num_tokens)
-
 
 def _context_length(spec: JobSpec, text: Mapping[str, Any]) -> int:
     """The engine's context length in tokens: `max_model_len` if given, else the checkpoint's."""

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 from kintsugi.core.errors import NotFound
 from kintsugi.precompute.ledger import Edition, Ledger
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
-
-
-@dataclass(frozen=True)
-class PinCounts:
-    """The result of `pin`."""
-
-    chunks: int
-    pinned: int
-    """Fewer than `chunks` if some are not in the store; precompute those first."""
 
 
 def newest_complete_edition(ledger: Ledger, corpus: str) -> Edition:
@@ -29,10 +19,11 @@ def newest_complete_edition(ledger: Ledger, corpus: str) -> Edition:
     return complete[-1]
 
 
-def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> PinCounts:
+def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> tuple[int, int]:
     """Protect the corpus's chunks from eviction for `lease_s` seconds; pin again before the leases end.
 
-    Raises `NotFound`, and `InvalidField` for a store without pins.
+    Returns the number of its chunks and of those pinned. If these are fewer, some are not in the store:
+    precompute those first. Raises `NotFound`, and `InvalidField` for a store without pins.
     """
     edition = newest_complete_edition(ledger, corpus)
     with closing(open_store(store_url)) as store:
@@ -40,7 +31,7 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> PinCount
         for page in ledger.keys(edition.id):
             chunks += len(page)
             pinned += store.pin(edition.namespace, page, lease_s).chunks
-        return PinCounts(chunks, pinned)
+        return chunks, pinned
 
 
 def retire(ledger: Ledger, store_url: str, corpus: str) -> int:

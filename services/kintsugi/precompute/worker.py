@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -146,9 +145,6 @@ class Worker:
         except Unavailable as error:
             raise NotStarted(str(error)) from error
         self._start_s = time.monotonic() - started_s
-
-    def process_id(self) -> int:
-        return os.getpid()
 
 
 def durable_url(store_url: str, is_durable: bool) -> str:

@@ -174,10 +174,10 @@ def _confirm_selections(
             continue
         notify(f"confirming {describe_selection(selection)}")
         tried[name] += 1
-        entry = (
-            screened[selection].join_scores(measure_selection(bench, selection, rest)).entry if rest else None
-        )
-        confirmed[selection] = entry or screened[selection].entry
+        scores = screened[selection]
+        if rest:
+            scores = scores.join_scores(measure_selection(bench, selection, rest))
+        confirmed[selection] = scores.entry
         if not shortfalls(confirmed[selection], noise, thresholds):
             passed.add(name)
     return confirmed

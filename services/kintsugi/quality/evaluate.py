@@ -7,11 +7,10 @@ holds one configuration in one setting; each setting also has rows for full pref
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
@@ -59,11 +58,9 @@ class Axes:
         if not self.selections:
             raise InvalidField("selectors", "no configuration to measure; name a selector and a ratio")
 
-    def engines(self) -> Iterator[tuple[str, float | None]]:
-        """Yield the codec and tier speed of each engine to start."""
-        for codec in self.codecs:
-            for speed in self.tier_bytes_per_s:
-                yield codec, speed
+    def engines(self) -> list[tuple[str, float | None]]:
+        """The codec and tier speed of each engine to start."""
+        return list(itertools.product(self.codecs, self.tier_bytes_per_s))
 
 
 @dataclass(frozen=True)
@@ -98,9 +95,6 @@ class EvaluationRow:
     em_loss: Interval | None = None
     """Full prefill's exact match minus this one's, on the same prompts."""
     by_task: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -142,15 +136,14 @@ def evaluate(
 ) -> list[EvaluationRow]:
     """Measure every setting and configuration that this engine can run."""
     rows: list[EvaluationRow] = []
-    for chunk_tokens in axes.chunk_tokens:
-        for chunk_count in axes.chunk_counts:
-            shaped = reshape_cases(cases, chunk_tokens, chunk_count)
-            Bench(engine, shaped, max_tokens).store_chunks(
-                lambda done, total: notify(f"storing chunks, {done} of {total}")
-            )
-            for batch in axes.batches:
-                setting = Setting(codec, speed, chunk_tokens, chunk_count, batch)
-                rows += _measure_setting(Bench(engine, shaped, max_tokens, batch), setting, axes, notify)
+    for chunk_tokens, chunk_count in itertools.product(axes.chunk_tokens, axes.chunk_counts):
+        shaped = reshape_cases(cases, chunk_tokens, chunk_count)
+        Bench(engine, shaped, max_tokens).store_chunks(
+            lambda done, total: notify(f"storing chunks, {done} of {total}")
+        )
+        for batch in axes.batches:
+            setting = Setting(codec, speed, chunk_tokens, chunk_count, batch)
+            rows += _measure_setting(Bench(engine, shaped, max_tokens, batch), setting, axes, notify)
     return rows
 
 
@@ -161,13 +154,15 @@ def _measure_setting(bench: Bench, setting: Setting, axes: Axes, notify: Notify)
     notify(FULL)
     full = bench.full(everything)
     rows = [row_of(FULL, None, setting, Scores(Selection(1.0), bench.cases, full, full))]
-    for method, selection in [
-        (REUSE, REUSE_SELECTION),
-        *((describe_selection(s), s) for s in axes.selections),
-    ]:
+    for method, selection in _blends(axes.selections):
         notify(method)
         rows.append(row_of(method, selection, setting, measure_selection(bench, selection, everything)))
     return rows
+
+
+def _blends(selections: Sequence[Selection]) -> list[tuple[str, Selection]]:
+    """Full KV reuse and the selections, with their names."""
+    return [(REUSE, REUSE_SELECTION), *((describe_selection(one), one) for one in selections)]
 
 
 def row_of(method: str, selection: Selection | None, setting: Setting, scores: Scores) -> EvaluationRow:
@@ -233,14 +228,10 @@ def measure_rates(
     """Measure TTFT under Poisson arrivals, the same for every method. The bench's chunks must be stored."""
     rows = []
     count = min(RATE_PROMPTS_MAX, len(bench.cases))
-    methods: list[tuple[str, Selection | None]] = [(FULL, None), (REUSE, REUSE_SELECTION)]
-    methods += [(describe_selection(selection), selection) for selection in selections]
+    methods: list[tuple[str, Selection | None]] = [(FULL, None), *_blends(selections)]
     for rate in rates_per_s:
         picks = random.Random(1)
-        arrivals_s, now_s = [], 0.0
-        for _ in range(count):
-            now_s += picks.expovariate(rate)
-            arrivals_s.append(now_s)
+        arrivals_s = list(itertools.accumulate(picks.expovariate(rate) for _ in range(count)))
         for method, selection in methods:
             notify(f"{method} at {rate:g} requests per second")
             if selection is not None:

@@ -9,7 +9,6 @@ does not count again at every later token.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -240,17 +239,13 @@ class Scores:
     cases: Sequence[Case]
     full: Sequence[CaseAnswer]
     blend: Sequence[CaseAnswer]
-    elapsed_s: float = 0.0
 
     @property
     def divergences(self) -> list[float]:
         """KL at every position of every reference answer."""
-        return [metrics.kl_divergence(*pair) for pair in self._pairs()]
+        return [metrics.kl_divergence(*pair) for pair in self._pairs]
 
     @property
-    def agreements(self) -> list[float]:
-        return [float(metrics.same_top(*pair)) for pair in self._pairs()]
-
     def _pairs(self) -> list[tuple[dict[int, float], dict[int, float]]]:
         return [
             pair
@@ -282,7 +277,7 @@ class Scores:
             cost=round(self.cost, 6),
             kl_mean=round(metrics.mean(divergences), 6),
             kl_p99=round(metrics.percentile(divergences, 0.99), 6),
-            top1_agreement=round(metrics.mean(self.agreements), 6),
+            top1_agreement=round(metrics.mean([metrics.same_top(*pair) for pair in self._pairs]), 6),
             num_prompts=len(self.cases),
             num_positions=len(divergences),
             accuracy=round(metrics.mean(right), 6) if right else None,
@@ -297,7 +292,6 @@ class Scores:
             [*self.cases, *other.cases],
             [*self.full, *other.full],
             [*self.blend, *other.blend],
-            self.elapsed_s + other.elapsed_s,
         )
 
     def of_task(self, task: str) -> Scores:
@@ -323,7 +317,5 @@ def accuracy_of(cases: Sequence[Case]) -> Callable[[str, Sequence[str]], float]:
 def measure_selection(bench: Bench, selection: Selection, indices: Sequence[int]) -> Scores:
     """Run some cases with a configuration and compare the answers with full prefill's."""
     full = bench.full(indices)
-    started = time.perf_counter()
     blend = bench.blend(selection, indices)
-    elapsed_s = time.perf_counter() - started
-    return Scores(selection, [bench.cases[index] for index in indices], full, blend, elapsed_s)
+    return Scores(selection, [bench.cases[index] for index in indices], full, blend)

@@ -117,26 +117,24 @@ class Interval:
         return f"{self.mean:.3f} [{self.low:.3f}-{self.high:.3f}]"
 
 
-def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
+def bootstrap(values: Sequence[float]) -> Interval:
     """95 % interval of a mean. For a paired difference, pass the differences."""
-    return _resample(values, mean, seed)
+    return _resample(values, mean)
 
 
-def ratio_bootstrap(tops: Sequence[float], bottoms: Sequence[float], seed: int = 0) -> Interval:
+def ratio_bootstrap(tops: Sequence[float], bottoms: Sequence[float]) -> Interval:
     """95 % interval of mean(tops) ÷ mean(bottoms), with pairs resampled together; NaN if the bottom is 0."""
 
     def share(sample: Sequence[tuple[float, float]]) -> float:
         below = sum(bottom for _, bottom in sample)
         return sum(top for top, _ in sample) / below if below else float("nan")
 
-    return _resample(list(zip(tops, bottoms, strict=True)), share, seed)
+    return _resample(list(zip(tops, bottoms, strict=True)), share)
 
 
-def _resample(
-    sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]], float], seed: int
-) -> Interval:
+def _resample(sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]], float]) -> Interval:
     """The bootstrap interval of a statistic."""
-    picks = random.Random(seed)
+    picks = random.Random(0)
     found = sorted(statistic(picks.choices(sample, k=len(sample))) for _ in range(RESAMPLES))
     tail = (1 - CONFIDENCE) / 2
     low, high = found[int(tail * RESAMPLES)], found[int((1 - tail) * RESAMPLES) - 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,32 +48,25 @@ def _plot_quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     figure, axes = create_figure()
     first = rows[0].setting
     here = [row for row in rows if row.setting == first]
-    styles = _Styles()
-    for name, family in _group_by_family(here).items():
-        points = sorted(family, key=lambda row: row.cost if against_cost else row.ttft.mean)
-        across = [row.cost if against_cost else row.ttft.mean * 1e3 for row in points]
+
+    def across(row: EvaluationRow) -> float:
+        return row.cost if against_cost else row.ttft.mean * 1e3
+
+    families = _group_by_family(here)
+    styles = _choose_styles(families)
+    for name, family in families.items():
+        points = sorted(family, key=across)
         up = [quality_of(row)[0] for row in points]
-        axes.errorbar(
-            across,
-            [one.mean for one in up],
-            yerr=[[one.mean - one.low for one in up], [one.high - one.mean for one in up]],
-            label=name,
-            **styles.style_of(name),
-            markersize=4.5,
-            linewidth=1.3,
-            capsize=2,
-            elinewidth=0.7,
-        )
+        _draw_line(axes, name, list(map(across, points)), up, **styles[name], linewidth=1.3, elinewidth=0.7)
     for row in here:
         quality, label = quality_of(row)
         if row.method == FULL:
             axes.axhline(quality.mean, color="#222222", linestyle="--", linewidth=1, label=FULL)
             axes.set_ylabel(label)
             if not against_cost:
-                axes.axvline(row.ttft.mean * 1e3, color="#222222", linestyle="--", linewidth=1)
+                axes.axvline(across(row), color="#222222", linestyle="--", linewidth=1)
         elif row.method == REUSE:
-            across_reuse = row.cost if against_cost else row.ttft.mean * 1e3
-            axes.plot([across_reuse], [quality.mean], "*", color="#aa0000", markersize=11, label=REUSE)
+            axes.plot([across(row)], [quality.mean], "*", color="#aa0000", markersize=11, label=REUSE)
     bounds = [bound for row in here for bound in (quality_of(row)[0].low, quality_of(row)[0].high)]
     slack = max(0.0, SPAN_MIN - (max(bounds) - min(bounds))) / 2 + 0.02
     axes.set_ylim(min(bounds) - slack, max(bounds) + slack)
@@ -85,26 +78,30 @@ def _plot_quality(rows: Sequence[EvaluationRow], against_cost: bool) -> Any:
     return figure
 
 
-class _Styles:
-    """One colour and marker per selector, one line style per check layer of a selector."""
+def _draw_line(axes: Any, name: str, across: list[float], up: list[Interval], **options: Any) -> None:
+    """Draw a line through the means, with error bars."""
+    errors = [[one.mean - one.low for one in up], [one.high - one.mean for one in up]]
+    means = [one.mean for one in up]
+    axes.errorbar(across, means, yerr=errors, label=name, markersize=4.5, capsize=2, **options)
 
-    def __init__(self) -> None:
-        self._families: dict[str, list[str]] = {}
 
-    def style_of(self, name: str) -> dict[str, str]:
-        """Matplotlib's arguments for a baseline or a family, `selector @check_layer`."""
+def _choose_styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Matplotlib's arguments for each distinct baseline or family, `selector @check_layer`: one colour and
+    marker per selector, one line style per check layer of a selector."""
+    styles, families = {}, dict[str, list[str]]()
+    for name in dict.fromkeys(names):
         if name in BASELINE_STYLES:
-            return BASELINE_STYLES[name]
+            styles[name] = BASELINE_STYLES[name]
+            continue
         selector = name.split(" ", 1)[0]
-        families = self._families.setdefault(selector, [])
-        if name not in families:
-            families.append(name)
-        number = list(self._families).index(selector)
-        return {
+        families.setdefault(selector, []).append(name)
+        number = list(families).index(selector)
+        styles[name] = {
             "color": COLOURS[number % len(COLOURS)],
             "marker": MARKERS[number % len(MARKERS)],
-            "linestyle": STYLES[families.index(name) % len(STYLES)],
+            "linestyle": STYLES[(len(families[selector]) - 1) % len(STYLES)],
         }
+    return styles
 
 
 def _group_by_family(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
@@ -119,21 +116,11 @@ def _group_by_family(rows: Sequence[EvaluationRow]) -> dict[str, list[Evaluation
 
 def _plot_rates(rates: Sequence[RateRow]) -> Any:
     figure, axes = create_figure()
-    styles = _Styles()
-    for method in dict.fromkeys(row.method for row in rates):
+    styles = _choose_styles(row.method for row in rates)
+    for method, style in styles.items():
         points = sorted((row for row in rates if row.method == method), key=lambda row: row.rate_per_s)
-        axes.errorbar(
-            [row.rate_per_s for row in points],
-            [row.ttft.mean * 1e3 for row in points],
-            yerr=[
-                [(row.ttft.mean - row.ttft.low) * 1e3 for row in points],
-                [(row.ttft.high - row.ttft.mean) * 1e3 for row in points],
-            ],
-            label=method,
-            **styles.style_of(method),
-            markersize=4.5,
-            capsize=2,
-        )
+        up = [Interval(one.mean * 1e3, one.low * 1e3, one.high * 1e3) for one in (row.ttft for row in points)]
+        _draw_line(axes, method, [row.rate_per_s for row in points], up, **style)
     axes.set_xlabel("requests per second (Poisson)")
     axes.set_ylabel("mean time to first token, ms")
     axes.set_yscale("log")

@@ -29,6 +29,7 @@ from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
+from tests.workers import worker_process_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -210,7 +211,7 @@ def test_a_worker_that_is_killed_is_replaced(bench: Bench) -> None:
 
     def kill_once(progress: Progress) -> None:
         if progress.chunks_filled and not killed and job._pool is not None:
-            killed.extend(job._pool.process_ids())
+            killed.extend(worker_process_ids(job._pool))
             for process_id in killed:
                 os.kill(process_id, signal.SIGKILL)
 

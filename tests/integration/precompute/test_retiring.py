@@ -119,6 +119,6 @@ def test_a_job_waits_for_a_shard_to_delete_what_is_invalid(
     ledger.empty(edition.id)
     store = Returning(3)
     job._store = store
-    job._invalidate()
+    job._delete_orphans()
     assert sorted(store.deleted) == sorted(keys)
     assert job.progress.chunks_invalidated == CHUNKS

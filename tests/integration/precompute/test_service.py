@@ -102,7 +102,7 @@ def test_bad_requests_get_their_status(bench: Bench, stub: Any) -> None:
         (
             lambda: stub.Submit(pb.SubmitJobRequest(spec_json="{")),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "no JSON",
+            "not JSON",
         ),
         (
             lambda: stub.Submit(pb.SubmitJobRequest(spec_json='{"sauce": 1}')),

@@ -15,7 +15,7 @@ from torch import Tensor
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.blend import BlendPass, PassRegion
-from kintsugi.fusor.control.cost import PassWorkload, token_layers
+from kintsugi.fusor.control.cost import PassWorkload, pass_work
 from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, PassStatus
 from tests.fakes.toy_chunks import Gate, ToyPrompt
@@ -274,7 +274,7 @@ def test_the_tally_is_the_cost_formula(
     expected = ran + stack.projection_share * projected
     assert work.tally.token_layers == pytest.approx(expected)
     workload = PassWorkload(hit, must, LAYERS, stack.projection_share)
-    assert token_layers(plan.selection, workload) == pytest.approx(expected)
+    assert pass_work(plan.selection, workload).token_layers == pytest.approx(expected)
     assert work.tally.tokens_hit == hit
     assert work.tally.tokens_recomputed == active[-1] - must
     assert work.tally.bytes_loaded == sum(m.chunk_bytes for m in scene.manifests.values())
@@ -316,7 +316,7 @@ def test_exact_tokens_are_neither_recomputed_nor_counted(selector: SelectorName,
     assert work.tally.tokens_hit == 45
     assert work.tally.tokens_recomputed == len(last) - must
     workload = PassWorkload(45, must, LAYERS, stack.projection_share, exact_tokens=18)
-    assert token_layers(plan.selection, workload) == pytest.approx(work.tally.token_layers)
+    assert pass_work(plan.selection, workload).token_layers == pytest.approx(work.tally.token_layers)
     full = model().dense(scene.token_ids)
     assert_cache_until(stack, full.keys[:, :20], full.values[:, :20])
 
@@ -328,7 +328,8 @@ def test_where_everything_loaded_is_exact_so_is_the_blend(ratio: float) -> None:
     full = model().dense(scene.token_ids)
     assert_cache(stack, full.keys, full.values, 1e-4)
     assert work.tally.tokens_recomputed == (18 if ratio == 1 else 0)
-    expected = token_layers(work.plan.selection, PassWorkload(18, LENGTH - 18, LAYERS, 0.25, exact_tokens=18))
+    workload = PassWorkload(18, LENGTH - 18, LAYERS, 0.25, exact_tokens=18)
+    expected = pass_work(work.plan.selection, workload).token_layers
     assert work.tally.token_layers == expected
 
 

@@ -125,8 +125,8 @@ def passed(
     hits = torch.tensor([p for start, end in scene.spans for p in range(start, end)])
     others = torch.tensor([p for p in range(LENGTH + 1) if p not in hits.tolist()])
     stack = stack or ToyStack(model())
-    question = QuestionPass(stack, hits, others, layers, unit)
-    question.begin(stack.embed(torch.cat((scene.token_ids, torch.tensor([NEXT])))[others]))
+    hidden = stack.embed(torch.cat((scene.token_ids, torch.tensor([NEXT])))[others])
+    question = QuestionPass(stack, hits, others, hidden, layers, unit, exact_end=0)
     for layer in range(question.num_layers):
         key, value = (kv[hits] for kv in scene.loaded(layer))
         for _ in question.pass_layer(layer, LoadedLayer(layer, key, value, 0, 0.0, 0.0, None)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -222,7 +223,8 @@ def test_failures_are_kept_up_to_a_bound(ledger: Ledger, monkeypatch: pytest.Mon
     run = ledger.begin_run(1)
     for number in range(5):
         ledger.note_failures(run, [Failure("u", number, "bad", "d")])
-    assert [failure.place for failure in ledger.failures(run)] == [0, 1, 2]
+    with closing(sqlite3.connect(ledger.folder / "ledger.sqlite")) as db:
+        assert db.execute("SELECT place FROM failure WHERE run=?", (run,)).fetchall() == [(0,), (1,), (2,)]
 
 
 def test_a_state_folder_that_is_none_is_explained(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_facts_of_a_model() -> None:
     facts = ModelFacts.of(spec())
     assert (facts.dtype, facts.layout.num_layers, facts.layout.num_kv_heads) == ("bfloat16", 4, 2)
     assert facts.space.prefix_token_ids == (0,)
-    assert facts.chunk_bytes(512) == 512 * facts.chunk_bytes(1)
+    assert facts.layout.chunk_bytes(facts.codec, 512) == 512 * facts.layout.chunk_bytes(facts.codec, 1)
     assert ModelFacts.of(spec(dtype="float16")).space.fingerprint != facts.space.fingerprint
 
 
@@ -79,7 +79,7 @@ def test_facts_follow_what_the_engines_are_told() -> None:
     plain = ModelFacts.of(spec())
     small = ModelFacts.of(spec(codec="int8"))
     assert small.space == plain.space
-    assert small.chunk_bytes(512) < 0.6 * plain.chunk_bytes(512)
+    assert small.layout.chunk_bytes(small.codec, 512) < 0.6 * plain.layout.chunk_bytes(plain.codec, 512)
     for told in (
         {"hf_overrides": {"rope_theta": 2e4}},
         {"kv_cache_dtype": "fp8"},

@@ -66,7 +66,7 @@ def test_baselines_stand_beside_every_configuration() -> None:
     assert (better.exact_match.mean, better.em_loss.mean) == (1.0, 0.0)
     assert worse.by_task["code"]["exact_match"] == 1.0, "even indices are right, and odd ones are wrong"
     assert worse.by_task["alias"]["exact_match"] == 0.0
-    assert full.to_mapping()["setting"]["codec"] == "raw"
+    assert full.setting.codec == "raw"
 
 
 def test_every_setting_is_measured() -> None:

@@ -76,7 +76,7 @@ def test_intervals_hold_the_mean_and_shrink() -> None:
     assert few.low < few.mean == 0.5 == many.mean < few.high
     assert many.high - many.low < few.high - few.low
     assert metrics.bootstrap([1.0] * 9) == metrics.Interval(1, 1, 1)
-    assert metrics.bootstrap([0.0, 1.0, 1.0], 3) == metrics.bootstrap([0.0, 1.0, 1.0], 3)
+    assert metrics.bootstrap([0.0, 1.0, 1.0]) == metrics.bootstrap([0.0, 1.0, 1.0])
 
 
 def test_a_share_is_resampled_in_pairs() -> None:

@@ -206,9 +206,9 @@ def pin(
     as_json: Json = False,
 ) -> None:
     """Protect a corpus from eviction."""
-    pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, lease_s)
-    document = {"corpus": corpus, "chunks": pinned.chunks, "pinned": pinned.pinned, "lease_s": lease_s}
-    print(json.dumps(document) if as_json else f"{pinned.pinned} of {pinned.chunks} chunks pinned")
+    chunks, pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, lease_s)
+    document = {"corpus": corpus, "chunks": chunks, "pinned": pinned, "lease_s": lease_s}
+    print(json.dumps(document) if as_json else f"{pinned} of {chunks} chunks pinned")
 
 
 @app.command()

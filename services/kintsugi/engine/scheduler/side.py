@@ -42,7 +42,7 @@ from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
 from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
-from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of, work_of
+from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
 from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond
 from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.store.protocol.interface import ChunkStore
@@ -419,8 +419,8 @@ class SchedulerSide:
         self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
         tokens, plan = state.job.tokens, state.job.plan
         region = ForecastRegion(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
-        work = work_of(self.engine, plan.selection, plan.hits, region)
-        terms = terms_of(work, plan.hits, region, accounting.token_layers_computed)
+        computed = accounting.token_layers_computed
+        terms = terms_of(self.engine, plan.selection, plan.hits, region, computed)
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
 
     def begin_step(self, output: SchedulerOutput) -> StepMetadata:

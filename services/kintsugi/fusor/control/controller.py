@@ -21,7 +21,7 @@ from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, Selection
 from kintsugi.fusor.control.estimates import Measured
 from kintsugi.fusor.control.forecast import BlendForecast, ForecastRegion, blend_forecast, full_prefill_s
-from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
+from kintsugi.fusor.control.planner import Planner, PlanRequest
 
 RATIO_STEP = 0.05
 """Raised ratios are multiples of this, so a prompt has few different blends rather than one per
@@ -43,21 +43,17 @@ alone."""
 
 
 @dataclass(frozen=True)
-class LoadingController:
-    """The planner of a serving engine."""
+class LoadingController(Planner):
+    """The planner of a serving engine. The ratio of its default selection is the lowest that the gate
+    allows."""
 
-    selection: Selection
-    """The default for what a request leaves open; its ratio is the lowest that the gate allows."""
     ratio_max: float
     """Upper limit for raising a ratio that the request did not specify."""
-
-    def with_selection(self, selection: Selection) -> LoadingController:
-        return replace(self, selection=selection)
 
     def plan(self, request: PlanRequest) -> BlendPlan:
         """Return the plan with the earliest first token. Raises `NotBlendable` if a full prefill's is
         earlier: `loading_is_slower`, or `blending_is_slower` if even an instant store would not help."""
-        fixed = FixedRatioPlanner(self.selection).plan(request)
+        fixed = super().plan(request)
         full_s = predict_full_s(request)
         forecast = _forecast(fixed.selection, fixed.hits, request)
         if forecast is None or full_s is None:
@@ -72,8 +68,6 @@ class LoadingController:
 
 def predict_full_s(request: PlanRequest) -> float | None:
     """Seconds to the first token of a full prefill; None if nothing is known about it."""
-    if request.engine is None:
-        return None
     full_s = full_prefill_s(request.engine, request.measured, _region(request))
     return None if full_s is None else request.ahead_s + full_s
 
@@ -85,8 +79,6 @@ def _region(request: PlanRequest) -> ForecastRegion:
 def _forecast(
     selection: Selection, hits: Sequence[ChunkHit], request: PlanRequest, measured: Measured | None = None
 ) -> BlendForecast | None:
-    if request.engine is None:
-        return None
     return blend_forecast(
         request.engine, measured or request.measured, selection, hits, _region(request), request.ahead_s
     )

@@ -84,11 +84,6 @@ def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
     return PassWork(tuple(question), tuple(blend))
 
 
-def token_layers(selection: Selection, work: PassWorkload) -> float:
-    """Token-layers of a blend: exact for a fixed ratio, an upper bound for an adaptive one."""
-    return pass_work(selection, work).token_layers
-
-
 def configuration_cost(selection: Selection, work: PassWorkload) -> float:
     """Share of a full prefill's token-layers that a blend computes; above 1 if it computes more."""
-    return token_layers(selection, work) / (work.num_layers * (work.hit_tokens + work.other_tokens))
+    return pass_work(selection, work).token_layers / (work.num_layers * (work.hit_tokens + work.other_tokens))

@@ -41,7 +41,7 @@ EXTRAPOLATION_MAX = 8.0
 """A step is predicted only from steps that had at least 1 / `EXTRAPOLATION_MAX` of its tokens."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Transfer:
     """The part of one stream that came from one source."""
 
@@ -49,9 +49,9 @@ class Transfer:
     opening_s: float
     """Wait for the first frame: the network round trip, the shard's queue, and the frame itself."""
     opening_bytes: int
-    wait_s: float
+    wait_s: float = 0.0
     """Wait for the other measured frames."""
-    num_bytes: int
+    num_bytes: int = 0
     """Bytes of the other measured frames."""
 
 
@@ -62,10 +62,6 @@ class Link:
     opening_s: float
     """Seconds until bytes arrive: the network round trip and the shard's queue."""
     s_per_byte: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        return 1 / self.s_per_byte if self.s_per_byte else float("inf")
 
 
 Terms = tuple[float, ...]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
-from kintsugi.fusor.control.cost import LayerWork, PassWork, PassWorkload, pass_work
+from kintsugi.fusor.control.cost import LayerWork, PassWorkload, pass_work
 from kintsugi.fusor.control.estimates import EXTRAPOLATION_MAX, Link, Measured, Terms, blend_prior
 
 INSTANT = Link(0.0, 0.0)
@@ -91,27 +91,18 @@ def _step_of_blends(engine: EngineShape, blend: Terms | None) -> Terms | None:
 
 
 def terms_of(
-    work: PassWork, hits: Sequence[ChunkHit], region: ForecastRegion, computed: float | None = None
+    engine: EngineShape,
+    selection: Selection,
+    hits: Sequence[ChunkHit],
+    region: ForecastRegion,
+    computed: float | None = None,
 ) -> Terms:
-    """The terms of a pass, in the order of `Measured.blend`. `computed`: its token-layers, if counted."""
+    """The terms of a pass over `region` that loads `hits`, in the order of `Measured.blend`. `computed`: its
+    token-layers, if counted."""
     shape = _Shape(hits, region)
-    stages = [shape.terms(stage) for stage in (*work.question, *work.blend)]
+    stages = [shape.terms(stage) for stage in shape.stages(engine, selection)]
     token_layers, runs, scattered, rows = (sum(column) for column in zip(*stages, strict=True))
     return 1.0, token_layers if computed is None else computed, runs, scattered, rows
-
-
-def work_of(
-    engine: EngineShape, selection: Selection, hits: Sequence[ChunkHit], region: ForecastRegion
-) -> PassWork:
-    """The work of a pass over `region` that loads `hits`."""
-    return _work(engine, selection, _Shape(hits, region))
-
-
-def _work(engine: EngineShape, selection: Selection, shape: _Shape) -> PassWork:
-    tokens = PassWorkload(
-        shape.hit_tokens, shape.other_tokens, engine.num_layers, engine.projection_share, shape.exact_tokens
-    )
-    return pass_work(selection, tokens)
 
 
 class _Shape:
@@ -127,6 +118,14 @@ class _Shape:
             self._hit_pairs += count_attention_pairs(first, last)
         self.other_tokens = region.num_tokens - self.hit_tokens
         self._other_pairs = count_attention_pairs(region.start, region.end) - self._hit_pairs
+
+    def stages(self, engine: EngineShape, selection: Selection) -> tuple[LayerWork, ...]:
+        """The layers of a pass in the order in which they are computed."""
+        tokens = PassWorkload(
+            self.hit_tokens, self.other_tokens, engine.num_layers, engine.projection_share, self.exact_tokens
+        )
+        work = pass_work(selection, tokens)
+        return *work.question, *work.blend
 
     def terms(self, stage: LayerWork) -> tuple[float, float, float, float]:
         """Token-layers, pairs in runs, pairs of scattered tokens, rows written. Chosen tokens are assumed to
@@ -158,8 +157,7 @@ def blend_forecast(
     loads = [layer_s] * engine.num_layers
     loads[0] += opening_s
     shape = _Shape(hits, region)
-    work = _work(engine, selection, shape)
-    stages = _cost_stages((*work.question, *work.blend), shape, coefficients)
+    stages = _cost_stages(shape.stages(engine, selection), shape, coefficients)
     compute_s = coefficients[0] + sum(cost for _, cost in stages)
     end_s = _pipeline(stages, loads, engine.prefetch_layers, ahead_s + coefficients[0])
     return BlendForecast(end_s + measured.tail_s, sum(loads), compute_s)

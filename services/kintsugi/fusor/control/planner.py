@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Self
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection, apply_options
@@ -23,12 +23,11 @@ class PlanRequest:
     hits: tuple[ChunkHit, ...]
     """Chunks that the store holds and the prefix cache does not cover entirely, with their sizes and
     sources."""
+    engine: EngineShape
     options: BlendOptions = field(default_factory=BlendOptions)
     """The request's options; the planner decides about those that are None."""
     exact_end: int = 0
     """As in `BlendPlan`."""
-    engine: EngineShape | None = None
-    """None if nothing can be predicted."""
     measured: Measured = field(default_factory=Measured)
     ahead_s: float = 0.0
     """Seconds of computing left in passes that go first; a full prefill shares the engine with them, too."""
@@ -38,35 +37,21 @@ class PlanRequest:
     """Blend even if computing is predicted to be slower, to measure it again."""
 
 
-class Planner(Protocol):
-    """Turns requests into plans."""
-
-    def plan(self, request: PlanRequest) -> BlendPlan:
-        """Plan a blend. Raises `NotBlendable` if a full prefill is better."""
-        ...
-
-    @property
-    def selection(self) -> Selection:
-        """The default selection, for requests that specify nothing."""
-        ...
-
-    def with_selection(self, selection: Selection) -> Planner:
-        """Return the same planner with another default, such as a calibration report's choice."""
-        ...
-
-
 @dataclass(frozen=True)
-class FixedRatioPlanner:
-    """Loads every hit and recomputes a fixed share: for measurements that need exactly what they request."""
+class Planner:
+    """Loads every hit and recomputes a fixed share: for measurements that need exactly what they request.
+    Serving engines refine it: see `fusor.control.controller`."""
 
     selection: Selection
     """The default for what a request leaves open. Requests cannot set layers; the engine's configuration
     does."""
 
-    def with_selection(self, selection: Selection) -> FixedRatioPlanner:
+    def with_selection(self, selection: Selection) -> Self:
+        """Return the same planner with another default, such as a calibration report's choice."""
         return replace(self, selection=selection)
 
     def plan(self, request: PlanRequest) -> BlendPlan:
+        """Plan a blend. Raises `NotBlendable` if a full prefill is better."""
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
         return BlendPlan(request.hits, apply_options(self.selection, request.options), request.exact_end)

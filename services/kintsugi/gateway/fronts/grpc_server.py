@@ -32,7 +32,7 @@ from kintsugi.gateway.recent_info import INFO_TTL_S
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest, parse_bearer
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
+from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import ServedFiles, ServerTls, parse_address
 
 log = logging.getLogger("kintsugi.gateway")
@@ -101,7 +101,7 @@ class KintsugiService:
                 async with _run_beside(announcement) as announced:
                     yield served, announced
         except KintsugiError as error:
-            await _refuse(context, error)
+            await abort_call(context, error)
         except Exception:  # noqa: BLE001  # `record` has logged it
             text = f"a defect of the gateway; its log has request {served.request_id}"
             await context.abort(grpc.StatusCode.INTERNAL, text)
@@ -203,11 +203,6 @@ def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]
     return {name: value for name, value in metadata or () if isinstance(value, str)}
 
 
-async def _refuse(context: Any, error: KintsugiError) -> None:
-    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
-    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
-
-
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks tokens before a message is received: a stranger's message is neither kept nor parsed.
 
@@ -241,7 +236,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def refuse(requests: Any, context: Any) -> None:
             _, service, method = path.split("/")
             if service != SERVICE:
-                await _refuse(context, error)
+                await abort_call(context, error)
             async with self._service.serve(method, context):
                 raise error
 

@@ -6,10 +6,10 @@ their blocks, so the driver's memory is a few blocks for any corpus.
 
 from __future__ import annotations
 
-import json
 import logging
+import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -27,37 +27,24 @@ BLOCK_DOCUMENTS = 256
 BLOCK_TOKENS = 1 << 19
 """A block ends at either limit, so it has at most 2 MiB of token ids."""
 
-_SCHEMA = pa.schema(
-    [
-        ("url", pa.string()),
-        ("place", pa.int64()),
-        ("document_id", pa.string()),
-        ("version", pa.string()),
-        ("digest", pa.binary()),
-        ("metadata", pa.string()),
-        ("failure", pa.string()),
-        ("keys", pa.list_(pa.binary())),
-        ("tokens", pa.list_(pa.binary())),
-        ("sizes", pa.list_(pa.int64())),
-        ("starts", pa.list_(pa.int64())),
-        ("stops", pa.list_(pa.int64())),
-    ]
-)
+_PICKLED = "pickled"
+"""The only column of the tables that go in and out of the tasks: a pickled `FileRange` or `Scanned`."""
 
 Scanned = ScannedDocument | Failure
 
 
+@dataclass(frozen=True)
 class ChunkTask:
     """The functions that run in Ray's tasks. Holds plain values only, because Ray pickles it."""
 
-    def __init__(self, model: str, chunking: ChunkingConfig, space: ChunkSpace, columns: Columns) -> None:
-        self.model, self.chunking, self.space, self.columns = model, chunking, space, columns
+    model: str
+    chunking: ChunkingConfig
+    space: ChunkSpace
+    columns: Columns
 
-    def read_pieces(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
-        """Read and chunk pieces, given as JSON."""
-        for text in batch["piece"]:
-            values = json.loads(str(text))
-            piece = FileRange(**{**values, "format": Format(values["format"])})
+    def read_pieces(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """Read and chunk pieces."""
+        for piece in _unpickle(batch):
             yield from self._tables(read(piece, self.columns))
 
     def read_rows(self, batch: pa.Table, name: str) -> Iterator[pa.Table]:
@@ -72,38 +59,41 @@ class ChunkTask:
         yield from self._tables(iter(documents))
 
     def _tables(self, documents: Iterator[Document | Failure]) -> Iterator[pa.Table]:
-        rows: list[dict[str, Any]] = []
+        block: list[Scanned] = []
         tokens = 0
         for document in documents:
-            row = self._row(document)
-            tokens += sum(row.get("sizes", ()))
-            rows.append(row)
-            if len(rows) >= BLOCK_DOCUMENTS or tokens >= BLOCK_TOKENS:
-                yield pa.Table.from_pylist(rows, schema=_SCHEMA)
-                rows, tokens = [], 0
-        yield pa.Table.from_pylist(rows, schema=_SCHEMA)
+            scanned = document if isinstance(document, Failure) else self._chunk(document)
+            block.append(scanned)
+            if isinstance(scanned, ScannedDocument):
+                tokens += sum(chunk.num_tokens for chunk in scanned.chunks)
+            if len(block) >= BLOCK_DOCUMENTS or tokens >= BLOCK_TOKENS:
+                yield _pickle(block)
+                block, tokens = [], 0
+        yield _pickle(block)
 
-    def _row(self, document: Document | Failure) -> dict[str, Any]:
-        if isinstance(document, Failure):
-            place = {"url": document.url, "place": document.place, "document_id": document.document_id}
-            return {**place, "failure": document.reason}
-        chunks = list(_chunker(self.model, self.chunking).chunks(document.text, document.markdown))
+    def _chunk(self, document: Document) -> ScannedDocument:
         facts = f"{self.chunking.identity}\0{document.markdown}\0{document.text}"
         digest = blake3.blake3(facts.encode()).digest()
-        return {
-            "url": document.url,
-            "place": document.place,
-            "document_id": document.document_id,
-            "version": document.version or digest.hex()[:16],
-            "digest": digest,
-            "metadata": document.metadata,
-            "failure": None,
-            "keys": [ChunkKey.of(self.space, chunk.token_ids).digest for chunk in chunks],
-            "tokens": [pack_tokens(token_bytes(chunk.token_ids)) for chunk in chunks],
-            "sizes": [len(chunk.token_ids) for chunk in chunks],
-            "starts": [chunk.start for chunk in chunks],
-            "stops": [chunk.end for chunk in chunks],
-        }
+        chunks = tuple(
+            ScannedChunk(
+                ChunkKey.of(self.space, chunk.token_ids).digest,
+                pack_tokens(token_bytes(chunk.token_ids)),
+                len(chunk.token_ids),
+                chunk.start,
+                chunk.end,
+            )
+            for chunk in _chunker(self.model, self.chunking).chunks(document.text, document.markdown)
+        )
+        place, version = (document.url, document.place), document.version or digest.hex()[:16]
+        return ScannedDocument(*place, document.document_id, version, digest, document.metadata, chunks)
+
+
+def _pickle(items: Sequence[FileRange | Scanned]) -> pa.Table:
+    return pa.table({_PICKLED: pa.array([pickle.dumps(item) for item in items], pa.binary())})
+
+
+def _unpickle(table: pa.Table) -> list[Any]:
+    return [pickle.loads(item) for item in table.column(_PICKLED).to_pylist()]
 
 
 @lru_cache(maxsize=4)
@@ -124,30 +114,19 @@ def scan(
 
     _silence_ray()
     if isinstance(source, Sequence):
-        items = [{"piece": json.dumps(asdict(piece))} for piece in source]
-        blocks = min(len(items), 4_096)
-        dataset = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
-            task.read_pieces, batch_size=1
-        )
+        blocks = min(len(source), 4_096)
+        dataset = ray.data.from_items(_pickle(source).to_pylist(), override_num_blocks=blocks)
+        dataset = dataset.map_batches(task.read_pieces, batch_size=1, batch_format="pyarrow")
     else:
         dataset = source.map_batches(
             task.read_rows, batch_size=BLOCK_DOCUMENTS, batch_format="pyarrow", fn_kwargs={"name": name}
         )
     try:
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-            yield [_row_to_scanned(row) for row in batch.to_pylist()]
+            yield _unpickle(batch)
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise Unavailable(f"reading the corpus failed: {type(cause).__name__}: {cause}") from error
-
-
-def _row_to_scanned(row: dict[str, Any]) -> Scanned:
-    if row["failure"] is not None:
-        return Failure(row["url"], row["place"], row["failure"], row["document_id"])
-    columns = (row["keys"], row["tokens"], row["sizes"], row["starts"], row["stops"])
-    chunks = tuple(ScannedChunk(*values) for values in zip(*columns, strict=True))
-    fields = (row["url"], row["place"], row["document_id"], row["version"], row["digest"], row["metadata"])
-    return ScannedDocument(*fields, chunks)
 
 
 def _silence_ray() -> None:

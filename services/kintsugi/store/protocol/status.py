@@ -61,6 +61,12 @@ def error_name(error: errors.KintsugiError) -> str:
     return next((cls.__name__ for cls, _ in _TABLE if isinstance(error, cls)), type(error).__name__)
 
 
+async def abort_call(context: Any, error: errors.KintsugiError) -> None:
+    """End a call with the status and metadata that say `error`."""
+    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
+    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
+
+
 def error_of(code: Any, details: str, name: str | None = None) -> errors.KintsugiError:
     """The exception that a status was made from, or stands for."""
     cls = next((cls for cls, _ in _TABLE if cls.__name__ == name), None)

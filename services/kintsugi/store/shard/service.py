@@ -30,7 +30,7 @@ from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
-from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, ERROR_METADATA, error_name, status_of
+from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.local import ArenaDoor
@@ -64,11 +64,6 @@ def _check_protocol(context: Any) -> None:
         )
 
 
-async def _refuse(context: Any, error: KintsugiError) -> None:
-    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
-    await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
-
-
 def _answers(
     handler: Callable[[Any, Any, Any], Awaitable[Any]],
 ) -> Callable[[Any, Any, Any], Awaitable[Any]]:
@@ -81,7 +76,7 @@ def _answers(
             with self.metrics.time_rpc(handler.__name__):
                 return await handler(self, request, context)
         except KintsugiError as error:
-            await _refuse(context, error)
+            await abort_call(context, error)
 
     return handle_rpc
 

@@ -27,7 +27,7 @@ from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
-from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
+from kintsugi.fusor.control.planner import Planner, PlanRequest
 from kintsugi.store.client.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import Found
@@ -53,7 +53,7 @@ class StubStore(RamStore):
 
 
 @dataclass(frozen=True)
-class BrokenPlanner(FixedRatioPlanner):
+class BrokenPlanner(Planner):
     """A defect that nobody has thought of."""
 
     def plan(self, request: PlanRequest) -> BlendPlan:

@@ -28,9 +28,8 @@ from kintsugi.fusor.control.forecast import (
     count_attention_pairs,
     full_prefill_s,
     terms_of,
-    work_of,
 )
-from kintsugi.fusor.control.planner import FixedRatioPlanner, PlanRequest
+from kintsugi.fusor.control.planner import Planner, PlanRequest
 
 BYTES_PER_TOKEN = 128 << 10
 """KV bytes of a token over all layers of a Mistral-7B."""
@@ -207,21 +206,20 @@ def test_a_full_ratio_computes_what_a_full_prefill_does(request: PlanRequest) ->
 @anything
 @given(plan_requests())
 def test_whatever_is_not_loaded_is_computed(request: PlanRequest) -> None:
-    engine = request.engine or GPU
+    engine = request.engine
     region = ForecastRegion(0, request.num_tokens - 1)
     full = engine.num_layers * region.num_tokens
-    assert work_of(engine, Selection(0.15), (), region).token_layers == full
+    assert terms_of(engine, Selection(0.15), (), region)[1] == full
     for loaded in candidates(request.hits):
         assert loaded
         assert set(loaded) <= set(request.hits)
-        computed = work_of(engine, Selection(0.0), loaded, region).token_layers
+        computed = terms_of(engine, Selection(0.0), loaded, region)[1]
         assert computed == full - engine.num_layers * sum(hit.num_tokens for hit in loaded)
 
 
 def test_without_measurements_a_prompt_is_blended_as_ever() -> None:
     request = replace(asked(1e9), measured=Measured())
-    assert outcome(request) == FixedRatioPlanner(Selection(0.15)).plan(request)
-    assert outcome(replace(asked(1e9), engine=None)) == FixedRatioPlanner(Selection(0.15)).plan(request)
+    assert outcome(request) == Planner(Selection(0.15)).plan(request)
 
 
 def test_a_source_that_nobody_has_read_from_is_tried() -> None:
@@ -323,7 +321,7 @@ def test_alike_prompts_on_a_busy_machine_stay_blended(seed: int) -> None:
         plan = CONTROLLER.plan(request)
         assert plan.hits == request.hits
         region = ForecastRegion(0, request.num_tokens - 1)
-        terms = terms_of(work_of(GPU, plan.selection, plan.hits, region), plan.hits, region)
+        terms = terms_of(GPU, plan.selection, plan.hits, region)
         seconds = _dot(GPU_BLEND, terms) * noise.uniform(0.85, 1.3)
         estimates.observe_blend(terms, GPU.num_layers, seconds)
 
@@ -339,11 +337,11 @@ def test_short_prompts_first_do_not_make_a_long_blend_look_dear() -> None:
     for _ in range(3):
         request = asked(1e12, chunks=2, size=256)
         region = ForecastRegion(0, request.num_tokens - 1)
-        terms = terms_of(work_of(GPU, Selection(0.15), request.hits, region), request.hits, region)
+        terms = terms_of(GPU, Selection(0.15), request.hits, region)
         estimates.observe_blend(terms, GPU.num_layers, _dot(blend, terms))
     request = asked(1e12, chunks=7, measured=estimates.snapshot())
     region = ForecastRegion(0, request.num_tokens - 1)
-    truth_s = _dot(blend, terms_of(work_of(GPU, Selection(0.15), request.hits, region), request.hits, region))
+    truth_s = _dot(blend, terms_of(GPU, Selection(0.15), request.hits, region))
     predicted_s = CONTROLLER.plan(request).predicted_ttft_s
     assert predicted_s is not None
     assert predicted_s < 2 * truth_s

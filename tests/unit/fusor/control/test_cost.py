@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
-from kintsugi.fusor.control.cost import PassWorkload, configuration_cost, token_layers
+from kintsugi.fusor.control.cost import PassWorkload, configuration_cost, pass_work
 from kintsugi.fusor.selectors import HYBRID_WIDTH
 
 SIX = PassWorkload(hit_tokens=1000, other_tokens=0, num_layers=6, projection_share=0.0)
@@ -22,18 +22,18 @@ def test_layers_at_full_width_are_what_makes_hkvd_dear(check_layer: int, cost: f
 
 def test_by_hand() -> None:
     every = 8 * 2100
-    assert token_layers(Selection(0.0), EIGHT) == 8 * 100
-    assert token_layers(Selection(1.0), EIGHT) == every
+    assert pass_work(Selection(0.0), EIGHT).token_layers == 8 * 100
+    assert pass_work(Selection(1.0), EIGHT).token_layers == every
     assert configuration_cost(Selection(1.0), EIGHT) == 1
     random = Selection(0.1, SelectorName.RANDOM)
-    assert token_layers(random, EIGHT) == 8 * (100 + 200)
+    assert pass_work(random, EIGHT).token_layers == 8 * (100 + 200)
     hkvd = Selection(0.1, SelectorName.HKVD, check_layer=2)
-    assert token_layers(hkvd, EIGHT) == 2 * 2100 + 0.25 * 2100 + 6 * 300
+    assert pass_work(hkvd, EIGHT).token_layers == 2 * 2100 + 0.25 * 2100 + 6 * 300
     query = Selection(0.1, SelectorName.QUERY, query_layers=(1, 3))
-    assert token_layers(query, EIGHT) == 8 * 300 + 101 * (3 + 0.25)
+    assert pass_work(query, EIGHT).token_layers == 8 * 300 + 101 * (3 + 0.25)
     hybrid = Selection(0.1, SelectorName.HYBRID, check_layer=2, query_layers=(3,))
     wide = 100 + HYBRID_WIDTH * 200
-    assert token_layers(hybrid, EIGHT) == 2 * wide + 0.25 * wide + 6 * 300 + 101 * 3.25
+    assert pass_work(hybrid, EIGHT).token_layers == 2 * wide + 0.25 * wide + 6 * 300 + 101 * 3.25
 
 
 def test_a_prompt_without_hits_is_a_full_prefill() -> None:

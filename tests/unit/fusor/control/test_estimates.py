@@ -30,9 +30,9 @@ def test_each_source_has_its_own_speed_and_opening() -> None:
         estimates.observe_transfer(transfer(1e9))
         estimates.observe_transfer(transfer(1e8, SSD, opening_s=0.02))
     links = estimates.snapshot().links
-    assert links[RAM].bytes_per_s == pytest.approx(1e9)
+    assert links[RAM].s_per_byte == pytest.approx(1e-9)
     assert links[RAM].opening_s == pytest.approx(0, abs=1e-9)
-    assert links[SSD].bytes_per_s == pytest.approx(1e8)
+    assert links[SSD].s_per_byte == pytest.approx(1e-8)
     assert links[SSD].opening_s == pytest.approx(0.02)
 
 
@@ -49,17 +49,17 @@ def test_one_pause_is_no_slow_store_but_a_slow_store_is_noticed() -> None:
     for _ in range(10):
         estimates.observe_transfer(transfer(1e9))
     estimates.observe_transfer(transfer(1e6))
-    assert estimates.snapshot().links[RAM].bytes_per_s > 0.5e9
+    assert estimates.snapshot().links[RAM].s_per_byte < 2e-9
     for _ in range(4):
         estimates.observe_transfer(transfer(1e6))
-    assert estimates.snapshot().links[RAM].bytes_per_s < 2e6
+    assert estimates.snapshot().links[RAM].s_per_byte > 0.5e-6
 
 
 def test_a_store_that_became_fast_is_noticed() -> None:
     estimates = Estimates()
     for rate in (1e6, 1e6, *[1e9] * 5):
         estimates.observe_transfer(transfer(rate))
-    assert estimates.snapshot().links[RAM].bytes_per_s > 0.5e8
+    assert estimates.snapshot().links[RAM].s_per_byte < 2e-8
 
 
 def test_a_prefill_is_learnt_from_steps_of_any_size() -> None:
