@@ -158,7 +158,7 @@ class ChunkStoreService:
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
         """The answer for a chunk that the shard has already; a durable put waits until it is on disk."""
-        writing = self.shard.make_durable(manifest.namespace, manifest.key) if durable else None
+        writing = self.shard.table.make_durable((manifest.namespace, manifest.key)) if durable else None
         if writing is not None:
             await asyncio.wrap_future(writing)
         return pb.PutChunkKVResponse(inserted=False)

@@ -21,7 +21,7 @@ class ReuseGaps:
         self._clock = clock
         self._evicted: OrderedDict[Address, float] = OrderedDict()
         self._returns: deque[float] = deque(maxlen=RETURNS_MAX)
-        self.observe: Callable[[float], None] = _ignore
+        self.observe: Callable[[float], None] = lambda gap_s: None
         """Called with each gap, in seconds."""
 
     def record_eviction(self, address: Address) -> None:
@@ -43,7 +43,3 @@ class ReuseGaps:
         """Lookups per second, over the last `WINDOW_S`, of chunks evicted less than `SOON_S` before."""
         begin_s = self._clock() - WINDOW_S
         return sum(at_s > begin_s for at_s in self._returns) / WINDOW_S
-
-
-def _ignore(gap_s: float) -> None:
-    return None
