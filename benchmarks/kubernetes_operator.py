@@ -28,7 +28,7 @@ import kintsugi_operator.operator  # noqa: F401  as in a pod: kopf and all
 from kintsugi_operator.controller.cluster import ApiServer
 from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
 from kintsugi_operator.controller.reconcile import LATER_S, Reconciler, utc_now
-from kintsugi_operator.controller.scrape import HttpWeb
+from kintsugi_operator.controller.scrape import Web
 from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeCluster, FakeKubeRay
 
@@ -96,7 +96,7 @@ async def operate(port: int, services: int, seconds: float) -> dict[str, Any]:
     url = f"http://127.0.0.1:{port}"
     looks = 0
     async with ApiClient(Configuration(host=url)) as client, aiohttp.ClientSession() as session:
-        reconciler = Reconciler(ApiServer(client), HttpWeb(session), utc_now)
+        reconciler = Reconciler(ApiServer(client), Web(session), utc_now)
 
         async def look(key: ObjectKey) -> float | None:
             nonlocal looks

@@ -22,12 +22,13 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from kintsugi.core.schema import dataclass_within
 from kintsugi.core.settings import fields_in_order, setting
 from kintsugi_operator.api.blend_service import Engines, Gateways, Model, Network, Replicas, Store, Tls
 from kintsugi_operator.api.common import Nodes, PullPolicy
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import Schema, descriptions, schema_of
-from kintsugi_operator.api.manifest import dataclass_within, to_manifest, yaml_name
+from kintsugi_operator.api.manifest import to_manifest, yaml_name
 from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
@@ -220,7 +221,7 @@ def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
     docs, hints = descriptions(type(value)), get_type_hints(type(value))
     indent = "  " * depth
     for one in fields_in_order(type(value)):
-        name, inner = yaml_name(type(value), one), getattr(value, one.name)
+        name, inner = yaml_name(one.name), getattr(value, one.name)
         where = f"{path}.{name}".lstrip(".")
         cls = dataclass_within(hints[one.name])
         if depth == 0:

@@ -26,12 +26,12 @@ from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
 from kintsugi_operator.api.manifest import API_VERSION, GROUP, VERSION
-from kintsugi_operator.controller.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer, Cluster
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer
 from kintsugi_operator.controller.election import LeaseLost, lead
 from kintsugi_operator.controller.pulse import Pulse
 from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
 from kintsugi_operator.controller.reconcile import SOON_S, Reconciler, utc_now
-from kintsugi_operator.controller.scrape import HttpWeb
+from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.objects.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ async def operate(
 ) -> None:
     """Watch and reconcile until cancelled. `login` tells kopf how to reach the API server."""
     cluster = ApiServer(client, pulse.count_write)
-    reconciler = Reconciler(cluster, HttpWeb(session), utc_now, home=settings.lease_namespace)
+    reconciler = Reconciler(cluster, Web(session), utc_now, home=settings.lease_namespace)
 
     async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
@@ -194,7 +194,7 @@ def _end_by_signal() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-async def _until_served(cluster: Cluster) -> None:
+async def _until_served(cluster: ApiServer) -> None:
     """Wait until our CRDs are there: kopf looks for them only once."""
     needed = {BLEND_SERVICE.plural, CORPUS_PRECOMPUTE.plural}
     while missing := needed - await cluster.list_served_kinds(API_VERSION):

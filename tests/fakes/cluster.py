@@ -1,4 +1,4 @@
-"""Kubernetes as `kintsugi_operator.cluster.Cluster` sees it, in memory: for tests of the shell.
+"""Kubernetes as `controller.cluster.ApiServer` shows it, in memory: for tests of the shell.
 
 Not an API server: it checks nothing and defaults nothing but what `defaults` says. Applying merges maps, as
 server-side apply does with fields of one manager, and replaces lists.
@@ -15,14 +15,14 @@ from typing import Any
 import jsonpatch
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, Cluster, Refused, Resource
+from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, ApiServer, Refused, Resource
 from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.objects.pods import Manifest
 
 RAY = frozenset({"rayservices", "rayjobs", "rayclusters", "raycronjobs"})
 
 
-class FakeCluster(Cluster):
+class FakeCluster(ApiServer):
     """Objects by kind, namespace and name."""
 
     def __init__(self, served: frozenset[str] = RAY) -> None:

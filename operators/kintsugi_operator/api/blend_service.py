@@ -14,9 +14,10 @@ from typing import ClassVar
 from kintsugi.core.deploy import EngineSettings, GatewaySettings, ModelSpec, OpenAISpec, Scale, StoreSettings
 from kintsugi.core.layout import Codec
 from kintsugi.core.rules import Rule, before, this
-from kintsugi.core.settings import Settings, setting
+from kintsugi.core.settings import setting
 from kintsugi_operator.api.common import Image, Nodes
 from kintsugi_operator.api.environment import Variable
+from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import CIDR, LABEL, MODEL, NAME, OPTIONAL_LABEL, OPTIONAL_NAME, QUANTITY
 
 SHARDS_MAX = 256
@@ -50,7 +51,7 @@ class ServiceType(StrEnum):
 
 
 @dataclass(frozen=True)
-class Model(ModelSpec):
+class Model(ModelSpec, ManifestSettings):
     """What is served. Any change is a new revision: the old engines serve until the new ones may."""
 
     NARROWED: ClassVar = {
@@ -73,14 +74,14 @@ class Model(ModelSpec):
 
 
 @dataclass(frozen=True)
-class Replicas(Scale):
+class Replicas(Scale, ManifestSettings):
     """How many; `min` = `max` is no autoscaling."""
 
     NARROWED: ClassVar = {"min": {"maximum": 1024}, "max": {"maximum": 1024}}
 
 
 @dataclass(frozen=True)
-class OpenAI(OpenAISpec):
+class OpenAI(OpenAISpec, ManifestSettings):
     """vLLM's server flags that concern prompts and tools."""
 
     NARROWED: ClassVar = {
@@ -94,7 +95,7 @@ class OpenAI(OpenAISpec):
 
 
 @dataclass(frozen=True)
-class Engines(EngineSettings):
+class Engines(EngineSettings, ManifestSettings):
     """vLLM with our plugin, one pod each."""
 
     NARROWED: ClassVar = {
@@ -124,7 +125,7 @@ class Engines(EngineSettings):
 
 
 @dataclass(frozen=True)
-class Tier(Settings):
+class Tier(ManifestSettings):
     """An SSD tier of each shard, on a volume of its own."""
 
     RULES = (
@@ -142,7 +143,7 @@ class Tier(Settings):
 
 
 @dataclass(frozen=True)
-class Volumes(Settings):
+class Volumes(ManifestSettings):
     """What shards keep their chunks on."""
 
     RULES = (Rule(this.kind == before.kind, "volumes keep their kind: make a new service"),)
@@ -161,13 +162,13 @@ class Volumes(Settings):
 
 
 @dataclass(frozen=True)
-class Store(StoreSettings):
+class Store(StoreSettings, ManifestSettings):
     """The chunk KV-cache store."""
 
     NARROWED: ClassVar = {
         "shards": {"maximum": SHARDS_MAX},
         "replication": {"maximum": 8},
-        "ramp_s": {"name": "rampSeconds", "maximum": 86400},
+        "ramp_s": {"maximum": 86400},
         "ram_gib": {"minimum": 0.1, "maximum": 65536},
     }
 
@@ -193,7 +194,7 @@ class Store(StoreSettings):
 
 
 @dataclass(frozen=True)
-class Gateways(GatewaySettings):
+class Gateways(GatewaySettings, ManifestSettings):
     """gRPC and HTTP front end."""
 
     NARROWED: ClassVar = {
@@ -223,7 +224,7 @@ class Gateways(GatewaySettings):
 
 
 @dataclass(frozen=True)
-class Tls(Settings):
+class Tls(ManifestSettings):
     """Certificates of the gateway."""
 
     secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
@@ -233,7 +234,7 @@ class Tls(Settings):
 
 
 @dataclass(frozen=True)
-class Egress(Settings):
+class Egress(ManifestSettings):
     """Something outside that may be called."""
 
     RULES = (
@@ -250,7 +251,7 @@ class Egress(Settings):
 
 
 @dataclass(frozen=True)
-class Network(Settings):
+class Network(ManifestSettings):
     """NetworkPolicies: everything is denied but what follows."""
 
     policies: bool = True
@@ -268,7 +269,7 @@ class Network(Settings):
 
 
 @dataclass(frozen=True)
-class BlendServiceSpec(Settings):
+class BlendServiceSpec(ManifestSettings):
     """A CacheBlend service: a store, engines, a gateway."""
 
     # Not at the gateway: Kubernetes checks defaults against rules, and the gateway's default breaks this one.

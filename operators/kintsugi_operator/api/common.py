@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kintsugi.core.rules import Rule, this
-from kintsugi.core.settings import Settings, setting
+from kintsugi.core.settings import setting
+from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import HOST_AND_PATH
 
 
@@ -20,7 +21,7 @@ class PullPolicy(StrEnum):
 
 
 @dataclass(frozen=True)
-class Toleration(Settings):
+class Toleration(ManifestSettings):
     """As in a pod's spec."""
 
     RULES = (
@@ -35,7 +36,7 @@ class Toleration(Settings):
 
 
 @dataclass(frozen=True)
-class Nodes(Settings):
+class Nodes(ManifestSettings):
     """Which nodes pods may run on."""
 
     selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
@@ -44,7 +45,7 @@ class Nodes(Settings):
 
 
 @dataclass(frozen=True)
-class Image(Settings):
+class Image(ManifestSettings):
     """A container image."""
 
     repository: str = setting(minLength=1, maxLength=255, pattern=rf"^{HOST_AND_PATH}$")

@@ -8,9 +8,10 @@ from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.rules import Rule, before, this
-from kintsugi.core.settings import Settings, setting
+from kintsugi.core.settings import setting
 from kintsugi.core.spaces import NAMESPACE_BYTES_MAX
 from kintsugi_operator.api.common import Nodes
+from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import CRON, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 
 
@@ -27,7 +28,7 @@ class CorpusFormat(StrEnum):
 
 
 @dataclass(frozen=True)
-class CorpusColumns(Settings):
+class CorpusColumns(ManifestSettings):
     """Where a corpus's rows hold what."""
 
     text: str = setting("text", minLength=1, maxLength=255)
@@ -36,7 +37,7 @@ class CorpusColumns(Settings):
 
 
 @dataclass(frozen=True)
-class CorpusWorkers(Settings):
+class CorpusWorkers(ManifestSettings):
     """Engines of the job."""
 
     replicas: int = setting(1, minimum=1, maximum=1024)
@@ -51,7 +52,7 @@ class CorpusWorkers(Settings):
 
 
 @dataclass(frozen=True)
-class CorpusPrecomputeSpec(Settings):
+class CorpusPrecomputeSpec(ManifestSettings):
     """Documents whose chunks are prefilled before anybody asks."""
 
     RULES = (

@@ -61,7 +61,7 @@ def schema_of(cls: type[Any]) -> Schema:
     properties: Schema = {}
     required = []
     for one in fields_in_order(cls):
-        bounds, name = bounds_of(cls, one), yaml_name(cls, one)
+        bounds, name = bounds_of(cls, one), yaml_name(one.name)
         schema = _schema_of_annotation(hints[one.name], bounds)
         if one.name in docs:
             schema = {"description": docs[one.name], **schema}

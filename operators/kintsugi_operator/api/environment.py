@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kintsugi.core.rules import Rule, exactly_one, is_set, this
-from kintsugi.core.settings import Settings, setting
+from kintsugi.core.settings import setting
+from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import NAME
 
 RESERVED = (
@@ -28,7 +29,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class KeyRef(Settings):
+class KeyRef(ManifestSettings):
     """A key of a Secret or ConfigMap of this namespace."""
 
     name: str = setting(pattern=NAME, maxLength=253)
@@ -36,14 +37,14 @@ class KeyRef(Settings):
 
 
 @dataclass(frozen=True)
-class FieldRef(Settings):
+class FieldRef(ManifestSettings):
     """Something of the pod itself."""
 
     field_path: str = setting(enum=list(FIELDS))
 
 
 @dataclass(frozen=True)
-class EnvVarSource(Settings):
+class EnvVarSource(ManifestSettings):
     """Where a value comes from."""
 
     RULES = (
@@ -59,7 +60,7 @@ class EnvVarSource(Settings):
 
 
 @dataclass(frozen=True)
-class Variable(Settings):
+class Variable(ManifestSettings):
     """As in a container's `env`: a later one may name an earlier one, `$(NAME)`."""
 
     RULES = (

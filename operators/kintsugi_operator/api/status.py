@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kintsugi.core.settings import Settings, setting
+from kintsugi.core.settings import setting
+from kintsugi_operator.api.manifest import ManifestSettings
 
 
 class ConditionStatus(StrEnum):
@@ -18,7 +19,7 @@ class ConditionStatus(StrEnum):
 
 
 @dataclass(frozen=True)
-class Condition(Settings):
+class Condition(ManifestSettings):
     """A status condition, with the fields that Kubernetes' own conditions have."""
 
     DESCRIPTION = "As Kubernetes writes them."
@@ -32,7 +33,7 @@ class Condition(Settings):
 
 
 @dataclass(frozen=True)
-class TierStatus(Settings):
+class TierStatus(ManifestSettings):
     """One tier of all shards together."""
 
     DESCRIPTION = "Of all shards together."
@@ -43,7 +44,7 @@ class TierStatus(Settings):
 
 
 @dataclass(frozen=True)
-class Endpoints(Settings):
+class Endpoints(ManifestSettings):
     """Where clients find what, within the cluster."""
 
     grpc: str = ""
@@ -53,7 +54,7 @@ class Endpoints(Settings):
 
 
 @dataclass(frozen=True)
-class RolloutStatus(Settings):
+class RolloutStatus(ManifestSettings):
     """Which revision of the engines serves, and which is to."""
 
     active: str = ""
@@ -67,7 +68,7 @@ class RolloutStatus(Settings):
 
 
 @dataclass(frozen=True)
-class BlendServiceStatus(Settings):
+class BlendServiceStatus(ManifestSettings):
     """What the operator has seen and done."""
 
     observed_generation: int = 0
@@ -91,7 +92,7 @@ class BlendServiceStatus(Settings):
 
 
 @dataclass(frozen=True)
-class CorpusPrecomputeStatus(Settings):
+class CorpusPrecomputeStatus(ManifestSettings):
     """What the last job has done."""
 
     observed_generation: int = 0

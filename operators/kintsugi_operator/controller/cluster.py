@@ -1,4 +1,4 @@
-"""The requests that the operator sends to Kubernetes: an interface, and the API server behind it.
+"""The requests that the operator sends to Kubernetes' API server.
 
 Objects are plain mappings. `kubernetes.aio` brings configuration, TLS and the connection pool; its models are
 not used, since most of what is applied is not among them.
@@ -7,7 +7,6 @@ not used, since most of what is applied is not among them.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
@@ -70,52 +69,8 @@ class Refused(KintsugiError):
         self.status = status
 
 
-class Cluster(ABC):
+class ApiServer:
     """Kubernetes, as far as the operator needs it. Raises `Refused`, and `Unavailable` without an answer."""
-
-    @abstractmethod
-    async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
-        """Read an object; None where there is none."""
-
-    @abstractmethod
-    async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
-        """Read the objects that have all the labels."""
-
-    @abstractmethod
-    async def apply(self, manifest: Manifest) -> Manifest:
-        """Apply server-side as `FIELD_MANAGER`, taking over fields that others have set."""
-
-    @abstractmethod
-    async def apply_status(self, manifest: Manifest) -> None:
-        """Apply the status alone."""
-
-    @abstractmethod
-    async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
-        """Send a JSON merge patch."""
-
-    @abstractmethod
-    async def create(self, manifest: Manifest) -> None:
-        """Create an object; refused where there is one."""
-
-    @abstractmethod
-    async def replace(self, manifest: Manifest) -> None:
-        """Replace an object; refused where it has changed since its `resourceVersion`."""
-
-    @abstractmethod
-    async def delete(self, resource: Resource, namespace: str, name: str) -> None:
-        """Delete an object and everything that it owns; does nothing where there is none."""
-
-    @abstractmethod
-    async def evict(self, namespace: str, pod: str) -> bool:
-        """Evict a pod; False where a disruption budget forbids it now."""
-
-    @abstractmethod
-    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        """Plural names of the kinds that the API server serves in a group's version."""
-
-
-class ApiServer(Cluster):
-    """Kubernetes' API server over HTTP."""
 
     def __init__(self, client: ApiClient, on_write: Callable[[], None] = lambda: None) -> None:
         """`on_write` is called before each request that may change the cluster."""
@@ -123,9 +78,11 @@ class ApiServer(Cluster):
         self._on_write = on_write
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        """Read an object; None where there is none."""
         return await self._or_none("GET", resource.path(namespace, name))
 
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
+        """Read the objects that have all the labels."""
         query = {"labelSelector": ",".join(f"{k}={v}" for k, v in labels.items()), "limit": str(LIST_MAX)}
         found: list[Manifest] = []
         while True:
@@ -138,30 +95,37 @@ class ApiServer(Cluster):
                 return found
 
     async def apply(self, manifest: Manifest) -> Manifest:
+        """Apply server-side as `FIELD_MANAGER`, taking over fields that others have set."""
         return await self._apply(manifest, "")
 
     async def apply_status(self, manifest: Manifest) -> None:
+        """Apply the status alone."""
         await self._apply(manifest, "status")
 
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
+        """Send a JSON merge patch."""
         query = {"fieldManager": FIELD_MANAGER}
         path = resource.path(namespace, name)
         await self.request("PATCH", path, query, patch, "application/merge-patch+json")
 
     async def create(self, manifest: Manifest) -> None:
+        """Create an object; refused where there is one."""
         path = BY_KIND[manifest["kind"]].path(manifest["metadata"]["namespace"])
         await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
     async def replace(self, manifest: Manifest) -> None:
+        """Replace an object; refused where it has changed since its `resourceVersion`."""
         metadata = manifest["metadata"]
         path = BY_KIND[manifest["kind"]].path(metadata["namespace"], metadata["name"])
         await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
+        """Delete an object and everything that it owns; does nothing where there is none."""
         query = {"propagationPolicy": "Background"}
         await self._or_none("DELETE", resource.path(namespace, name), query)
 
     async def evict(self, namespace: str, pod: str) -> bool:
+        """Evict a pod; False where a disruption budget forbids it now."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -177,6 +141,7 @@ class ApiServer(Cluster):
         return True
 
     async def list_served_kinds(self, api_version: str) -> frozenset[str]:
+        """Plural names of the kinds that the API server serves in a group's version."""
         found = await self._or_none("GET", f"/apis/{api_version}") or {}
         return frozenset(one["name"] for one in found.get("resources") or [])
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi_operator.controller.cluster import LEASE, Cluster
+from kintsugi_operator.controller.cluster import LEASE, ApiServer
 from kintsugi_operator.objects.pods import Manifest
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def decide_move(there: bool, sight: Sight, identity: str, lease_s: float, now_s:
 class Candidate:
     """An operator that wants to lead."""
 
-    def __init__(self, cluster: Cluster, name: str, namespace: str, identity: str, terms: Terms) -> None:
+    def __init__(self, cluster: ApiServer, name: str, namespace: str, identity: str, terms: Terms) -> None:
         self._cluster = cluster
         self._name = name
         self._namespace = namespace
@@ -140,7 +140,7 @@ class Candidate:
 
 
 async def lead(
-    cluster: Cluster,
+    cluster: ApiServer,
     name: str,
     namespace: str,
     identity: str,

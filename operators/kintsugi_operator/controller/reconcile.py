@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import API_VERSION, from_manifest, to_manifest
@@ -25,18 +25,13 @@ from kintsugi_operator.controller.cluster import (
     RAY_CLUSTER,
     RAY_JOB,
     RAY_SERVICE,
-    Cluster,
+    ApiServer,
     Refused,
+    Resource,
 )
 from kintsugi_operator.controller.scrape import Web, fetch_all, figures
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
-from kintsugi_operator.desired.corpus import (
-    CorpusObserved,
-    Target,
-    figures_in,
-    plan_corpus,
-    revision_of_run,
-)
+from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.desired.plan import Desired, plan_service, timestamp
 from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import next_teardown
@@ -61,10 +56,14 @@ from kintsugi_operator.observed import conditions as c
 from kintsugi_operator.observed.troubles import troubles_of
 from kintsugi_operator.observed.views import (
     CorpusView,
+    Figures,
     KubeRay,
     Observed,
+    corpus_view,
     digest_of,
+    is_leaving,
     job_view,
+    label_of,
     ray_service_view,
     revision_of,
     shard_groups_of,
@@ -85,7 +84,7 @@ UNENFORCEABLE_MAX = 10_000
 class Reconciler:
     """Brings one object after the other to its desired state. Holds nothing that must survive a restart."""
 
-    def __init__(self, cluster: Cluster, web: Web, clock: Callable[[], datetime], home: str = "") -> None:
+    def __init__(self, cluster: ApiServer, web: Web, clock: Callable[[], datetime], home: str = "") -> None:
         """`home`: the namespace of the operator's own pods."""
         self._cluster = cluster
         self._web = web
@@ -99,57 +98,45 @@ class Reconciler:
         live = await self._cluster.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
-        owner = _owner(live)
-        if "deletionTimestamp" in live["metadata"]:
-            return await self._teardown(live, owner)
-        before = _status_of(BlendServiceStatus, live)
+        owner, before = _owner(live), _status_of(BlendServiceStatus, live)
+        if is_leaving(live):
+            return await self._teardown(live, owner, before)
         try:
-            spec = from_manifest(BlendServiceSpec, live["spec"])
-            check_service(spec)
+            spec = _service_spec_of(live)
         except InvalidField as error:
-            await self._write_status(live, before, before, [_invalid(error)])
-            return LATER_S
+            return await self._report_invalid(live, before, error)
         await self._ensure_finalizer(live)
         kuberay = await self._kuberay()
-        owned = await self._list_owned(namespace, selector(name)) if kuberay.is_installed else []
+        owned = await self._list(OWNED, namespace, selector(name)) if kuberay.is_installed else []
         observed = await self._observe_cluster(owner, owned, kuberay)
         result = plan_service(spec, owner, before, observed, self._clock())
         if not kuberay.is_installed:
             await self._write_status(live, before, replace(before, conditions=result.status.conditions))
             return SOON_S
-        mine = [one for one in owned if LABEL_CORPUS not in one["metadata"]["labels"]]
-        try:
+
+        async def act() -> None:
+            mine = [one for one in owned if not label_of(one, LABEL_CORPUS)]
             await self._apply(result.objects, mine)
             await self._prune(owner, result.objects, mine)
             await self._upgrade(namespace, result)
-        except (InvalidField, Refused) as error:
-            await self._write_status(
-                live, before, result.status, [*result.status.conditions, _not_applied_condition(error)]
-            )
-            return SOON_S
-        conditions = (*result.status.conditions, c.true(c.RECONCILED, "Applied"))
-        await self._write_status(live, before, result.status, conditions)
-        return SOON_S if _is_under_way(conditions) else LATER_S
+
+        is_done = await self._act_and_report(act(), live, before, result.status, result.status)
+        is_under_way = any(one.status == "False" for one in result.status.conditions)
+        return LATER_S if is_done and not is_under_way else SOON_S
 
     async def corpus(self, namespace: str, name: str) -> float | None:
         """Reconcile a CorpusPrecompute likewise. Its objects are deleted with it; nothing has to drain."""
         live = await self._cluster.get(CORPUS_PRECOMPUTE, namespace, name)
-        if live is None or "deletionTimestamp" in live["metadata"]:
+        if live is None or is_leaving(live):
             return None
-        before = _status_of(CorpusPrecomputeStatus, live)
+        owner, before = _owner(live), _status_of(CorpusPrecomputeStatus, live)
         try:
             spec = from_manifest(CorpusPrecomputeSpec, live["spec"])
             check_corpus(spec)
         except InvalidField as error:
-            await self._write_status(live, before, before, [_invalid(error)])
-            return LATER_S
-        owner = _owner(live)
+            return await self._report_invalid(live, before, error)
         tags = {LABEL_CORPUS: name}
-        owned = [
-            one
-            for resource in (CLAIM, RAY_JOB)
-            for one in await self._cluster.list(resource, namespace, tags)
-        ]
+        owned = await self._list((CLAIM, RAY_JOB), namespace, tags)
         jobs = {one["metadata"]["name"]: job_view(one) for one in owned if one["kind"] == RAY_JOB.kind}
         target = await self._target(namespace, spec.service)
         report = await self._report(jobs.get(before.job))
@@ -157,28 +144,39 @@ class Reconciler:
         trouble = troubles_of(pods, self._clock()).get(CORPUS, "")
         observed = CorpusObserved(target, jobs, report, trouble)
         result = plan_corpus(spec, owner, before, observed, self._clock())
-        try:
+
+        async def act() -> None:
             await self._apply(result.objects, owned)
             for job in result.superfluous:
                 await self._cluster.delete(RAY_JOB, namespace, job)
-        except (InvalidField, Refused) as error:
-            await self._write_status(
-                live, before, before, [c.true(c.VALID, "Accepted"), _not_applied_condition(error)]
-            )
-            return SOON_S
-        conditions = (*result.status.conditions, c.true(c.RECONCILED, "Applied"))
-        await self._write_status(live, before, result.status, conditions)
-        return LATER_S if result.status.phase in ("Succeeded", "Failed", "Suspended") else SOON_S
 
-    async def _teardown(self, live: Manifest, owner: Owner) -> float | None:
+        refused = replace(before, conditions=(c.true(c.VALID, "Accepted"),))
+        is_done = await self._act_and_report(act(), live, before, result.status, refused)
+        is_at_rest = result.status.phase in ("Succeeded", "Failed", "Suspended")
+        return LATER_S if is_done and is_at_rest else SOON_S
+
+    async def _report_invalid(self, live: Manifest, before: S, error: InvalidField) -> float:
+        invalid = c.false(c.VALID, "InvalidSpec", f"{error}. Whatever runs continues unchanged")
+        await self._write_status(live, before, before, [invalid])
+        return LATER_S
+
+    async def _act_and_report(
+        self, acting: Awaitable[None], live: Manifest, before: S, done: S, refused: S
+    ) -> bool:
+        """Act, and write one status or the other; whether the API server took everything."""
+        outcome = c.true(c.RECONCILED, "Applied")
+        try:
+            await acting
+        except (InvalidField, Refused) as error:
+            done, outcome = refused, c.false(c.RECONCILED, "NotApplied", str(error))
+        await self._write_status(live, before, done, (*done.conditions, outcome))
+        return outcome.status == "True"
+
+    async def _teardown(self, live: Manifest, owner: Owner, before: BlendServiceStatus) -> float | None:
         if FINALIZER not in live["metadata"].get("finalizers", []):
             return None
         tags = selector(owner.name)
-        ray = [
-            one
-            for resource in (RAY_SERVICE, RAY_JOB)
-            for one in await self._cluster.list(resource, owner.namespace, tags)
-        ]
+        ray = await self._list((RAY_SERVICE, RAY_JOB), owner.namespace, tags)
         pods = await self._cluster.list(POD, owner.namespace, tags)
         since = datetime.fromisoformat(live["metadata"]["deletionTimestamp"])
         step = next_teardown(ray, pods, (self._clock() - since).total_seconds())
@@ -188,7 +186,6 @@ class Reconciler:
             finalizers = [one for one in live["metadata"]["finalizers"] if one != FINALIZER]
             await self._set_finalizers(live, finalizers)
             return None
-        before = _status_of(BlendServiceStatus, live)
         await self._write_status(live, before, before, [c.false(c.READY, "Draining", step.message)])
         return SOON_S
 
@@ -203,9 +200,11 @@ class Reconciler:
         patch = {"metadata": {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}}
         await self._cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
 
-    async def _list_owned(self, namespace: str, tags: dict[str, str]) -> list[Manifest]:
-        """Objects with the service's label, whatever their field manager."""
-        lists = await asyncio.gather(*(self._cluster.list(one, namespace, tags) for one in OWNED))
+    async def _list(
+        self, resources: Iterable[Resource], namespace: str, tags: dict[str, str]
+    ) -> list[Manifest]:
+        """Objects of these kinds with the labels, whatever their field manager."""
+        lists = await asyncio.gather(*(self._cluster.list(one, namespace, tags) for one in resources))
         return [one for found in lists for one in found]
 
     async def _kuberay(self) -> KubeRay:
@@ -215,13 +214,13 @@ class Reconciler:
 
     async def _observe_cluster(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
         pods = await self._cluster.list(POD, owner.namespace, selector(owner.name))
-        shards = tuple(shard_pod(one) for one in pods if _label(one, LABEL_ROLE) == "shard")
+        shards = tuple(shard_pod(one) for one in pods if label_of(one, LABEL_ROLE) == "shard")
         engines = Counter(
-            _label(one, LABEL_REVISION)
+            label_of(one, LABEL_REVISION)
             for one in pods
-            if _label(one, LABEL_ROLE) == "engine" and "deletionTimestamp" not in one["metadata"]
+            if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)
         )
-        services = {_label(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
+        services = {label_of(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
         store = services.pop("", None)
         view = ray_service_view(store) if store is not None else None
         cluster_digest = ""
@@ -230,9 +229,10 @@ class Reconciler:
             cluster_digest = digest_of(cluster, ANNOTATION_CLUSTER) if cluster is not None else ""
         remembered = [revision_of(one) for one in owned if one["kind"] == "ConfigMap"]
         jobs = [
-            one for one in owned if one["kind"] == RAY_JOB.kind and _label(one, LABEL_PART) == CALIBRATION
+            one for one in owned if one["kind"] == RAY_JOB.kind and label_of(one, LABEL_PART) == CALIBRATION
         ]
-        (front,) = [one for one in owned if _is(one, "Service", join_name(owner.name, "grpc"))] or [{}]
+        grpc = ("Service", join_name(owner.name, "grpc"))
+        (front,) = [one for one in owned if (one["kind"], one["metadata"]["name"]) == grpc] or [{}]
         return Observed(
             kuberay=kuberay,
             store=view,
@@ -245,49 +245,36 @@ class Reconciler:
             troubles=troubles_of(pods, self._clock()),
             revisions=dict(one for one in remembered if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
-            calibrations={_label(one, LABEL_REVISION): job_view(one) for one in jobs},
+            calibrations={label_of(one, LABEL_REVISION): job_view(one) for one in jobs},
             corpora=await self._corpora(owner),
             figures=await self._figures(pods),
             home=self._home,
         )
 
     async def _corpora(self, owner: Owner) -> tuple[CorpusView, ...]:
-        views = []
-        for one in await self._cluster.list(CORPUS_PRECOMPUTE, owner.namespace, {}):
-            if one["spec"].get("service") != owner.name or "deletionTimestamp" in one["metadata"]:
-                continue
-            status = one.get("status") or {}
-            views.append(
-                CorpusView(
-                    one["metadata"]["name"],
-                    revision_of_run(status.get("run", "")),
-                    status.get("phase") in ("Succeeded", "Failed"),
-                    bool(one["spec"].get("suspend")),
-                )
-            )
-        return tuple(views)
-
-    async def _figures(self, pods: Sequence[Manifest]) -> Any:
-        def urls(role: str, port: int) -> list[str]:
-            addresses = [
-                (one.get("status") or {}).get("podIP") for one in pods if _label(one, LABEL_ROLE) == role
-            ]
-            return [f"http://{_host(address)}:{port}/metrics" for address in addresses if address]
-
-        shards, engines = await asyncio.gather(
-            fetch_all(self._web, urls("shard", SHARD_METRICS_PORT)),
-            fetch_all(self._web, urls("engine", ENGINE_METRICS_PORT)),
+        found = await self._cluster.list(CORPUS_PRECOMPUTE, owner.namespace, {})
+        return tuple(
+            corpus_view(one)
+            for one in found
+            if one["spec"].get("service") == owner.name and not is_leaving(one)
         )
-        return figures(shards, engines)
+
+    async def _figures(self, pods: Sequence[Manifest]) -> Figures:
+        async def pages(role: str, port: int) -> list[str]:
+            chosen = [one.get("status") or {} for one in pods if label_of(one, LABEL_ROLE) == role]
+            hosts = [f"[{ip}]" if ":" in ip else ip for one in chosen if (ip := one.get("podIP"))]
+            return await fetch_all(self._web, [f"http://{host}:{port}/metrics" for host in hosts])
+
+        shards, engines = pages("shard", SHARD_METRICS_PORT), pages("engine", ENGINE_METRICS_PORT)
+        return figures(*await asyncio.gather(shards, engines))
 
     async def _target(self, namespace: str, service: str) -> Target | None:
         """The service of a corpus, with the revision that its spec asks for; None where none could run."""
         live = await self._cluster.get(BLEND_SERVICE, namespace, service)
-        if live is None or "deletionTimestamp" in live["metadata"]:
+        if live is None or is_leaving(live):
             return None
         try:
-            spec = from_manifest(BlendServiceSpec, live["spec"])
-            check_service(spec)
+            spec = _service_spec_of(live)
         except InvalidField:
             return None
         store = await self._cluster.get(RAY_SERVICE, namespace, ray_service_name(service))
@@ -326,7 +313,7 @@ class Reconciler:
         """Raise `InvalidField` where somebody else's object has the name."""
         metadata = wanted["metadata"]
         there = await self._cluster.get(BY_KIND[wanted["kind"]], metadata["namespace"], metadata["name"])
-        if there is not None and _label(there, LABEL_SERVICE) != metadata["labels"][LABEL_SERVICE]:
+        if there is not None and label_of(there, LABEL_SERVICE) != metadata["labels"][LABEL_SERVICE]:
             raise InvalidField(
                 "metadata.name",
                 f"{wanted['kind']} {metadata['name']} is there already and is not this service's: choose "
@@ -340,7 +327,7 @@ class Reconciler:
         for one in live:
             owners = [ref.get("uid") for ref in one["metadata"].get("ownerReferences", [])]
             is_kept = (one["kind"], one["metadata"]["name"]) in kept or one["kind"] == CLAIM.kind
-            if is_kept or owner.uid not in owners or "deletionTimestamp" in one["metadata"]:
+            if is_kept or owner.uid not in owners or is_leaving(one):
                 continue
             await self._cluster.delete(BY_KIND[one["kind"]], owner.namespace, one["metadata"]["name"])
             logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
@@ -367,14 +354,8 @@ class Reconciler:
         if to_manifest(written) == to_manifest(before):
             return
         metadata = {key: live["metadata"][key] for key in ("name", "namespace")}
-        await self._cluster.apply_status(
-            {
-                "apiVersion": API_VERSION,
-                "kind": live["kind"],
-                "metadata": metadata,
-                "status": to_manifest(written),
-            }
-        )
+        status = {"apiVersion": API_VERSION, "kind": live["kind"], "status": to_manifest(written)}
+        await self._cluster.apply_status({**status, "metadata": metadata})
 
 
 def utc_now() -> datetime:
@@ -387,34 +368,16 @@ def _owner(live: Manifest) -> Owner:
     return Owner(live["kind"], metadata["name"], metadata["namespace"], metadata["uid"])
 
 
+def _service_spec_of(live: Manifest) -> BlendServiceSpec:
+    """The spec of a BlendService. Raises `InvalidField` for one that could not run."""
+    spec = from_manifest(BlendServiceSpec, live["spec"])
+    check_service(spec)
+    return spec
+
+
 def _status_of(cls: type[S], live: Manifest) -> S:
     """The status that was written last; an empty one where another version's cannot be read."""
     try:
         return from_manifest(cls, live.get("status") or {}, "status")
     except InvalidField:
         return cls()
-
-
-def _invalid(error: InvalidField) -> Condition:
-    return c.false(c.VALID, "InvalidSpec", f"{error}. Whatever runs continues unchanged")
-
-
-def _not_applied_condition(error: KintsugiError) -> Condition:
-    """Why an object could not be applied, in the API server's words."""
-    return c.false(c.RECONCILED, "NotApplied", str(error))
-
-
-def _is_under_way(conditions: Sequence[Condition]) -> bool:
-    return any(one.status == "False" for one in conditions)
-
-
-def _label(manifest: Manifest, key: str) -> str:
-    return str(manifest["metadata"].get("labels", {}).get(key, ""))
-
-
-def _is(manifest: Manifest, kind: str, name: str) -> bool:
-    return bool(manifest["kind"] == kind and manifest["metadata"]["name"] == name)
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

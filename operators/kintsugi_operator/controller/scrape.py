@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -26,22 +25,15 @@ HIT = "kintsugi_blend_tokens_hit_total"
 MISSED = "kintsugi_blend_tokens_missed_total"
 
 
-class Web(ABC):
-    """Pages of pods."""
-
-    @abstractmethod
-    async def fetch(self, url: str) -> str:
-        """The page; empty where nobody answers in time, or with more than `BYTES_MAX`."""
-
-
-class HttpWeb(Web):
-    """Over HTTP."""
+class Web:
+    """Pages of pods, over HTTP."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
         self._places = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def fetch(self, url: str) -> str:
+        """The page; empty where nobody answers in time, or with more than `BYTES_MAX`."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._places, self._session.get(url, timeout=timeout) as answer:

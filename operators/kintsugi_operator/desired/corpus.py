@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec
@@ -24,6 +24,8 @@ from kintsugi_operator.observed.views import JobState, JobView
 
 WITHOUT_RERUN = ("suspend", "ttlS", "schedule", "ledgerGib")
 """What may change without the corpus being filled again."""
+TICK = "%Y%m%d%H%M"
+COUNTS = ("documents", "documents_failed", "chunks", "chunks_failed")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def next_run(
     """The run that should be: `BASIS-REVISION-TICK`. A new tick waits for a job that still runs; a change of
     what is asked for does not."""
     tick = last_tick(spec.schedule, now) if spec.schedule else None
-    stamp = tick.strftime("%Y%m%d%H%M") if tick is not None else "once"
+    stamp = tick.strftime(TICK) if tick is not None else "once"
     wanted = f"{basis_of(spec, revision)}-{revision.name}-{stamp}"
     if not run or run.split("-")[0] != wanted.split("-")[0]:
         return wanted
@@ -80,12 +82,6 @@ def next_run(
     # An older tick comes up where a schedule was changed or taken away: nothing is run for it.
     is_later = stamp != "once" and (run.endswith("-once") or stamp > run.rsplit("-", 1)[1])
     return wanted if is_over and is_later else run
-
-
-def revision_of_run(run: str) -> str:
-    """The revision that a run was for; empty for a run without one."""
-    parts = run.split("-")
-    return parts[1] if len(parts) == 3 else ""
 
 
 def plan_corpus(
@@ -136,20 +132,13 @@ def _status(
     figures = observed.figures
     status = replace(before, run=run, job=job.name, phase=phase)
     if run != before.run:
-        tick = run.rsplit("-", 1)[1]
-        scheduled = (
-            "" if tick == "once" else f"{tick[:4]}-{tick[4:6]}-{tick[6:8]}T{tick[8:10]}:{tick[10:]}:00Z"
-        )
-        status = replace(status, last_schedule_time=scheduled or before.last_schedule_time, progress=0.0)
+        status = replace(status, progress=0.0)
+        if (tick := run.rsplit("-", 1)[1]) != "once":
+            moment = datetime.strptime(tick, TICK).replace(tzinfo=UTC)
+            status = replace(status, last_schedule_time=timestamp(moment))
     if figures:
-        status = replace(
-            status,
-            documents=int(figures.get("documents", 0)),
-            documents_failed=int(figures.get("documents_failed", 0)),
-            chunks=int(figures.get("chunks", 0)),
-            chunks_failed=int(figures.get("chunks_failed", 0)),
-            coverage=round(float(figures.get("coverage", 0.0)), 4),
-        )
+        counts: dict[str, Any] = {name: int(figures.get(name, 0)) for name in COUNTS}
+        status = replace(status, **counts, coverage=round(float(figures.get("coverage", 0.0)), 4))
     if phase == "Succeeded":
         status = replace(status, progress=1.0)
     if ended:

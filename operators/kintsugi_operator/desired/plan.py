@@ -1,12 +1,11 @@
-"""Decides which objects a BlendService needs, its status and the next step. A pure function of its spec, its
-last status and what was observed."""
+"""What there has to be for a service: a function of its spec, its last status and what was seen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Model
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
 from kintsugi_operator.desired.compare import replacement_patch
 from kintsugi_operator.desired.rollout import Phase, Rollout, from_status, step
@@ -26,33 +25,30 @@ from kintsugi_operator.objects.store import (
     store_objects,
 )
 from kintsugi_operator.observed import conditions as c
-from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
+from kintsugi_operator.observed.views import JobState, Observed, RayServiceView, label_of
 
 
 @dataclass(frozen=True)
 class ClusterPatch:
-    """A change to the store's RayCluster that KubeRay does not make by itself."""
+    """A change of the store's RayCluster that KubeRay does not make by itself."""
 
     cluster: str
     patch: Manifest
 
     def over(self, live: Manifest) -> Manifest:
-        """The merge patch for the live RayCluster. It also removes keys that only the live head has; `patch`
-        alone would leave them."""
+        """A merge patch that also removes the former head's keys, which a plain merge would keep."""
         spec = self.patch["spec"]
-        live_head = live.get("spec", {}).get("headGroupSpec") or {}
-        return {
-            **self.patch,
-            "spec": {**spec, "headGroupSpec": replacement_patch(spec["headGroupSpec"], live_head)},
-        }
+        former = live.get("spec", {}).get("headGroupSpec") or {}
+        head = replacement_patch(spec["headGroupSpec"], former)
+        return {**self.patch, "spec": {**spec, "headGroupSpec": head}}
 
 
 @dataclass(frozen=True)
 class Desired:
-    """The decision of one reconciliation."""
+    """The objects, status and next step that follow from one look."""
 
     objects: tuple[Manifest, ...]
-    """Signed objects. Whatever else the service owns is no longer needed."""
+    """Objects with their digests. Whatever else the service owns is superfluous."""
     status: BlendServiceStatus
     shard_step: ShardStep
     cluster_patch: ClusterPatch | None = None
@@ -66,53 +62,48 @@ def plan_service(
     now: datetime,
 ) -> Desired:
     """Decide for a spec that `validation.check_service` has accepted."""
-    requested = EngineRevision.of(spec)
-    known = {**observed.revisions, requested.name: requested}
+    asked = EngineRevision.of(spec)
+    known = {**observed.revisions, asked.name: asked}
     now_s = now.timestamp()
     rollout = from_status(before.rollout, _seconds(before.rollout.retiring_since))
-    rollout = step(rollout, requested.name, spec.engines.calibrate, observed, now_s)
-    rollout = _drop_unknown(rollout, known, requested.name)
+    rollout = step(rollout, asked.name, spec.engines.calibrate, observed, now_s)
+    rollout = _with_known(rollout, known, asked.name)
 
     image = choose_store_image(spec, observed.store_image)
     groups = max(spec.store.shards, observed.shard_groups, before.shard_groups)
     store = store_objects(spec, owner, image, groups)
-    templates = [
-        str(one["metadata"]["labels"][LABEL_TEMPLATE]) for one in shard_templates(spec, owner, image)
-    ]
+    templates = [label_of(one, LABEL_TEMPLATE) for one in shard_templates(spec, owner, image)]
     shard_step = next_step(templates, observed.pods)
-    ray_service = store[-1]
-    _hold_config(ray_service, observed, shard_step)
+    if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
+        # Until every pod has the new volumes or sizes.
+        store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
 
     objects = [
         *account_objects(owner),
         *store,
         *(one for name in rollout.wanted for one in revision_objects(spec, owner, known[name])),
-        *_calibration_jobs(spec, owner, rollout, known, observed),
+        *_calibration(spec, owner, rollout, known, observed),
         *service_objects(spec, owner, rollout.active),
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
     ]
-    signed_objects = tuple(sign(one) for one in objects)
-    status = replace(
-        _status(spec, owner, before, observed, rollout, shard_step, known, now),
-        shard_groups=groups,
-        store_image=image.image,
-    )
-    return Desired(signed_objects, status, shard_step, _cluster_patch(ray_service, observed))
+    status = _status(spec, owner, before, observed, rollout, shard_step, known[rollout.active].model, now)
+    status = replace(status, shard_groups=groups, store_image=image.image)
+    return Desired(tuple(map(sign, objects)), status, shard_step, _cluster_patch(store[-1], observed))
 
 
 def sign(manifest: Manifest) -> Manifest:
-    """The manifest with its own digest as an annotation, by which an unchanged object is recognised."""
+    """A manifest with its own digest, which tells an unchanged object."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_DIGEST: digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
-def _drop_unknown(rollout: Rollout, known: dict[str, EngineRevision], requested: str) -> Rollout:
-    """Drop revisions whose ConfigMap is gone: nothing else says how their engines are configured. If the
-    active revision is dropped, the requested one becomes active."""
+def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) -> Rollout:
+    """Drop revisions that no ConfigMap remembers: their engines cannot be described. The requested revision
+    takes the place of a forgotten active one."""
     if rollout.active not in known:
-        return Rollout(active=requested)
+        return Rollout(active=asked)
     return replace(
         rollout,
         pending=rollout.pending if rollout.pending in known else "",
@@ -120,48 +111,32 @@ def _drop_unknown(rollout: Rollout, known: dict[str, EngineRevision], requested:
     )
 
 
-def _hold_config(ray_service: Manifest, observed: Observed, shard_step: ShardStep) -> None:
-    """Keep the running Serve configuration until every shard's pod has its new volumes and sizes. Changes the
-    store's RayService in place."""
-    if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
-        ray_service["spec"]["serveConfigV2"] = observed.store.serve_config
-
-
-def _calibration_jobs(
+def _calibration(
     spec: BlendServiceSpec,
     owner: Owner,
     rollout: Rollout,
     known: dict[str, EngineRevision],
     observed: Observed,
 ) -> list[Manifest]:
-    """The calibration job of the pending revision, else of the active one. It is created once the store is
-    ready, because it writes its report there, and then stays."""
+    """The calibration job of the pending revision, else of the active one. It starts once the store is ready,
+    because it writes its report there."""
     is_store_ready = observed.store is not None and observed.store.is_ready
-    is_created = observed.calibrations.get(rollout.calibrated) is not None
-    if not spec.engines.calibrate or not (is_store_ready or is_created):
+    if not spec.engines.calibrate or not (is_store_ready or rollout.calibrated in observed.calibrations):
         return []
     return [calibration_job(spec, owner, known[rollout.calibrated])]
 
 
-def _cluster_patch(ray_service: Manifest, observed: Observed) -> ClusterPatch | None:
-    """The update that the store's RayCluster lacks; None if it is up to date.
-
-    KubeRay copies a RayService's annotations to the RayCluster that it makes, and so the digest of the
-    desired cluster. Another digest there means that the cluster was not updated.
-    """
+def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
+    """A RayCluster carries the annotations of the RayService that it was made from, and so the digest of its
+    desired state. Another digest means that KubeRay has not updated the cluster."""
     if observed.store is None or not observed.store.cluster or not observed.cluster_digest:
         return None
-    wanted = ray_service["metadata"]["annotations"][ANNOTATION_CLUSTER]
+    wanted = store["metadata"]["annotations"][ANNOTATION_CLUSTER]
     if wanted == observed.cluster_digest:
         return None
-    cluster = ray_service["spec"]["rayClusterConfig"]
-    patch = {
-        "metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}},
-        "spec": {
-            "headGroupSpec": cluster["headGroupSpec"],
-            "workerGroupSpecs": cluster["workerGroupSpecs"],
-        },
-    }
+    cluster = store["spec"]["rayClusterConfig"]
+    specs = {key: cluster[key] for key in ("headGroupSpec", "workerGroupSpecs")}
+    patch = {"metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}}, "spec": specs}
     return ClusterPatch(observed.store.cluster, patch)
 
 
@@ -172,18 +147,18 @@ def _status(
     observed: Observed,
     rollout: Rollout,
     shard_step: ShardStep,
-    known: dict[str, EngineRevision],
+    model: Model,
     now: datetime,
 ) -> BlendServiceStatus:
-    shards_ready = ready_shards(spec.store.shards, observed.pods)
+    ready = ready_shards(spec.store.shards, observed.pods)
     active = observed.services.get(rollout.active)
     engines_ready = active is not None and active.is_ready
     job = observed.calibrations.get(rollout.calibrated)
-    model = known[rollout.active].model
-    has_moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
+    retiring_since = datetime.fromtimestamp(rollout.retiring_since_s, UTC)
+    moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
     return BlendServiceStatus(
         observed_generation=before.observed_generation,
-        shards_ready=shards_ready,
+        shards_ready=ready,
         shards_desired=spec.store.shards,
         engines_ready=engines_ready,
         tiers=observed.figures.tiers,
@@ -195,62 +170,49 @@ def _status(
             active=rollout.active,
             pending=rollout.pending,
             phase=str(rollout.phase),
-            since=timestamp(now) if has_moved or not before.rollout.since else before.rollout.since,
+            since=timestamp(now) if moved or not before.rollout.since else before.rollout.since,
             retiring=rollout.retiring,
-            retiring_since=timestamp(datetime.fromtimestamp(rollout.retiring_since_s, UTC))
-            if rollout.retiring
-            else "",
+            retiring_since=timestamp(retiring_since) if rollout.retiring else "",
         ),
         conditions=(
             c.true(c.VALID, "Accepted"),
-            _kuberay_condition(spec, owner, observed),
-            _store_condition(spec, observed, shards_ready),
-            _shards_condition(spec, owner, observed, shard_step),
+            _kuberay(spec, owner, observed),
+            _store(spec, observed, ready),
+            _shards(spec, owner, observed, shard_step),
             _calibration_condition(spec, rollout, observed),
             _rollout_condition(rollout, observed),
-            _ready_condition(shards_ready, engines_ready, observed, rollout),
+            _ready(ready, engines_ready, observed, rollout),
         ),
     )
 
 
-def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
+def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
     if not observed.kuberay.is_installed:
-        return c.false(
-            c.KUBERAY,
-            "Missing",
-            "this cluster serves no RayService: install KubeRay 1.6 or newer, its CRDs included",
-        )
+        hint = "this cluster serves no RayService: install KubeRay 1.6 or newer, its CRDs included"
+        return c.false(c.KUBERAY, "Missing", hint)
     if not observed.kuberay.is_recent:
-        return c.false(
-            c.KUBERAY,
-            "TooOld",
-            "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs",
-        )
+        hint = "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs"
+        return c.false(c.KUBERAY, "TooOld", hint)
     if not spec.network.policies:
         return c.true(c.KUBERAY, "Installed")
     home = spec.network.kuberay_namespace or owner.namespace
     return c.true(c.KUBERAY, "Installed", f"let in from namespace {home} alone: network.kuberayNamespace")
 
 
-def _store_condition(spec: BlendServiceSpec, observed: Observed, shards_ready: int) -> Condition:
-    if shards_ready >= spec.store.shards:
+def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
+    if ready >= spec.store.shards:
         return c.true(c.STORE, "AllShardsReady")
     messages = _join_messages(observed.store, observed, "store")
-    return c.false(
-        c.STORE, "ShardsMissing", f"{shards_ready} of {spec.store.shards} shards are ready{messages}"
-    )
+    return c.false(c.STORE, "ShardsMissing", f"{ready} of {spec.store.shards} shards are ready{messages}")
 
 
 def _join_messages(service: RayServiceView | None, observed: Observed, part: str) -> str:
-    """What KubeRay says about a RayService, and why a pod does not start: a suffix for a message, empty if
-    neither is known."""
+    """The message of KubeRay about a RayService, and of Kubernetes about a pod that does not start."""
     texts = (service.message if service is not None else "", observed.troubles.get(part, ""))
     return "".join(f": {text}" for text in texts if text)
 
 
-def _shards_condition(
-    spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep
-) -> Condition:
+def _shards(spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep) -> Condition:
     if needs_restart(spec, observed.store_image):
         return c.false(
             c.SHARDS,
@@ -278,10 +240,8 @@ def _calibration_condition(spec: BlendServiceSpec, rollout: Rollout, observed: O
             f"{job.message or 'the job failed'}. Look at RayJob {job.name}; delete it to try again, or set "
             "engines.calibrate to false to serve this model without blending",
         )
-    messages = _join_messages(None, observed, "calibration")
-    return c.false(
-        c.CALIBRATED, "Running", f"RayJob {job.name} is measuring; answers are full prefill{messages}"
-    )
+    text = f"RayJob {job.name} is measuring; answers are full prefill"
+    return c.false(c.CALIBRATED, "Running", text + _join_messages(None, observed, "calibration"))
 
 
 def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
@@ -294,23 +254,19 @@ def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
         Phase.BLOCKED: "its calibration failed (see Calibrated)",
     }
     text = f"revision {rollout.active} serves until {rollout.pending} may: {messages.get(rollout.phase, '')}"
-    service = observed.services.get(rollout.pending)
     if rollout.phase is Phase.STARTING:
-        text += _join_messages(service, observed, "service")
+        text += _join_messages(observed.services.get(rollout.pending), observed, "service")
     return c.false(c.ROLLED_OUT, str(rollout.phase), text)
 
 
-def _ready_condition(
-    shards_ready: int, engines_ready: bool, observed: Observed, rollout: Rollout
-) -> Condition:
-    if engines_ready and shards_ready:
+def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout) -> Condition:
+    if engines_ready and ready:
         return c.true(c.READY, "Serving")
     if engines_ready:
         return c.true(c.READY, "ServingWithoutStore", "no shard is ready: answers are full prefill")
     if not observed.kuberay.is_installed:
         return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
-    active = observed.services.get(rollout.active)
-    messages = _join_messages(active, observed, "service")
+    messages = _join_messages(observed.services.get(rollout.active), observed, "service")
     return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{messages}")
 
 

@@ -42,27 +42,17 @@ def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
     ]
     if not outdated:
         return ShardStep(Action.NONE)
+    ready = {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}
+    missing = set(range(len(templates))) - ready
     # A pod that is not ready is replaced first: nothing is lost by it.
-    for pod in outdated:
-        if not pod.is_ready and not pod.is_leaving and _all_ready(templates, pods, but=pod.shard):
-            return ShardStep(Action.RESTART, pod.name, f"restarting shard {pod.shard}", len(outdated))
-    if not _all_ready(templates, pods):
-        missing = [
-            str(index)
-            for index in range(len(templates))
-            if not any(pod.shard == index and pod.is_ready and not pod.is_leaving for pod in pods)
-        ]
-        text = f"waiting for shard {', '.join(missing)} before the next is restarted"
+    down = (pod for pod in outdated if not pod.is_ready and not pod.is_leaving and missing <= {pod.shard})
+    chosen = next(down, None if missing else outdated[0])
+    if chosen is None:
+        text = f"waiting for shard {', '.join(map(str, sorted(missing)))} before the next is restarted"
         return ShardStep(Action.WAIT, message=text, outdated=len(outdated))
-    first = outdated[0]
-    return ShardStep(Action.RESTART, first.name, f"restarting shard {first.shard}", len(outdated))
+    return ShardStep(Action.RESTART, chosen.name, f"restarting shard {chosen.shard}", len(outdated))
 
 
 def ready_shards(shards: int, pods: Sequence[ShardPod]) -> int:
     """Number of shards with a ready pod."""
     return len({pod.shard for pod in pods if pod.is_ready and not pod.is_leaving and 0 <= pod.shard < shards})
-
-
-def _all_ready(templates: Sequence[str], pods: Sequence[ShardPod], but: int = -1) -> bool:
-    wanted = set(range(len(templates))) - {but}
-    return wanted <= {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}

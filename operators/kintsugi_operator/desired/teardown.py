@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi_operator.objects.names import LABEL_PART
+from kintsugi_operator.objects.network import USERS
 from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import is_leaving, label_of
 
 DRAIN_S_MAX = 600.0
 """A lost node must not keep a service from being removed."""
-USERS = ("service", "calibration", "corpus")
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,13 @@ def next_teardown(ray: Sequence[Manifest], pods: Sequence[Manifest], age_s: floa
     holds.
     """
     if age_s >= DRAIN_S_MAX:
-        return Teardown(delete=tuple(one for one in ray if not _is_leaving(one)))
+        return Teardown(delete=tuple(one for one in ray if not is_leaving(one)))
     for parts, what in ((USERS, "engines, gateways and jobs finish"), (("store",), "shards write back")):
-        objects = [one for one in ray if _part(one) in parts]
-        left = [one for one in pods if _part(one) in parts]
+        objects = [one for one in ray if label_of(one, LABEL_PART) in parts]
+        left = [one for one in pods if label_of(one, LABEL_PART) in parts]
         if objects or left:
             return Teardown(
-                tuple(one for one in objects if not _is_leaving(one)),
+                tuple(one for one in objects if not is_leaving(one)),
                 f"{what}: {len(objects)} Ray objects and {len(left)} pods are left",
             )
     return Teardown()
-
-
-def _part(manifest: Manifest) -> str:
-    return str(manifest["metadata"].get("labels", {}).get(LABEL_PART, ""))
-
-
-def _is_leaving(manifest: Manifest) -> bool:
-    return "deletionTimestamp" in manifest["metadata"]

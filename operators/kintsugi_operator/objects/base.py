@@ -119,3 +119,15 @@ def ray_cluster(
 def serve_yaml(config: Mapping[str, Any]) -> str:
     """`serveConfigV2` is text. JSON is YAML, and the same config is the same text."""
     return json.dumps(config, sort_keys=True, indent=1)
+
+
+def ray_service_body(config: Mapping[str, Any], upgrade: str, cluster: Manifest) -> Manifest:
+    """The body of a RayService. `upgrade`: KubeRay's way to bring about a changed cluster."""
+    return {
+        "spec": {
+            "serveConfigV2": serve_yaml(config),
+            "upgradeStrategy": {"type": upgrade},
+            "excludeHeadPodFromServeSvc": True,
+            "rayClusterConfig": cluster,
+        }
+    }

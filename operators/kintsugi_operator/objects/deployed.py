@@ -19,10 +19,10 @@ from kintsugi.core.deploy import (
     directory_url,
     serve_config,
 )
-from kintsugi.core.settings import Settings, convert_settings
+from kintsugi.core.settings import convert_settings
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
 from kintsugi_operator.api.common import Image
-from kintsugi_operator.api.manifest import non_default_manifest
+from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifest
 from kintsugi_operator.objects.names import digest, join_name
 from kintsugi_operator.objects.pods import STORE_TLS, TLS, TOKENS, Manifest, Volume, secret
 
@@ -39,7 +39,7 @@ ANY_HOST = "0.0.0.0"
 
 
 @dataclass(frozen=True)
-class EngineRevision(Settings):
+class EngineRevision(ManifestSettings):
     """Everything that changes engines' answers. A new revision is calibrated and warmed beside the old."""
 
     model: Model

@@ -11,7 +11,7 @@ from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
 from kintsugi_operator.objects.deployed import EngineRevision, pod_basics, store_tls_volumes, store_url
-from kintsugi_operator.objects.names import LABEL_CORPUS, join_name, labels, ray_named
+from kintsugi_operator.objects.names import LABEL_CORPUS, LABEL_ROLE, join_name, labels, ray_named
 from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
@@ -53,7 +53,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
     head = template(
         Pod(
-            **pod_basics(spec, owner.name, {**tags, **labels(owner.name, part=CALIBRATION, role="head")}),
+            **pod_basics(spec, owner.name, {**tags, LABEL_ROLE: "head"}),
             **engine_pod(spec),
             volumes=[*model_volumes(spec, spec.engines.scratch), *volumes],
             is_head=True,
@@ -110,38 +110,36 @@ def corpus_job(
     service = revision.within(service)
     tags = corpus_labels(corpus.service, owner.name)
     workers = corpus.workers
-    documents = []
+    volumes = model_volumes(service, workers.scratch)
     if corpus.volume_claim:
-        documents.append(claim_volume("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
+        volumes.append(claim_volume("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
+    volumes += store_tls_volumes(service)
     shared: dict[str, Any] = {"env": engine_env(service), "env_secret": corpus.credentials_secret}
+    shared["nodes"] = workers.nodes
     head = template(
         Pod(
-            **pod_basics(service, corpus.service, _role(tags, "head")),
+            **pod_basics(service, corpus.service, {**tags, LABEL_ROLE: "head"}),
             **shared,
             cpus=2,
             memory="8Gi",
             volumes=[
                 claim_volume("state", STATE, join_name(owner.name, "ledger")),
-                *model_volumes(service, workers.scratch),
-                *documents,
-                *store_tls_volumes(service),
+                *volumes,
                 *_system_prompt(corpus.service, revision),
             ],
-            nodes=workers.nodes,
             is_head=True,
         )
     )
     pod = template(
         Pod(
-            **pod_basics(service, corpus.service, _role(tags, "worker")),
+            **pod_basics(service, corpus.service, {**tags, LABEL_ROLE: "worker"}),
             **shared,
             cpus=workers.cpus,
             memory=workers.memory,
             gpus=workers.gpus,
             gpu_resource=workers.gpu_resource,
             shared_memory="2Gi",
-            volumes=[*model_volumes(service, workers.scratch), *documents, *store_tls_volumes(service)],
-            nodes=workers.nodes,
+            volumes=volumes,
         )
     )
     group = Group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
@@ -202,7 +200,3 @@ def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) ->
             "rayClusterSpec": cluster,
         }
     }
-
-
-def _role(tags: dict[str, str], role: str) -> dict[str, str]:
-    return {**tags, **labels(tags["app.kubernetes.io/instance"], part=CORPUS, role=role)}

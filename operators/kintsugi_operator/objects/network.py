@@ -18,7 +18,8 @@ from kintsugi_operator.objects.pods import DASHBOARD_PORT, METRICS_PORT, Manifes
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 KUBERAY = {"app.kubernetes.io/name": "kuberay-operator"}
 OPERATOR = {"app.kubernetes.io/name": "kintsugi-operator"}
-PARTS = ("store", "service", "calibration", "corpus")
+USERS = ("service", "calibration", "corpus")
+"""Parts whose pods call the store."""
 POLICY = "networking.k8s.io/v1"
 
 
@@ -30,36 +31,25 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> 
     have none, and a budget that cannot be counted lets nothing go. What is not ready may go at any time, or a
     pod that cannot start could never be replaced.
     """
+    engine_pods = max(spec.engines.replicas.min, engines)
     chosen = {
         "shards": (spec.store.shards, selector(owner.name, part="store", role="shard")),
-        "engines": (
-            max(spec.engines.replicas.min, engines),
-            selector(owner.name, part="service", role="engine", revision=active),
-        ),
+        "engines": (engine_pods, selector(owner.name, part="service", role="engine", revision=active)),
         "gateways": (
             spec.gateway.replicas,
             selector(owner.name, part="service", role="gateway", revision=active),
         ),
     }
-    bodies = {
-        what: {
+    budgets = []
+    for what, (pods, match) in chosen.items():
+        body = {
             "minAvailable": max(pods - 1, 0),
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": match},
         }
-        for what, (pods, match) in chosen.items()
-    }
-    return [
-        make_object(
-            owner,
-            "PodDisruptionBudget",
-            join_name(owner.name, what),
-            labels(owner.name),
-            {"spec": body},
-            "policy/v1",
-        )
-        for what, body in bodies.items()
-    ]
+        name, tags = join_name(owner.name, what), labels(owner.name)
+        budgets.append(make_object(owner, "PodDisruptionBudget", name, tags, {"spec": body}, "policy/v1"))
+    return budgets
 
 
 def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
@@ -69,48 +59,50 @@ def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
     return [
         _policy(owner, "deny", {}, ingress=[], egress=[_dns()]),
         *_within_clusters(owner),
-        _store_policy(spec, owner),
+        _store_policy(owner),
         _gateway_policy(spec, owner),
         _heads_policy(spec, owner, home),
         _metrics_policy(spec, owner, home),
-        *_clients_of_the_store(owner),
-        *_downloads(spec, owner),
-        *_elsewhere(spec, owner),
+        *_calls_of_users(spec, owner),
     ]
 
 
 def _within_clusters(owner: Owner) -> list[Manifest]:
     """Ray's processes choose their ports: free within a cluster, closed around it."""
-    made_policies = []
-    for part in PARTS:
-        peers = _pods(selector(owner.name, part=part))
-        made_policies.append(
-            _policy(
-                owner, f"within-{part}", {"part": part}, ingress=[{"from": peers}], egress=[{"to": peers}]
-            )
-        )
-    return made_policies
+    peers = {part: _pods(selector(owner.name, part=part)) for part in ("store", *USERS)}
+    return [
+        _policy(owner, f"within-{part}", {"part": part}, [{"from": pods}], [{"to": pods}])
+        for part, pods in peers.items()
+    ]
 
 
-def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
+def _store_policy(owner: Owner) -> Manifest:
     """Engines, gateways and jobs may read and write chunks."""
-    users = [{"podSelector": _any_of(owner, LABEL_PART, [part for part in PARTS if part != "store"])}]
-    ingress = [{"from": users, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
+    expression = {"key": LABEL_PART, "operator": "In", "values": list(USERS)}
+    users = {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
+    ingress = [{"from": [{"podSelector": users}], "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
     return _policy(owner, "store", {"part": "store"}, ingress=ingress)
 
 
-def _clients_of_the_store(owner: Owner) -> list[Manifest]:
-    """Policies that let engines, gateways and jobs call the store."""
+def _calls_of_users(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
+    """Policies that let engines, gateways and jobs call the store, download models and corpora, and call
+    whatever else the spec names."""
     shards = _pods(selector(owner.name, part="store"))
-    egress = [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
+    calls: dict[str, list[Manifest]] = {
+        "to-store": [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}],
+        "downloads": [{"ports": _ports(443)}] if spec.network.downloads else [],
+        "egress": [_egress_rule(one) for one in spec.network.egress],
+    }
     return [
-        _policy(owner, f"to-store-{part}", {"part": part}, egress=egress) for part in PARTS if part != "store"
+        _policy(owner, f"{what}-{part}", {"part": part}, egress=egress)
+        for what, egress in calls.items()
+        for part in USERS
+        if egress
     ]
 
 
 def _gateway_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
-    ports = _ports(spec.gateway.grpc_port, spec.gateway.http_port)
-    rule: Manifest = {"ports": ports}
+    rule: Manifest = {"ports": _ports(spec.gateway.grpc_port, spec.gateway.http_port)}
     if spec.network.client_namespaces:
         names = list(spec.network.client_namespaces)
         chosen = {"matchExpressions": [{"key": NAMESPACE_NAME, "operator": "In", "values": names}]}
@@ -145,28 +137,6 @@ def _operator(home: str) -> Manifest:
     return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
 
 
-def _downloads(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
-    """Policies that let engines, gateways and jobs download models and corpora."""
-    if not spec.network.downloads:
-        return []
-    egress = [{"ports": _ports(443)}]
-    return [
-        _policy(owner, f"downloads-{part}", {"part": part}, egress=egress)
-        for part in PARTS
-        if part != "store"
-    ]
-
-
-def _elsewhere(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
-    """Policies for whatever else the spec lets pods call."""
-    if not spec.network.egress:
-        return []
-    egress = [_egress_rule(one) for one in spec.network.egress]
-    return [
-        _policy(owner, f"egress-{part}", {"part": part}, egress=egress) for part in PARTS if part != "store"
-    ]
-
-
 def _egress_rule(egress: Egress) -> Manifest:
     rule: Manifest = {"ports": _ports(*egress.ports)}
     if egress.namespace:
@@ -183,13 +153,13 @@ def _policy(
     ingress: Sequence[Manifest] | None = None,
     egress: Sequence[Manifest] | None = None,
 ) -> Manifest:
-    spec: Manifest = {"podSelector": {"matchLabels": selector(owner.name, **chosen)}, "policyTypes": []}
-    if ingress is not None:
-        spec["policyTypes"].append("Ingress")
-        spec["ingress"] = list(ingress)
-    if egress is not None:
-        spec["policyTypes"].append("Egress")
-        spec["egress"] = list(egress)
+    rules = {"ingress": ingress, "egress": egress}
+    given = {direction: list(some) for direction, some in rules.items() if some is not None}
+    spec = {
+        "podSelector": {"matchLabels": selector(owner.name, **chosen)},
+        "policyTypes": [direction.capitalize() for direction in given],
+        **given,
+    }
     return make_object(
         owner, "NetworkPolicy", join_name(owner.name, what), labels(owner.name), {"spec": spec}, POLICY
     )
@@ -206,11 +176,6 @@ def _ports(*ports: int) -> list[Manifest]:
 
 def _pods(match: Mapping[str, str]) -> list[Manifest]:
     return [{"podSelector": {"matchLabels": dict(match)}}]
-
-
-def _any_of(owner: Owner, key: str, values: Sequence[str]) -> Manifest:
-    expression = {"key": key, "operator": "In", "values": list(values)}
-    return {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
 
 
 def _namespace(name: str) -> Manifest:

@@ -166,14 +166,14 @@ def template(pod: Pod) -> Manifest:
         "containers": [_container(pod, volumes)],
         "volumes": [{"name": one.name, **one.source} for one in volumes],
     }
-    if pod.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(pod.pull_secrets)]
-    if pod.nodes.selector:
-        spec["nodeSelector"] = dict(pod.nodes.selector)
-    if pod.nodes.tolerations:
-        spec["tolerations"] = [_toleration(one) for one in pod.nodes.tolerations]
-    if pod.affinity:
-        spec["affinity"] = dict(pod.affinity)
+    tolerations = map(to_manifest, pod.nodes.tolerations)
+    optional = {
+        "imagePullSecrets": [{"name": name} for name in dict.fromkeys(pod.pull_secrets)],
+        "nodeSelector": dict(pod.nodes.selector),
+        "tolerations": [{key: value for key, value in one.items() if value} for one in tolerations],
+        "affinity": dict(pod.affinity),
+    }
+    spec |= {key: value for key, value in optional.items() if value}
     made = {"metadata": {"labels": dict(pod.labels)}, "spec": spec}
     made["metadata"]["labels"][LABEL_TEMPLATE] = digest(made)
     return made
@@ -192,6 +192,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
         # KubeRay makes its head and serve Services from these names.
         ports |= {"gcs": GCS_PORT, "dashboard": DASHBOARD_PORT, "client": 10001, "serve": 8000}
     health = _health(pod.is_head)
+    readiness = pod.readiness or health
     container: Manifest = {
         "name": "ray-head" if pod.is_head else "ray-worker",
         "image": pod.image,
@@ -208,12 +209,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
         # Without probes of its own a pod gets KubeRay's, which call programs that an image may not have.
         "startupProbe": {**health, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 120},
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
-        "readinessProbe": {
-            **(pod.readiness or health),
-            "periodSeconds": 5,
-            "timeoutSeconds": 5,
-            "failureThreshold": 3,
-        },
+        "readinessProbe": {**readiness, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3},
     }
     if pod.env_secret:
         container["envFrom"] = [{"secretRef": {"name": pod.env_secret}}]
@@ -232,7 +228,3 @@ def _variable(name: str, value: str | Mapping[str, Any]) -> Manifest:
         # KubeRay drops an empty value when it writes.
         return {"name": name, "value": value} if value else {"name": name}
     return {"name": name, "valueFrom": value}
-
-
-def _toleration(toleration: Any) -> Manifest:
-    return {key: value for key, value in to_manifest(toleration).items() if value != ""}

@@ -9,7 +9,15 @@ from typing import Any
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Endpoints
-from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
+from kintsugi_operator.objects.base import (
+    RAY_API_VERSION,
+    Group,
+    Owner,
+    make_object,
+    ray_cluster,
+    ray_service_body,
+    serve_yaml,
+)
 from kintsugi_operator.objects.deployed import (
     DATA,
     DIRECTORY_PORT,
@@ -56,14 +64,8 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
         spec.ray_version,
         autoscaled=True,
     )
-    service = {
-        "spec": {
-            "serveConfigV2": serve_yaml(service_config(spec, owner.name, owner.namespace)),
-            "upgradeStrategy": {"type": "NewCluster"},
-            "excludeHeadPodFromServeSvc": True,
-            "rayClusterConfig": cluster,
-        }
-    }
+    config = service_config(spec, owner.name, owner.namespace)
+    service = ray_service_body(config, "NewCluster", cluster)
     name = ray_named(owner.name, revision.name)
     remembered = {
         "immutable": True,
@@ -85,17 +87,12 @@ def revision_map_name(name: str, revision: str) -> str:
 
 def account_objects(owner: Owner) -> list[Manifest]:
     """ServiceAccounts: one whose token is mounted nowhere but in heads, and one without any."""
-    tags = labels(owner.name)
+    tokenless = {"automountServiceAccountToken": False}
+    bodies: dict[str, Manifest] = {"head": {}, "store": tokenless, PART: tokenless}
     return [
-        make_object(owner, "ServiceAccount", join_name(owner.name, "head"), tags, {}),
-        *(
-            make_object(owner, "ServiceAccount", join_name(owner.name, part), tags, _TOKENLESS)
-            for part in ("store", PART)
-        ),
+        make_object(owner, "ServiceAccount", join_name(owner.name, part), labels(owner.name), body)
+        for part, body in bodies.items()
     ]
-
-
-_TOKENLESS = {"automountServiceAccountToken": False}
 
 
 def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[Manifest]:

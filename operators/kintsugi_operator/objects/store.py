@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
-from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster, serve_yaml
+from kintsugi_operator.objects.base import (
+    RAY_API_VERSION,
+    Group,
+    Owner,
+    make_object,
+    ray_cluster,
+    ray_service_body,
+)
 from kintsugi_operator.objects.deployed import (
     DATA,
     DIRECTORY_PORT,
@@ -104,21 +111,14 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
             for claim, gib, storage_class in claim_names(spec, owner.name, index).values():
                 body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
                 tags = labels(owner.name, part=PART, shard=str(index))
-                kept = spec.store.volumes.retain
-                objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=not kept))
+                is_owned = not spec.store.volumes.retain
+                objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=is_owned))
     cluster = ray_cluster(
         _head(spec, owner, image),
         [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
         image.ray_version,
     )
-    body = {
-        "spec": {
-            "serveConfigV2": serve_yaml(store_config(spec)),
-            "upgradeStrategy": {"type": "None"},
-            "excludeHeadPodFromServeSvc": True,
-            "rayClusterConfig": cluster,
-        }
-    }
+    body = ray_service_body(store_config(spec), "None", cluster)
     tags = labels(owner.name, part=PART)
     name = ray_service_name(owner.name)
     service = make_object(owner, "RayService", name, tags, body, RAY_API_VERSION)
@@ -190,22 +190,19 @@ def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
     """Keep shards apart from each other, and near engines or away from them. Only preferences: a shard on the
     wrong node is better than one that cannot be scheduled."""
 
-    def same_node_term(weight: int, match: Manifest) -> Manifest:
+    def same_node_term(weight: int, **match: Any) -> Manifest:
         term = {"topologyKey": HOSTNAME, "labelSelector": match}
         return {"weight": weight, "podAffinityTerm": term}
 
-    shards = same_node_term(100, {"matchLabels": selector(name, role="shard")})
+    apart = [same_node_term(100, matchLabels=selector(name, role="shard"))]
+    together = []
     if spec.store.placement is ShardPlacement.BESIDE_ENGINES:
-        engines = same_node_term(50, {"matchLabels": selector(name, role="engine")})
-        return {
-            "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [engines]},
-            "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards]},
-        }
-    engines = same_node_term(
-        50,
-        {
-            "matchLabels": selector(name),
-            "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": ["engine"]}],
-        },
-    )
-    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [shards, engines]}}
+        together = [same_node_term(50, matchLabels=selector(name, role="engine"))]
+    else:
+        engines = {"key": LABEL_ROLE, "operator": "In", "values": ["engine"]}
+        apart.append(same_node_term(50, matchLabels=selector(name), matchExpressions=[engines]))
+    return {
+        kind: {"preferredDuringSchedulingIgnoredDuringExecution": terms}
+        for kind, terms in (("podAffinity", together), ("podAntiAffinity", apart))
+        if terms
+    }

@@ -8,6 +8,7 @@ from typing import Any
 
 from kintsugi_operator.objects.names import LABEL_PART
 from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import is_leaving, label_of
 
 SLOW_S = 120.0
 """After this time in creation, a volume of the pod is probably missing."""
@@ -19,7 +20,7 @@ def troubles_of(pods: Sequence[Manifest], now: datetime) -> dict[str, str]:
     """The first trouble of each part of a service, with the pod's name."""
     found: dict[str, str] = {}
     for pod in sorted(pods, key=lambda one: str(one["metadata"]["name"])):
-        part = (pod["metadata"].get("labels") or {}).get(LABEL_PART, "")
+        part = label_of(pod, LABEL_PART)
         if part not in found and (why := trouble_of(pod, now)):
             found[part] = f"pod {pod['metadata']['name']}: {why}"
     return found
@@ -28,7 +29,7 @@ def troubles_of(pods: Sequence[Manifest], now: datetime) -> dict[str, str]:
 def trouble_of(pod: Manifest, now: datetime) -> str:
     """Why a pod does not start; empty for one that runs, ends, or may still start by itself. The text stays
     the same as long as the trouble does, because each change is a write."""
-    if "deletionTimestamp" in pod["metadata"]:
+    if is_leaving(pod):
         return ""
     status = pod.get("status") or {}
     for condition in status.get("conditions") or []:

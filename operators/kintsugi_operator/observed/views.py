@@ -183,25 +183,51 @@ def shard_pod(manifest: Manifest) -> ShardPod:
     """The view of a shard's pod."""
     metadata, status = manifest["metadata"], manifest.get("status") or {}
     conditions = {one["type"]: one["status"] for one in status.get("conditions") or []}
-    index = metadata.get("labels", {}).get(LABEL_SHARD, "-1")
+    index = label_of(manifest, LABEL_SHARD)
     return ShardPod(
         name=metadata["name"],
-        shard=int(index) if index.lstrip("-").isdigit() else -1,
-        template=metadata.get("labels", {}).get(LABEL_TEMPLATE, ""),
+        shard=int(index) if index.isdigit() else -1,
+        template=label_of(manifest, LABEL_TEMPLATE),
         is_ready=conditions.get("Ready") == "True",
-        is_leaving="deletionTimestamp" in metadata,
+        is_leaving=is_leaving(manifest),
         address=status.get("podIP", ""),
     )
 
 
 def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
     """Name and content of a remembered revision; None for a ConfigMap that holds none."""
-    name = manifest["metadata"].get("labels", {}).get(LABEL_REVISION, "")
     try:
         values: Mapping[str, Any] = json.loads(manifest["data"][REVISION_KEY])
-        return name, from_manifest(EngineRevision, values, "revision")
+        return label_of(manifest, LABEL_REVISION), from_manifest(EngineRevision, values, "revision")
     except (KeyError, ValueError, TypeError, KintsugiError):
         return None
+
+
+def corpus_view(manifest: Manifest) -> CorpusView:
+    """The view of a CorpusPrecompute."""
+    status = manifest.get("status") or {}
+    return CorpusView(
+        manifest["metadata"]["name"],
+        revision_of_run(status.get("run", "")),
+        status.get("phase") in ("Succeeded", "Failed"),
+        bool(manifest["spec"].get("suspend")),
+    )
+
+
+def revision_of_run(run: str) -> str:
+    """The revision that a corpus's run was for; empty for a run without one."""
+    parts = run.split("-")
+    return parts[1] if len(parts) == 3 else ""
+
+
+def label_of(manifest: Manifest, key: str) -> str:
+    """The value of a label; empty without it."""
+    return str((manifest["metadata"].get("labels") or {}).get(key, ""))
+
+
+def is_leaving(manifest: Manifest) -> bool:
+    """Whether an object is being deleted."""
+    return "deletionTimestamp" in manifest["metadata"]
 
 
 def digest_of(manifest: Manifest, annotation: str = ANNOTATION_DIGEST) -> str:

@@ -254,10 +254,6 @@ class Placement:
     gateway: Mapping[str, float] = field(default_factory=dict)
     store_url: str = ""
     """Where engines find the shards. Empty: both applications share a Ray cluster and its network."""
-    proxy_port: int | None = None
-    """Port of Serve's HTTP proxy, which carries no requests of ours but answers a cluster's health checks.
-    None: no proxy."""
-    proxy_host: str = "127.0.0.1"
 
 
 HERE = Placement()
@@ -278,16 +274,10 @@ def serve_config(
     On two clusters each has one of the ``applications``. Raises `InvalidField`.
     """
     makers = {STORE_APP: store_application, SERVICE_APP: service_application}
-    for name in applications:
-        if name not in makers:
-            raise InvalidField("applications", f"{name!r} is not {' or '.join(makers)}")
-    config: dict[str, Any] = {"proxy_location": "Disabled"}
-    if placement.proxy_port is not None:
-        if not 0 <= placement.proxy_port <= PORT_MAX:
-            raise InvalidField("proxy_port", f"{placement.proxy_port} is no port: 0 to {PORT_MAX}")
-        http = {"host": placement.proxy_host, "port": placement.proxy_port}
-        config = {"proxy_location": "EveryNode", "http_options": http}
-    return {**config, "applications": [makers[name](spec, placement) for name in applications]}
+    return {
+        "proxy_location": "Disabled",
+        "applications": [makers[name](spec, placement) for name in applications],
+    }
 
 
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
@@ -295,10 +285,7 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
     store = spec.store
     shard = {
         "name": SHARD_DEPLOYMENT,
-        **_replicas(
-            Scale(store.shards, store.shards_max or store.shards),
-            {"policy_function": SHARD_POLICY},
-        ),
+        **_replicas(Scale(store.shards, store.shards_max or store.shards), {"policy_function": SHARD_POLICY}),
         "ray_actor_options": _actor(store.cpus, 0.0, placement.shard),
         # The directory takes these over without a restart.
         "user_config": {"replication": store.replication, "ramp_s": store.ramp_s},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -55,22 +55,22 @@ def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidF
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
-def _names_at(cls: type[Any], path: list[str]) -> list[str]:
-    """Field names of the dataclass that `path` leads to, through optional, listed and mapped ones."""
+def _names_at(cls: type[Any], path: list[str]) -> Iterable[str]:
+    """Names of the fields of the dataclass that `path` leads to, through optional, listed and mapped ones."""
     for part in path:
-        if part in _field_names(cls):
+        if part in (fields := _fields_by_input_name(cls)):
             # `Field.type` is only text where annotations are postponed.
-            cls = _dataclass_in(get_type_hints(cls)[part]) or cls
-    return _field_names(cls)
+            cls = dataclass_within(get_type_hints(cls)[fields[part]]) or cls
+    return _fields_by_input_name(cls)
 
 
-def _field_names(cls: type[Any]) -> list[str]:
-    return [f.name for f in dataclasses.fields(cls)]
+def _fields_by_input_name(cls: type[Any]) -> dict[str, str]:
+    name_of = getattr(cls, "__pydantic_config__", {}).get("alias_generator", str)
+    return {name_of(one.name): one.name for one in dataclasses.fields(cls)}
 
 
-def _dataclass_in(annotation: Any) -> type[Any] | None:
+def dataclass_within(annotation: Any) -> type[Any] | None:
     """The first dataclass within an annotation: `Tier` of `list[Tier] | None`."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return annotation
-    inner = (_dataclass_in(argument) for argument in get_args(annotation))
-    return next((cls for cls in inner if cls is not None), None)
+    return next((inner for one in get_args(annotation) if (inner := dataclass_within(one))), None)

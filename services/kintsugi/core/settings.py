@@ -40,8 +40,8 @@ def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
     maxLength, minItems, maxItems, maxProperties, format, and `items`, the bounds of what a list or mapping
     holds. Our own: `mapKey`, the field by which a list's items differ; `reserved`, keys that a mapping must
-    not have; `name`, the field's name in YAML where camelCase would be another; `after`, the field behind
-    which a CRD lists this one; `description`, what a CRD says of the field instead of its docstring.
+    not have; `after`, the field behind which a CRD lists this one; `description`, what a CRD says of the
+    field instead of its docstring.
     """
     if callable(default):
         return field(default_factory=default, metadata=bounds)
@@ -66,26 +66,22 @@ def fields_in_order(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     return ordered
 
 
-def field_name(cls: type[Any], one: dataclasses.Field[Any]) -> str:
-    """The name in Python."""
-    return one.name
-
-
 def default_of(one: dataclasses.Field[Any]) -> Any:
     """What a field is where nothing is said; `dataclasses.MISSING` for a mandatory one."""
     return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
 
 
-Naming = Callable[[type[Any], "dataclasses.Field[Any]"], str]
+Naming = Callable[[str], str]
+"""From a field's name in Python to the name that the user knows."""
 
 
-def check(settings: Any, where: str = "", naming: Naming = field_name) -> None:
+def check(settings: Any, where: str = "", naming: Naming = str) -> None:
     """Raise `InvalidField` where `settings`, or anything within, breaks a bound or a rule.
 
     `where` is the path of `settings` in the user's input.
     """
     cls = type(settings)
-    names = {one.name: naming(cls, one) for one in dataclasses.fields(settings)}
+    names = {one.name: naming(one.name) for one in dataclasses.fields(settings)}
     for one in dataclasses.fields(settings):
         value, bounds = getattr(settings, one.name), bounds_of(cls, one)
         path = _join(where, names[one.name])
@@ -125,7 +121,7 @@ def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str) -> No
 
 def json_schema_bounds(bounds: Bounds) -> dict[str, Any]:
     """The keywords of JSON schema that hold for a field itself."""
-    ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "name", "after", "description")
+    ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "after", "description")
     return {keyword: bound for keyword, bound in bounds.items() if keyword not in ours}
 
 
@@ -172,15 +168,13 @@ def _join(where: str, name: str) -> str:
 
 def plain(
     value: Any,
-    naming: Naming = field_name,
+    naming: Naming = str,
     keep: Callable[[dataclasses.Field[Any], Any], bool] = lambda one, inner: True,
 ) -> Any:
     """`value` as JSON and YAML know it, settings with those fields that `keep` keeps."""
     if dataclasses.is_dataclass(value):
         pairs = [(one, getattr(value, one.name)) for one in fields_in_order(type(value))]
-        return {
-            naming(type(value), one): plain(inner, naming, keep) for one, inner in pairs if keep(one, inner)
-        }
+        return {naming(one.name): plain(inner, naming, keep) for one, inner in pairs if keep(one, inner)}
     if isinstance(value, Mapping):
         return {str(key): plain(inner, naming, keep) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -188,7 +182,7 @@ def plain(
     return str(value) if isinstance(value, StrEnum) else value
 
 
-def non_default_fields(settings: Any, *without: str, naming: Naming = field_name) -> dict[str, Any]:
+def non_default_fields(settings: Any, *without: str, naming: Naming = str) -> dict[str, Any]:
     """The fields that differ from their defaults, as plain values, but those in `without`.
 
     A field that a later version adds changes nothing here, and so restarts nothing.

@@ -20,7 +20,6 @@ from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.controller.cluster import OWNED
-from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, expand_rules
 from kintsugi_operator.desired.validation import check_corpus, check_service
 from kintsugi_operator.objects.network import OPERATOR
 from tests.e2e.kubernetes.rendering import (
@@ -36,6 +35,7 @@ from tests.e2e.kubernetes.rendering import (
     pod_of,
     rendered,
 )
+from tests.unit.operator.rights import chart_rules, expand_rules
 
 KUBERNETES = ("1.30", "1.36")
 """Oldest and newest that are supported: Chart.yaml's kubeVersion, and the newest whose schemas are known."""
@@ -193,32 +193,20 @@ def test_the_operators_pods_are_those_that_the_services_policies_let_in() -> Non
     assert OPERATOR.items() <= labels.items()
 
 
-def allowed(role: Manifest) -> set[tuple[str, str, str]]:
-    """Group, resource and verb of everything that a role allows."""
-    return {
-        (group, resource, verb)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-
-
 @pytest.mark.parametrize("value_set", ["defaults", "minimal"])
 def test_the_operator_may_do_what_it_does_and_nothing_else(value_set: str) -> None:
     manifests = rendered(HELMS[1], value_set)
     name = f"{RELEASE}-operator"
     own = one(manifests, "Role", name) if value_set == "defaults" else one(manifests, "ClusterRole")
     lease = one(manifests, "Role", f"{name}-lease")
-    assert allowed(own) == expand_rules(RULES)
-    assert allowed(lease) == expand_rules(LEASE_RULES)
+    assert [expand_rules(role["rules"]) for role in (own, lease)] == list(map(expand_rules, chart_rules()))
     assert [rule.get("resourceNames") for rule in lease["rules"]] == [None, [name]], (
         "creating has no name yet"
     )
     for resource in OWNED:
         group = resource.api_version.rpartition("/")[0]
         # Server-side apply of a new object is checked for both.
-        assert {(group, resource.plural, verb) for verb in ("create", "patch")} <= allowed(own)
+        assert {(group, resource.plural, verb) for verb in ("create", "patch")} <= expand_rules(own["rules"])
 
 
 @every_value_set

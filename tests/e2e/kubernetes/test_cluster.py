@@ -31,7 +31,6 @@ from kintsugi_operator.controller.cluster import (
     Refused,
     Resource,
 )
-from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, PolicyRule
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import FINALIZER, LABEL_SERVICE
 from kintsugi_operator.objects.pods import Manifest
@@ -47,6 +46,7 @@ from tests.e2e.kubernetes.clusters import (
     team_of,
     until,
 )
+from tests.unit.operator.rights import chart_rules
 
 pytestmark = [needs_cluster, pytest.mark.timeout(600)]
 
@@ -404,8 +404,8 @@ def test_of_two_operators_one_leads(team: Team, operator: Operator) -> None:
 def test_its_rights_suffice_and_are_no_more(team: Team, tmp_path: Path) -> None:
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "operator"}}
     team.kube.request("POST", SERVICE_ACCOUNT.path(team.namespace), account)
-    grant(team, "operator", RULES)
-    grant(team, "operator-lease", LEASE_RULES)
+    for name, rules in zip(("operator", "operator-lease"), chart_rules(), strict=True):
+        grant(team, name, rules)
     path = SERVICE_ACCOUNT.path(team.namespace, "operator", "token")
     request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     token = team.kube.request("POST", path, request)["status"]["token"]
@@ -433,16 +433,14 @@ def test_its_rights_suffice_and_are_no_more(team: Team, tmp_path: Path) -> None:
         assert not may(team, who, group, resource, verb), f"{verb} {resource}"
 
 
-def grant(team: Team, name: str, rules: tuple[PolicyRule, ...]) -> None:
+def grant(team: Team, name: str, rules: list[dict[str, Any]]) -> None:
     """A Role, bound to the ServiceAccount `operator`."""
     role = {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
         "metadata": {"name": name},
-        "rules": [
-            {"apiGroups": [rule.group], "resources": list(rule.resources), "verbs": list(rule.verbs)}
-            for rule in rules
-        ],
+        # Without `resourceNames`: the Lease has another name here.
+        "rules": [{key: rule[key] for key in ("apiGroups", "resources", "verbs")} for rule in rules],
     }
     team.kube.request("POST", f"{RBAC}/{team.namespace}/roles", role)
     binding = {

@@ -54,16 +54,6 @@ def test_both_applications_and_no_proxy() -> None:
 def test_one_application_for_a_cluster_of_its_own() -> None:
     config = serve_config(SMALL, applications=(STORE_APP,))
     assert [application["name"] for application in config["applications"]] == [STORE_APP]
-    with pytest.raises(InvalidField, match="'engines' is not"):
-        serve_config(SMALL, applications=("engines",))
-
-
-def test_a_proxy_is_bound_where_it_is_told_to() -> None:
-    config = serve_config(SMALL, Placement(proxy_port=8265))
-    assert config["proxy_location"] == "EveryNode"
-    assert config["http_options"] == {"host": "127.0.0.1", "port": 8265}
-    with pytest.raises(InvalidField, match="proxy_port: 70000"):
-        serve_config(SMALL, Placement(proxy_port=70_000))
 
 
 def specs() -> st.SearchStrategy[ServiceSpec]:
@@ -99,7 +89,7 @@ def specs() -> st.SearchStrategy[ServiceSpec]:
 @given(spec=specs(), groups=st.booleans())
 def test_serve_accepts_every_configuration(spec: ServiceSpec, groups: bool) -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="install the extra `serving`")
-    placement = Placement(shard={"kintsugi_shard": 1.0}, proxy_port=8265) if groups else Placement()
+    placement = Placement(shard={"kintsugi_shard": 1.0}) if groups else Placement()
     config = serve_config(spec, placement)
     assert json.loads(json.dumps(config)) == config
     parsed = schema.ServeDeploySchema.model_validate(config)

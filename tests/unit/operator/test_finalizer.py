@@ -35,7 +35,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look again at once, and fetch no metrics from pods that do not exist."""
     monkeypatch.setattr("kintsugi_operator.controller.reconcile.SOON_S", 0.05)
     monkeypatch.setattr("kintsugi_operator.controller.reconcile.LATER_S", 0.05)
-    monkeypatch.setattr("kintsugi_operator.operator.HttpWeb", lambda session: FakeWeb())
+    monkeypatch.setattr("kintsugi_operator.operator.Web", lambda session: FakeWeb())
 
 
 @dataclass

@@ -1,21 +1,15 @@
-"""The rights are those that a whole life of a service uses, and no others."""
+"""The chart's rights are those that a whole life of a service uses, and no others."""
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-import yaml
-
-from kintsugi_operator.controller.rbac import LEASE_RULES, RULES, PolicyRule, expand_rules
 from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
 from kintsugi_operator.objects.deployed import EngineRevision
+from tests.unit.operator.rights import chart_rules, expand_rules
 from tests.unit.operator.specs import spec_of
 from tests.unit.operator.test_reconcile import OLD, World, run
 
-ROOT = Path(__file__).resolve().parents[3]
 UNSEEN = {("kintsugi.dev", "blendservices/finalizers", "update")}
 UNSEEN |= {("kintsugi.dev", "corpusprecomputes/finalizers", "update")}
 """Asked by an admission plugin, not by a request."""
@@ -55,27 +49,13 @@ def test_every_right_is_used_and_every_use_is_a_right() -> None:
     world.look()
     assert world.cluster.named("BlendService") == []
 
-    rights, used = expand_rules(RULES), world.cluster.used
+    rights, used = expand_rules(chart_rules()[0]), world.cluster.used
     assert used <= rights
     unused = rights - used - UNSEEN - {(*one, verb) for one in WATCHED for verb in ("list", "watch")}
     assert {verb for _, _, verb in unused} <= ALIKE
 
 
-def test_the_charts_role_says_the_same() -> None:
-    """Read without helm: what varies in the template are names."""
-    text = (ROOT / "charts/kintsugi/templates/rbac.yaml").read_text()
-    blocks = re.findall(r"^rules:\n(.*?)^---", text, re.S | re.M)
-    roles = [
-        expand_rules(
-            tuple(
-                PolicyRule(group, tuple(rule["resources"]), tuple(rule["verbs"]))
-                for rule in yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", block))
-                for group in rule["apiGroups"]
-            )
-        )
-        for block in blocks
-    ]
-    assert roles[0] == expand_rules(RULES)
-    lease: Any = expand_rules(LEASE_RULES)
-    assert roles[1] == lease
-    assert len(roles) == 2
+def test_the_lease_is_all_that_the_operator_may_change_of_its_own() -> None:
+    assert expand_rules(chart_rules()[1]) == {
+        ("coordination.k8s.io", "leases", verb) for verb in ("create", "get", "update")
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi.store.shard.put import ChunkPut, PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.streaming import LayerStream
+from kintsugi.store.shard.tiers.arena import Arena
 
 PUT_IDLE_S_MAX = 30.0
 """A client that sends nothing for this long has died in the middle of its put."""
@@ -80,7 +82,7 @@ def _answers(
 
 
 class ChunkStoreService:
-    """Handlers by RPC name; `generic_handler` registers them."""
+    """A handler for each RPC; `generic_handler` registers them."""
 
     def __init__(self, shard: Shard, durable_by_default: bool = False, door: ArenaDoor | None = None) -> None:
         """`door` hands the arena to peers of the same host; None does not share it."""
@@ -156,7 +158,7 @@ class ChunkStoreService:
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
         """The answer for a chunk that the shard has already; a durable put waits until it is on disk."""
-        writing = self.shard.make_durable(manifest.namespace, manifest.key) if durable else None
+        writing = self.shard.table.make_durable((manifest.namespace, manifest.key)) if durable else None
         if writing is not None:
             await asyncio.wrap_future(writing)
         return pb.PutChunkKVResponse(inserted=False)
@@ -176,8 +178,7 @@ class ChunkStoreService:
     def _give_up(self, begun: Future[ChunkPut | None]) -> None:
         if begun.cancelled() or begun.exception() is not None:
             return
-        put = begun.result()
-        if put is not None:
+        if (put := begun.result()) is not None:
             self.shard.abort(put)
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
@@ -205,17 +206,21 @@ class ChunkStoreService:
 
     @_answers
     async def stream_layers(self, request: pb.StreamLayersRequest, context: Any) -> None:
+        with self._open_stream(request) as stream, self._room_for_messages(stream.message_bytes_max):
+            await stream.write_frames(context)
+        self.bytes_read["grpc"] += stream.bytes_sent
+
+    @contextmanager
+    def _open_stream(self, request: pb.StreamLayersRequest) -> Iterator[LayerStream]:
+        """Hold the chunks of a request in place for the `with` block."""
         keys = wire.keys_from_wire(request.keys)
         layers = range(request.layer_start, request.layer_stop)
         heads = HeadRange(request.head_start, request.head_stop)
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
-            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
-            with self._room_for_messages(stream.message_bytes_max):
-                await stream.write_frames(context)
+            yield LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
         finally:
             self.shard.close_reading(reading)
-        self.bytes_read["grpc"] += stream.bytes_sent
 
     @contextmanager
     def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:
@@ -232,30 +237,25 @@ class ChunkStoreService:
         finally:
             self._stream_bytes -= size
 
-    @_answers
-    async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:
+    def _shared(self) -> tuple[ArenaDoor, Arena]:
         if self._door is None:
             raise NotFound("this shard does not share its arena; read over gRPC")
-        arena = self.shard.ram.arena
+        return self._door, self.shard.ram.arena
+
+    @_answers
+    async def open_arena(self, request: pb.OpenArenaRequest, context: Any) -> pb.OpenArenaResponse:
+        door, arena = self._shared()
         return pb.OpenArenaResponse(
-            socket_path=str(self._door.path),
-            token=self._door.issue(),
+            socket_path=str(door.path),
+            token=door.issue(),
             arena_bytes=arena.file_bytes,
             arena_id=arena.arena_id,
         )
 
     @_answers
     async def lease_layers(self, message: pb.LeaseLayersRequest, context: Any) -> None:
-        if self._door is None:
-            raise NotFound("this shard does not share its arena; read over gRPC")
-        request = message.request
-        keys = wire.keys_from_wire(request.keys)
-        layers = range(request.layer_start, request.layer_stop)
-        heads = HeadRange(request.head_start, request.head_stop)
-        arena = self.shard.ram.arena
-        reading = self.shard.open(request.namespace, keys, layers, heads)
-        lease = None
-        try:
+        _, arena = self._shared()
+        with self._open_stream(message.request) as stream:
             lease = arena.begin_lease()
             header = pb.LeaseLayersResponse(
                 lease_s=LEASE_S_MAX,
@@ -263,17 +263,15 @@ class ChunkStoreService:
                 generation=lease.generation,
                 arena_id=arena.arena_id,
             )
-            stream = LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
-            async with asyncio.timeout(LEASE_S_MAX):
-                await stream.write_descriptors(context, header)
-                self.bytes_read["shared-memory"] += stream.bytes_sent
-                await asyncio.Event().wait()  # the reader ends the call once it has its copies
-        except TimeoutError:
-            raise DeadlineExceeded(f"the lease of {LEASE_S_MAX:.0f} s is over") from None
-        finally:
-            if lease is not None:
+            try:
+                async with asyncio.timeout(LEASE_S_MAX):
+                    await stream.write_descriptors(context, header)
+                    self.bytes_read["shared-memory"] += stream.bytes_sent
+                    await asyncio.Event().wait()  # the reader ends the call once it has its copies
+            except TimeoutError:
+                raise DeadlineExceeded(f"the lease of {LEASE_S_MAX:.0f} s is over") from None
+            finally:
                 arena.end_lease(lease)
-            self.shard.close_reading(reading)
 
     @_answers
     async def prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
@@ -354,36 +352,19 @@ class ChunkStoreService:
         )
 
     def generic_handler(self) -> Any:
-        """Every RPC of the service. Bulk ones exchange bytes, which gRPC does not serialise again."""
-        unary = grpc.unary_unary_rpc_method_handler
-        handlers = {
-            name: unary(handler, request.FromString, _serialize_response)
-            for name, handler, request in (
-                ("Lookup", self.lookup, pb.LookupRequest),
-                ("LookupAnchors", self.lookup_anchors, pb.LookupAnchorsRequest),
-                ("Prefetch", self.prefetch, pb.PrefetchRequest),
-                ("Pin", self.pin, pb.PinRequest),
-                ("Unpin", self.unpin, pb.UnpinRequest),
-                ("Drain", self.drain, pb.DrainRequest),
-                ("Delete", self.delete, pb.DeleteRequest),
-                ("List", self.list, pb.ListRequest),
-                ("Clear", self.clear, pb.ClearRequest),
-                ("PutReport", self.put_report, pb.PutReportRequest),
-                ("GetReport", self.get_report, pb.GetReportRequest),
-                ("OpenArena", self.open_arena, pb.OpenArenaRequest),
-                ("Stats", self.stats, pb.StatsRequest),
-                ("Verify", self.verify, pb.VerifyRequest),
-            )
-        }
-        handlers["PutChunkKV"] = grpc.stream_unary_rpc_method_handler(
-            self.put_chunk_kv, response_serializer=_serialize_response
-        )
-        handlers["LeaseLayers"] = grpc.unary_stream_rpc_method_handler(
-            self.lease_layers, pb.LeaseLayersRequest.FromString
-        )
-        handlers["StreamLayers"] = grpc.unary_stream_rpc_method_handler(
-            self.stream_layers, pb.StreamLayersRequest.FromString
-        )
+        """Every RPC of the service: `put_chunk_kv` for `PutChunkKV`. Bulk ones exchange bytes, which gRPC
+        does not serialise again."""
+        handlers = {}
+        for rpc in pb.DESCRIPTOR.services_by_name["ChunkStore"].methods:
+            handler = getattr(self, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rpc.name).lower())
+            parse = getattr(pb, rpc.input_type.name).FromString
+            if rpc.client_streaming:
+                made = grpc.stream_unary_rpc_method_handler(handler, None, _serialize_response)
+            elif rpc.server_streaming:
+                made = grpc.unary_stream_rpc_method_handler(handler, parse)
+            else:
+                made = grpc.unary_unary_rpc_method_handler(handler, parse, _serialize_response)
+            handlers[rpc.name] = made
         return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
 
 

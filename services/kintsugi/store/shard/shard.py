@@ -58,16 +58,13 @@ class Shard:
         try:
             uses = self._uses.load()
             for disk in disks:
-                self.table.recover(disk.recover(self._is_known, uses))
+                self.table.recover(disk.recover(lambda chunk: self.table.get(chunk) is not None, uses))
         except BaseException:
             self.reports.close()  # LMDB opens a folder once in a process
             raise
         for writer in self._writers:
             writer.start()
         self._promoter.start()
-
-    def _is_known(self, address: Address) -> bool:
-        return self.table.get(address) is not None
 
     def __len__(self) -> int:
         return len(self.table)
@@ -137,11 +134,6 @@ class Shard:
     def abort(self, put: ChunkPut) -> None:
         """Give the room back."""
         self.table.abort(put)
-
-    def make_durable(self, namespace: str, key: ChunkKey) -> Future[None] | None:
-        """Write a chunk to disk if only RAM has it; done once it is there. None if it is there already, or
-        absent. Raises `InvalidField` without an SSD tier."""
-        return self.table.make_durable((namespace, key))
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that was there. Durable once `flush_writers` is done."""

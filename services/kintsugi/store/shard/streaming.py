@@ -36,10 +36,6 @@ class _Ready:
     lost: str = ""
 
 
-class _Wait:
-    """The next frame is not in RAM yet: send the frames that are ready."""
-
-
 class LayerStream:
     """One request. Single use."""
 
@@ -55,7 +51,8 @@ class LayerStream:
     def message_bytes_max(self) -> int:
         """Size of the largest message of `write_frames`, which joins frames until they reach the target."""
         held = [chunk for chunk in self._reading.chunks if chunk is not None]
-        largest = max((stop - start for start, stop in map(_head_range, held)), default=0)
+        ranges = [chunk.manifest.head_range_bytes(chunk.heads) for chunk in held]
+        largest = max((stop - start for start, stop in ranges), default=0)
         if largest >= wire.MESSAGE_BYTES_TARGET:
             return largest
         return min(wire.MESSAGE_BYTES_TARGET + largest, len(held) * len(self._layers) * largest)
@@ -64,10 +61,7 @@ class LayerStream:
         """Send frames as `StreamLayersResponse` messages. Raises `DeadlineExceeded`."""
         batch = _Batch()
         async for item in self._items():
-            if isinstance(item, _Wait):
-                if batch:
-                    await _write_message(context, batch.take_message())
-            elif batch.add(item):
+            if batch if item is None else batch.add(item):
                 await _write_message(context, batch.take_message())
         if batch:
             await _write_message(context, batch.take_message())
@@ -81,9 +75,9 @@ class LayerStream:
             raise ResourceExhausted("RAM has no room for these chunks now; read them over gRPC")
         frames_max = len(self._reading.chunks)  # send the first layer before describing the rest
         async for item in self._items():
-            if isinstance(item, _Ready):
+            if item is not None:
                 message.frames.append(self._descriptor(item))
-            if message.frames and (isinstance(item, _Wait) or len(message.frames) >= frames_max):
+            if message.frames and (item is None or len(message.frames) >= frames_max):
                 await _write_message(context, message.SerializeToString())
                 del message.frames[:]
                 frames_max = DESCRIPTORS_MAX
@@ -103,8 +97,8 @@ class LayerStream:
             size_bytes=len(item.frame),
         )
 
-    async def _items(self) -> AsyncIterator[_Ready | _Wait]:
-        """Layer-major, with a `_Wait` before each pause. No item of a chunk follows its loss."""
+    async def _items(self) -> AsyncIterator[_Ready | None]:
+        """Layer-major, with a None before each pause. No item of a chunk follows its loss."""
         lost: set[int] = set()
         for layer in self._layers:
             expires_s = time.monotonic() + self._deadline_s
@@ -113,7 +107,7 @@ class LayerStream:
                     continue
                 frame: memoryview | str | None = "absent" if chunk is None else _frame_in_place(chunk, layer)
                 if chunk is not None and frame is None:
-                    yield _Wait()
+                    yield None
                     frame = await self._await_frame(chunk, layer, expires_s)
                 if isinstance(frame, memoryview):
                     self.bytes_sent += len(frame)
@@ -141,10 +135,6 @@ class LayerStream:
         while not self._shard.table.await_layer(chunk, layer, partial(_set, loop, progress)):
             await progress.wait()
             progress.clear()
-
-
-def _head_range(chunk: HeldChunk) -> tuple[int, int]:
-    return chunk.manifest.head_range_bytes(chunk.heads)
 
 
 def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:

@@ -247,7 +247,8 @@ class DiskTier(CopyTier):
                 overlapping |= {index, owner}
             if start + size > end:
                 end, owner = start + size, index
-        self.allocator.rebuild((start, size) for start, size, index in runs if index not in overlapping)
+        used = ((start, size) for start, size, index in runs if index not in overlapping)
+        self.allocator = ExtentAllocator(self.slab.capacity_bytes, used)
         kept = [pair for index, pair in enumerate(found) if index not in overlapping]
         return kept, [catalog_key(found[index][0].address) for index in overlapping]
 

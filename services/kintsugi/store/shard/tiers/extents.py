@@ -37,7 +37,8 @@ def offsets_of(extents: Iterable[Extent], stride: int) -> tuple[int, ...]:
 class ExtentAllocator:
     """Knows which bytes of `[0, capacity_bytes)` are free. Not thread-safe: its tier holds a lock."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, used: Iterable[tuple[int, int]] = ()) -> None:
+        """`used`: `(start, size)` runs in ascending order that do not overlap."""
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.free_bytes = 0
         self._start_to_size: dict[int, int] = {}
@@ -45,7 +46,12 @@ class ExtentAllocator:
         self._bins: list[dict[int, None]] = [{} for _ in range(64)]
         """`_bins[n]`: starts of the holes whose size has n bits, which make a size class. Dicts as ordered
         sets."""
-        self._add(0, self.capacity_bytes)
+        position = 0
+        for start, size in (*used, (self.capacity_bytes, 0)):
+            assert start >= position
+            if start > position:
+                self._add(position, start - position)
+            position = start + size
 
     @property
     def used_bytes(self) -> int:
@@ -91,22 +97,6 @@ class ExtentAllocator:
                         self._take(extent.offset, extent.frames * stride)
                     return tuple(plan)
         return None
-
-    def rebuild(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Forget everything; then only `runs` are in use: `(start, size)`, ascending, without overlaps."""
-        for holes in self._bins:
-            holes.clear()
-        self._start_to_size.clear()
-        self._end_to_start.clear()
-        self.free_bytes = 0
-        position = 0
-        for start, size in runs:
-            assert start >= position
-            if start > position:
-                self._add(position, start - position)
-            position = start + size
-        if position < self.capacity_bytes:
-            self._add(position, self.capacity_bytes - position)
 
     def free(self, extents: Iterable[Extent], stride: int) -> None:
         """Give extents back. Each joins the holes beside it."""

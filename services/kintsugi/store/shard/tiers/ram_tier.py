@@ -11,10 +11,6 @@ from kintsugi.store.shard.tiers.arena import Arena
 from kintsugi.store.shard.tiers.extents import ExtentAllocator, stride_of
 
 
-def _ignore() -> None:
-    return None
-
-
 class RamTier(CopyTier):
     """Not thread-safe except for the views: the table calls the rest under its lock."""
 
@@ -24,7 +20,7 @@ class RamTier(CopyTier):
         self.arena = Arena(capacity_bytes)
         self.allocator = ExtentAllocator(self.arena.capacity_bytes)
         super().__init__("ram", policy(self.arena.capacity_bytes))
-        self.on_free: Callable[[], None] = _ignore
+        self.on_free: Callable[[], None] = lambda: None
         """Called under the table's lock whenever room came back."""
 
     @property

@@ -58,9 +58,9 @@ def test_scattered_space_is_used_frame_by_frame() -> None:
     assert allocator.allocate(BLOCK_BYTES, 1) is None
 
 
-def test_it_is_rebuilt_around_what_a_catalog_names() -> None:
-    allocator = ExtentAllocator(10 * BLOCK_BYTES)
-    allocator.rebuild([(2 * BLOCK_BYTES, 3 * BLOCK_BYTES), (9 * BLOCK_BYTES, BLOCK_BYTES)])
+def test_it_is_built_around_what_a_catalog_names() -> None:
+    used = [(2 * BLOCK_BYTES, 3 * BLOCK_BYTES), (9 * BLOCK_BYTES, BLOCK_BYTES)]
+    allocator = ExtentAllocator(10 * BLOCK_BYTES, used)
     assert allocator.used_bytes == 4 * BLOCK_BYTES
     assert allocator.allocate(4 * BLOCK_BYTES, 1) == (Extent(5 * BLOCK_BYTES, 1),)
 
