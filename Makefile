@@ -70,13 +70,13 @@ test: setup tools
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-units test-systems
 
 test-units:
-	$(BIN)/python -m pytest -m "not full" tests/unit benchmarks/tests
+	$(BIN)/python -u -m pytest -m "not full" tests/unit benchmarks/tests
 
 test-systems:
-	$(BIN)/python -m pytest -m "not full" tests --ignore=tests/unit
+	$(BIN)/python -u -m pytest -m "not full" tests --ignore=tests/unit
 
 test-full: setup tools
-	$(BIN)/python -m pytest -m full
+	$(BIN)/python -u -m pytest -m full
 
 check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/ruff format --check .

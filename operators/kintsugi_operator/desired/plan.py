@@ -1,4 +1,5 @@
-"""What there has to be for a service: a function of its spec, its last status and what was seen."""
+"""Decides which objects a BlendService needs, its status and the next step. A pure function of its spec, its
+last status and what was observed."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ from kintsugi_operator.observed.views import JobState, Observed, RayServiceView,
 
 @dataclass(frozen=True)
 class ClusterPatch:
-    """A change of the store's RayCluster that KubeRay does not make by itself."""
+    """A change to the store's RayCluster that KubeRay does not make by itself."""
 
     cluster: str
     patch: Manifest
 
     def over(self, live: Manifest) -> Manifest:
-        """A merge patch that also removes the former head's keys, which a plain merge would keep."""
+        """The merge patch for the live RayCluster. It also removes keys that only the live head has; `patch`
+        alone would leave them."""
         spec = self.patch["spec"]
         former = live.get("spec", {}).get("headGroupSpec") or {}
         head = replacement_patch(spec["headGroupSpec"], former)
@@ -45,10 +47,10 @@ class ClusterPatch:
 
 @dataclass(frozen=True)
 class Desired:
-    """The objects, status and next step that follow from one look."""
+    """The decision of one reconciliation."""
 
     objects: tuple[Manifest, ...]
-    """Objects with their digests. Whatever else the service owns is superfluous."""
+    """Signed objects. Whatever else the service owns is no longer needed."""
     status: BlendServiceStatus
     shard_step: ShardStep
     cluster_patch: ClusterPatch | None = None
@@ -62,12 +64,12 @@ def plan_service(
     now: datetime,
 ) -> Desired:
     """Decide for a spec that `validation.check_service` has accepted."""
-    asked = EngineRevision.of(spec)
-    known = {**observed.revisions, asked.name: asked}
+    requested = EngineRevision.of(spec)
+    known = {**observed.revisions, requested.name: requested}
     now_s = now.timestamp()
     rollout = from_status(before.rollout, _seconds(before.rollout.retiring_since))
-    rollout = step(rollout, asked.name, spec.engines.calibrate, observed, now_s)
-    rollout = _with_known(rollout, known, asked.name)
+    rollout = step(rollout, requested.name, spec.engines.calibrate, observed, now_s)
+    rollout = _drop_unknown(rollout, known, requested.name)
 
     image = choose_store_image(spec, observed.store_image)
     groups = max(spec.store.shards, observed.shard_groups, before.shard_groups)
@@ -82,7 +84,7 @@ def plan_service(
         *account_objects(owner),
         *store,
         *(one for name in rollout.wanted for one in revision_objects(spec, owner, known[name])),
-        *_calibration(spec, owner, rollout, known, observed),
+        *_calibration_jobs(spec, owner, rollout, known, observed),
         *service_objects(spec, owner, rollout.active),
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
@@ -93,17 +95,17 @@ def plan_service(
 
 
 def sign(manifest: Manifest) -> Manifest:
-    """A manifest with its own digest, which tells an unchanged object."""
+    """The manifest with its own digest as an annotation, by which an unchanged object is recognised."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_DIGEST: digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
-def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) -> Rollout:
-    """Drop revisions that no ConfigMap remembers: their engines cannot be described. The requested revision
-    takes the place of a forgotten active one."""
+def _drop_unknown(rollout: Rollout, known: dict[str, EngineRevision], requested: str) -> Rollout:
+    """Drop revisions whose ConfigMap is gone: nothing else says how their engines are configured. If the
+    active revision is dropped, the requested one becomes active."""
     if rollout.active not in known:
-        return Rollout(active=asked)
+        return Rollout(active=requested)
     return replace(
         rollout,
         pending=rollout.pending if rollout.pending in known else "",
@@ -111,7 +113,7 @@ def _with_known(rollout: Rollout, known: dict[str, EngineRevision], asked: str) 
     )
 
 
-def _calibration(
+def _calibration_jobs(
     spec: BlendServiceSpec,
     owner: Owner,
     rollout: Rollout,
@@ -127,8 +129,11 @@ def _calibration(
 
 
 def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
-    """A RayCluster carries the annotations of the RayService that it was made from, and so the digest of its
-    desired state. Another digest means that KubeRay has not updated the cluster."""
+    """The update that the store's RayCluster lacks; None if it is up to date.
+
+    KubeRay copies a RayService's annotations to the RayCluster that it makes, and so the digest of the
+    desired cluster. Another digest there means that the cluster was not updated.
+    """
     if observed.store is None or not observed.store.cluster or not observed.cluster_digest:
         return None
     wanted = store["metadata"]["annotations"][ANNOTATION_CLUSTER]
@@ -155,7 +160,7 @@ def _status(
     engines_ready = active is not None and active.is_ready
     job = observed.calibrations.get(rollout.calibrated)
     retiring_since = datetime.fromtimestamp(rollout.retiring_since_s, UTC)
-    moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
+    has_moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
     return BlendServiceStatus(
         observed_generation=before.observed_generation,
         shards_ready=ready,
@@ -170,23 +175,23 @@ def _status(
             active=rollout.active,
             pending=rollout.pending,
             phase=str(rollout.phase),
-            since=timestamp(now) if moved or not before.rollout.since else before.rollout.since,
+            since=timestamp(now) if has_moved or not before.rollout.since else before.rollout.since,
             retiring=rollout.retiring,
             retiring_since=timestamp(retiring_since) if rollout.retiring else "",
         ),
         conditions=(
             c.true(c.VALID, "Accepted"),
-            _kuberay(spec, owner, observed),
-            _store(spec, observed, ready),
-            _shards(spec, owner, observed, shard_step),
+            _kuberay_condition(spec, owner, observed),
+            _store_condition(spec, observed, ready),
+            _shards_condition(spec, owner, observed, shard_step),
             _calibration_condition(spec, rollout, observed),
             _rollout_condition(rollout, observed),
-            _ready(ready, engines_ready, observed, rollout),
+            _ready_condition(ready, engines_ready, observed, rollout),
         ),
     )
 
 
-def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
+def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
     if not observed.kuberay.is_installed:
         hint = "this cluster serves no RayService: install KubeRay 1.6 or newer, its CRDs included"
         return c.false(c.KUBERAY, "Missing", hint)
@@ -199,7 +204,7 @@ def _kuberay(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condit
     return c.true(c.KUBERAY, "Installed", f"let in from namespace {home} alone: network.kuberayNamespace")
 
 
-def _store(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
+def _store_condition(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
     if ready >= spec.store.shards:
         return c.true(c.STORE, "AllShardsReady")
     messages = _join_messages(observed.store, observed, "store")
@@ -212,7 +217,9 @@ def _join_messages(service: RayServiceView | None, observed: Observed, part: str
     return "".join(f": {text}" for text in texts if text)
 
 
-def _shards(spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep) -> Condition:
+def _shards_condition(
+    spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep
+) -> Condition:
     if needs_restart(spec, observed.store_image):
         return c.false(
             c.SHARDS,
@@ -259,7 +266,7 @@ def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
     return c.false(c.ROLLED_OUT, str(rollout.phase), text)
 
 
-def _ready(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout) -> Condition:
+def _ready_condition(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout) -> Condition:
     if engines_ready and ready:
         return c.true(c.READY, "Serving")
     if engines_ready:
