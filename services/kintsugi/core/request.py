@@ -80,16 +80,12 @@ class BlendOptions:
     selector: SelectorName | None = None
     adaptive_mass: float | None = None
     """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
-    ratio_min: float | None = None
-    """The least share that an adaptive ratio falls to."""
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
             raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
         if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
             raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
-        if self.ratio_min is not None and not 0.0 <= self.ratio_min <= 1.0:
-            raise InvalidField("ratio_min", f"{self.ratio_min} is outside [0, 1]")
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> BlendOptions:
@@ -121,7 +117,6 @@ class _Wire:
     ratio: StrictFloat | None = None
     selector: str | None = None
     adaptive_mass: StrictFloat | None = None
-    ratio_min: StrictFloat | None = None
     explain: StrictBool = False
     timeline: StrictBool = False
     tier: str = ""
@@ -141,7 +136,6 @@ class KintsugiParams:
     ratio: float | None = None
     selector: SelectorName | None = None
     adaptive_mass: float | None = None
-    ratio_min: float | None = None
     explain: bool = False
     """Report which positions each layer computed, and what `timeline` reports."""
     timeline: bool = False

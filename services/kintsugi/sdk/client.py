@@ -67,7 +67,6 @@ class GenerateOptions(TypedDict, total=False):
     """Share of the chunks' tokens to recompute, 0 to 1."""
     selector: str
     adaptive_mass: float
-    ratio_min: float
     explain: bool
     """Positions and times per layer in the accounting."""
     no_blend: bool

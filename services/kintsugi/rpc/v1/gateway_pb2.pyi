@@ -547,7 +547,6 @@ class GenerateRequest(google.protobuf.message.Message):
     RATIO_FIELD_NUMBER: builtins.int
     SELECTOR_FIELD_NUMBER: builtins.int
     ADAPTIVE_MASS_FIELD_NUMBER: builtins.int
-    RATIO_MIN_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
     NO_BLEND_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
@@ -556,7 +555,6 @@ class GenerateRequest(google.protobuf.message.Message):
     """Overrides of the engine's calibrated defaults."""
     selector: builtins.str
     adaptive_mass: builtins.float
-    ratio_min: builtins.float
     explain: builtins.bool
     """Positions and times per layer in the accounting."""
     no_blend: builtins.bool
@@ -581,19 +579,16 @@ class GenerateRequest(google.protobuf.message.Message):
         ratio: builtins.float | None = ...,
         selector: builtins.str = ...,
         adaptive_mass: builtins.float | None = ...,
-        ratio_min: builtins.float | None = ...,
         explain: builtins.bool = ...,
         no_blend: builtins.bool = ...,
         priority: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "_ratio_min", b"_ratio_min", "adaptive_mass", b"adaptive_mass", "question", b"question", "ratio", b"ratio", "ratio_min", b"ratio_min", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "_ratio_min", b"_ratio_min", "adaptive_mass", b"adaptive_mass", "explain", b"explain", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "ratio_min", b"ratio_min", "sampling", b"sampling", "segments", b"segments", "selector", b"selector"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "adaptive_mass", b"adaptive_mass", "question", b"question", "ratio", b"ratio", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "adaptive_mass", b"adaptive_mass", "explain", b"explain", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "segments", b"segments", "selector", b"selector"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adaptive_mass", b"_adaptive_mass"]) -> typing.Literal["adaptive_mass"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ratio", b"_ratio"]) -> typing.Literal["ratio"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_ratio_min", b"_ratio_min"]) -> typing.Literal["ratio_min"] | None: ...
 
 global___GenerateRequest = GenerateRequest
 
