@@ -67,7 +67,7 @@ endif
 
 # The first part computes; the second mostly waits for engines and servers that it starts.
 test: setup tools
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-units test-systems
+	@$(MAKE) --no-print-directory --jobs=2 test-units test-systems
 
 test-units:
 	$(BIN)/python -u -m pytest -m "not full" tests/unit benchmarks/tests
