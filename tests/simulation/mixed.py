@@ -56,7 +56,7 @@ class Ask:
     """`blend`, `plain` or `save`."""
     prompt: Prompt
     chunks: tuple[tuple[int, ...], ...]
-    """Of a blend: in the order of its spans. Of a save: the one."""
+    """Token ids of the chunks: a blend's in the order of its spans, a save's only one."""
     arrives: int
     """Step before which it is submitted."""
     aborted: int | None

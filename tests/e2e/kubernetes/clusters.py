@@ -277,7 +277,7 @@ def free_port() -> int:
 
 
 def kubeconfig_for(configuration: Configuration, token: str, path: Path) -> Path:
-    """Of somebody who shows a token to the same API server."""
+    """A kubeconfig for the same API server that authenticates with a token."""
     cluster: dict[str, Any] = {"server": configuration.host}
     if configuration.ssl_ca_cert:
         authority = Path(configuration.ssl_ca_cert).read_bytes()

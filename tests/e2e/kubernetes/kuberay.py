@@ -37,7 +37,7 @@ class RayPod:
 
     service: str
     group: str
-    """Of workers; empty: the head."""
+    """Name of the worker group; empty for the head."""
     start: Mapping[str, str]
     """rayStartParams."""
     template: Manifest
@@ -48,7 +48,7 @@ class RayPod:
 
     @property
     def head_host(self) -> str:
-        """Of KubeRay's Service in front of the head."""
+        """Host of KubeRay's Service in front of the head."""
         return f"{self.service}-head-svc.{NAMESPACE}.svc.cluster.local"
 
     @property

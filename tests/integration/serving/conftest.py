@@ -54,13 +54,13 @@ class Deployed:
     store_url: str
 
     def handle(self) -> Any:
-        """Of the engines."""
+        """Serve's handle for the engines."""
         from ray import serve
 
         return serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP)
 
     def process_ids(self, deployment: str) -> dict[str, int]:
-        """Of the replicas that Ray knows, by actor name."""
+        """Process ids of the replicas that Ray knows, by actor name."""
         import ray
 
         found: dict[str, int] = {}

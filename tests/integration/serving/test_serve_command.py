@@ -97,7 +97,7 @@ def serving(tmp_path: Path, *arguments: str) -> Iterator[Command]:
 
 
 def descendants(process: int) -> set[int]:
-    """Of a process, by the kernel's own list."""
+    """Ids of all processes below a process, from the kernel's list."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -81,7 +81,7 @@ async def _accountings(calls: int, explain: bool = False) -> list[Mapping[str, A
 
 
 async def _sent_to_the_engine() -> EngineRequest:
-    """Of a call with `PARENT`'s headers."""
+    """The request that an engine gets for a call with `PARENT`'s headers."""
     backend = StubBackend()
     gateway = Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text])
     call = GenerateCall("tenant", (Segment(text="chunk"),), Segment(text="why?"), trace=PARENT)

@@ -360,7 +360,7 @@ def test_gpus_are_asked_for_and_used() -> None:
 
 
 def environments(objects: tuple[Manifest, ...]) -> dict[str, list[Manifest]]:
-    """Of the containers, by the role of their pods; a calibration's has none."""
+    """The containers' environments, by the role of their pods; a calibration's pod has none."""
     return {
         template["metadata"]["labels"].get(LABEL_ROLE, "calibration"): container["env"]
         for template in pod_templates(objects)

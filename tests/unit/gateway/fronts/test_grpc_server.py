@@ -68,7 +68,7 @@ class StubContext:
 
 @dataclass(frozen=True)
 class _Details:
-    """Of a call, as gRPC asks for its handler."""
+    """A call's details, as gRPC passes them when it asks for a handler."""
 
     method: str
     invocation_metadata: tuple[()] = ()
