@@ -69,7 +69,7 @@ def test_a_moved_chunk_is_approximate_and_exact_at_layer_0(oracle: Oracle) -> No
 
 
 def test_what_is_attended_to(folder: Path, oracle: Oracle) -> None:
-    """A chunk behind its own prefix has exact KV, so the oracle attends to what the plain model attends to."""
+    """A chunk behind its own prefix has exact KV: the oracle attends to what the plain model does."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         attentions = plain(torch.tensor([PROMPT]), use_cache=False, output_attentions=True).attentions
