@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.models.shapes import ModelShape, find_shape
 from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 from kintsugi.models.weights import fill_weights
 
 RECIPE = 2
 """Raised when the same shape and seed give other weights, so that older cached checkpoints are not used."""
-
-
-def cache_folder() -> Path:
-    """`$KINTSUGI_CACHE`, or `kintsugi` in the user's XDG cache folder."""
-    if explicit := os.environ.get("KINTSUGI_CACHE"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kintsugi"
 
 
 def make_checkpoint(shape: ModelShape, folder: Path, seed: int = 0) -> Path:
@@ -54,32 +44,11 @@ def _empty_model(shape: ModelShape) -> PreTrainedModel:
 def make_checkpoint_once(name: str, seed: int = 0, layers: int | None = None) -> Path:
     """The checkpoint of the shape called `name`, created on first use.
 
-    ``layers`` overrides the shape's number of layers. Safe with several processes: a checkpoint appears whole
-    or not at all, and a process that finishes second uses the first one's. Raises `InvalidField` for an
-    unknown name.
+    ``layers`` overrides the shape's number of layers. Safe with several processes (see `make_folder_once`,
+    also for errors of the cache). Raises `InvalidField` for an unknown name.
     """
     shape = find_shape(name)
     if layers is not None:
         shape = dataclasses.replace(shape, layers=layers)
-    parent = cache_folder() / "checkpoints"
-    final = parent / f"{name}-{shape.layers}l-seed{seed}-r{RECIPE}"
-    if final.is_dir():
-        return final
-    parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
-    try:
-        make_checkpoint(shape, draft, seed)
-        return _publish_draft(draft, final)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _publish_draft(draft: Path, final: Path) -> Path:
-    draft.chmod(0o755)
-    try:
-        draft.rename(final)
-    except OSError:
-        # A folder with files in it cannot be replaced: another process was faster.
-        if not final.is_dir():
-            raise
-    return final
+    final = cache_folder() / "checkpoints" / f"{name}-{shape.layers}l-seed{seed}-r{RECIPE}"
+    return make_folder_once(final, lambda draft: make_checkpoint(shape, draft, seed))
