@@ -1,1 +1,1 @@
-"""Models: checkpoints, hub names, fingerprints, and the small ones that are made here."""
+"""Models: checkpoints, hub names, the reference model, fingerprints, and small ones made here."""

