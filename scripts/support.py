@@ -74,6 +74,8 @@ calls of a blend, which moves the logprobs of these models by up to 0.06.
 Models have random weights and four to six layers; what they share with large ones is the code that runs.
 Layers with a sliding window are never blended behind cached tokens: vLLM lets go of what the blend's
 first tokens still see, so such models compute a prompt's prefix again.
+
+A real model to try is `--model smollm2-135m`, a Llama ([QUALITY.md](QUALITY.md#the-reference-model)).
 """
 
 DISTANCES = """\

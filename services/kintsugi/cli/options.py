@@ -11,8 +11,11 @@ import typer
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SelectorName, parse_selector
+from kintsugi.models.reference import REFERENCE
 
-Model = Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")]
+Model = Annotated[
+    str, typer.Option(help=f"Checkpoint folder, {REFERENCE.name}, or a name that vLLM resolves.")
+]
 SystemPrompt = Annotated[
     Path | None,
     typer.Option("--system", help="Text file of the system prompt that chunks are prefilled behind."),
@@ -143,7 +146,10 @@ class ServeTask:
 
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint folder, or a name that vLLM resolves. Default: the bundled model."),
+        typer.Option(
+            help=f"Checkpoint folder, {REFERENCE.name}, or a name that vLLM resolves. "
+            "Default: the bundled model."
+        ),
     ] = None
     config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/SERVING.md.")] = None
     ram: Annotated[str | None, typer.Option(help="Size of each shard's RAM tier, such as 8GiB.")] = None

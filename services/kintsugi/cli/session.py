@@ -9,12 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.engine.local import LocalEngine
+from kintsugi.models.reference import display_name
 from kintsugi.quality.session import load_tokenizer
 
 DEMO_SHAPE = "llama-210m"
@@ -29,7 +31,7 @@ class ModelSource:
     """The model that answers."""
 
     path: str
-    """A checkpoint folder, or a name that vLLM resolves."""
+    """A checkpoint folder, the reference model's name, or a name that vLLM resolves."""
     name: str
 
 
@@ -70,7 +72,7 @@ def resolve_model_argument(model: str) -> ModelSource:
     """The user's model. Raises `NotFound`."""
     if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
         raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
-    return ModelSource(model, Path(model).name or model)
+    return ModelSource(model, display_name(model))
 
 
 def make_random_model(screen: Screen) -> ModelSource:
@@ -138,6 +140,7 @@ def open_session(
     trust: Trust,
 ) -> Iterator[Session]:
     """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end."""
+    prepare_model(screen, model.path)
     with screen.step("Reading the tokenizer"):
         tokenizer, positions_max = load_tokenizer(model.path)
         prompt = build_prompt(tokenizer, texts, ending)

@@ -54,7 +54,7 @@ class ModelSpec(Settings):
     """The model that is served."""
 
     path: str = setting(minLength=1)
-    """Folder of the checkpoint, or a hub name, `org/model`."""
+    """Folder of the checkpoint, a hub name, `org/model`, or the reference model's, `smollm2-135m`."""
     name: str = ""
     """What clients call it; empty: the last part of the path."""
     dtype: str = "auto"

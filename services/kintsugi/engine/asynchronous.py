@@ -40,6 +40,7 @@ from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_promp
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.watching import WatchedClient, Watcher, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
+from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -78,7 +79,7 @@ class AsyncSpec:
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
         """The engine that a service's configuration asks for. Reads the tokenizer where there is a system
-        prompt."""
+        prompt. Raises as `reference.fetch_model` does."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
         if engines.allow_uncalibrated:
             connector["allow_uncalibrated"] = True
@@ -88,7 +89,7 @@ class AsyncSpec:
         if engines.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(engines.kv_cache_gib * (1 << 30))
         return AsyncSpec(
-            model.path,
+            resolve_model(model.path),
             model.name or Path(model.path).name or model.path,
             store,
             prefix_token_ids=None if model.system_prompt is None else _prefix_of(model),
@@ -119,7 +120,7 @@ def _prefix_of(model: ModelSpec) -> tuple[int, ...]:
     """The system prompt as it begins a prompt, BOS included where the tokenizer writes one."""
     from transformers import AutoTokenizer
 
-    return tuple(AutoTokenizer.from_pretrained(model.path)(model.system_prompt).input_ids)
+    return tuple(AutoTokenizer.from_pretrained(resolve_model(model.path))(model.system_prompt).input_ids)
 
 
 @dataclass(frozen=True)

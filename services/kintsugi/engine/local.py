@@ -24,6 +24,7 @@ from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.plugin import CONNECTOR
+from kintsugi.models.reference import resolve_model
 
 if TYPE_CHECKING:
     from vllm import TokensPrompt
@@ -128,13 +129,13 @@ class LocalEngine:
     def start(
         model: str | Path, *, extra_config: Mapping[str, object] | None = None, **vllm_args: Any
     ) -> LocalEngine:
-        """Load `model`, a checkpoint folder or a name that vLLM resolves.
+        """Load `model`: a checkpoint folder, the reference model's name, or a name that vLLM resolves.
 
         ``extra_config`` is the connector's configuration (`engine.config.EngineConfig`); None starts
         plain vLLM. ``vllm_args`` go to `vllm.LLM`. Unless given: eager execution, and `KV_CACHE_BYTES` of
         KV cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared.
         Takes 10-30 s, most of it imports. Raises `NotFound` for a path that is not there, `Unavailable`
-        where vLLM does not start, and what the connector raises.
+        where vLLM does not start, and what the connector and `reference.fetch_model` raise.
         """
         if isinstance(model, Path) and not model.is_dir():
             raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
@@ -152,7 +153,7 @@ class LocalEngine:
         if extra_config is not None:
             arguments["kv_transfer_config"] = transfer_config(extra_config)
         try:
-            return LocalEngine(LLM(model=str(model), **{**arguments, **vllm_args}))
+            return LocalEngine(LLM(model=resolve_model(model), **{**arguments, **vllm_args}))
         except KintsugiError:
             raise
         except Exception as error:

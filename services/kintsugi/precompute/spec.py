@@ -16,6 +16,7 @@ from kintsugi.core.sizing import engine_dtype, model_size, text_config
 from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.models.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
 from kintsugi.models.hub import is_hub_name
+from kintsugi.models.reference import is_reference
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.sources.files import Format
 from kintsugi.precompute.sources.readers import Columns
@@ -35,8 +36,8 @@ class JobSpec:
     source: str
     """Path or URL of a file or folder; a name if a Ray dataset is given beside the spec."""
     model: str
-    """Checkpoint folder, present on every machine with a worker; or a hub name, `org/model`, which each
-    machine downloads."""
+    """Checkpoint folder, present on every machine with a worker; or a hub name, `org/model`, or the reference
+    model's name, which each machine downloads."""
     store: str
     """URL that every worker can reach: grpc://, shards:// or shardfile://."""
     namespace: str
@@ -111,10 +112,10 @@ class JobSpec:
     @property
     def model_folder(self) -> str:
         """The model for processes with another working folder or on another machine: an absolute path or a
-        hub name."""
+        name that the machine downloads."""
         folder = Path(self.model)
-        is_elsewhere = not folder.is_dir() and is_hub_name(folder)
-        return self.model if is_elsewhere else str(folder.resolve())
+        is_name = is_reference(self.model) or (not folder.is_dir() and is_hub_name(folder))
+        return self.model if is_name else str(folder.resolve())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -12,6 +12,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.layout import codec_named
 from kintsugi.engine.local import FORCING, LocalEngine
+from kintsugi.models.reference import resolve_model
 
 PATIENCE_MS = 120_000
 """Deadline for lookups and layers: long, so that a busy machine does not cause declined blends."""
@@ -34,12 +35,14 @@ class MeasuringEngineSpec:
 
 
 def load_tokenizer(model: str) -> tuple[Any, int]:
-    """Load the tokenizer. Returns it and the model's context length in tokens. Raises `NotFound`."""
+    """Load the tokenizer. Returns it and the model's context length in tokens. Raises `NotFound`, and as
+    `reference.fetch_model` does."""
     from transformers import AutoConfig, AutoTokenizer
 
+    path = resolve_model(model)
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise NotFound(
             f"{model} is neither a checkpoint folder nor a model that can be downloaded "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.errors import InvalidField
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.reference import REFERENCE
 
 STORE = "grpc://127.0.0.1:1"
 
@@ -17,6 +20,15 @@ STORE = "grpc://127.0.0.1:1"
 )
 def test_a_model_is_called_by_its_name_or_its_folders(path: str, name: str, expected: str) -> None:
     assert AsyncSpec.of(ModelSpec(path, name), EngineSpec(), STORE).name == expected
+
+
+def test_the_reference_model_keeps_its_name_and_loads_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path))
+    REFERENCE.folder.mkdir(parents=True)
+    spec = AsyncSpec.of(ModelSpec(REFERENCE.name), EngineSpec(), STORE)
+    assert (spec.model, spec.name) == (str(REFERENCE.folder), REFERENCE.name)
 
 
 def test_what_is_configured_reaches_vllm_and_the_connector() -> None:

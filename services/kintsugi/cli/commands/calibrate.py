@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments, parse_json_object
 from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
@@ -27,6 +28,7 @@ ROWS_MAX = 24
 
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     """`NOT_BLENDABLE` if nothing passes; the report is written all the same and keeps the gate shut."""
+    prepare_model(screen, task.model)
     spec = MeasuringEngineSpec(
         task.model,
         codec=task.codec,

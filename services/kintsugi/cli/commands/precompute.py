@@ -21,11 +21,13 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import Codec, EngineArguments, SystemPrompt, parse_engine_arguments
 from kintsugi.cli.render import format_bytes, format_count
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
+from kintsugi.models.reference import REFERENCE
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
@@ -73,7 +75,9 @@ class CorpusOptions:
     source: Annotated[
         str, typer.Argument(help="File, folder or URL of JSONL, Parquet, CSV, text, Markdown or HTML.")
     ]
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name.")]
+    model: Annotated[
+        str, typer.Option("--model", "-m", help=f"Checkpoint folder, {REFERENCE.name}, or a hub name.")
+    ]
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the chunks.")]
     store: StoreUrl = DEFAULT_STORE
     tokens_max: Annotated[int, typer.Option(help="Maximum tokens per chunk.")] = 512
@@ -141,6 +145,7 @@ def run(
     dry_run: Annotated[bool, typer.Option(help="Print what would be done, and whether it fits.")] = False,
 ) -> ExitCode:
     """Prefill the chunks that the store lacks. Run again, it continues where it stopped."""
+    prepare_model(screen, documents.model)
     spec = documents.job_spec(
         version_column,
         corpus=corpus,
@@ -170,6 +175,7 @@ def run(
 
 def coverage(screen: Screen, documents: CorpusOptions) -> None:
     """Print the share of a corpus that is in the store, by tier. Changes nothing."""
+    prepare_model(screen, documents.model)
     with _show_progress() as (show, _):
         progress = survey(documents.job_spec(errors_share_max=1.0), show)
     _report_coverage(screen, progress)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import ServeTask
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
@@ -130,6 +131,7 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
         screen.show(config, lambda console: console.out(text, end="", highlight=False))
         return ExitCode.OK
     _check_here(spec)
+    prepare_model(screen, spec.model.path)
     spec = _with_free_ports(spec)
     stop = threading.Event()
     with _run_service(screen, spec, stop) as service:

@@ -11,6 +11,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import Dtype
 from kintsugi.cli.render import make_figures_table
 from kintsugi.cli.screen import Screen
@@ -131,6 +132,7 @@ def size(
         parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost
     )
     bytes_per_s = parse_speed(bandwidth)
+    prepare_model(screen, model)
     shape = model_size(read_config(model), dtype)
     prefill = prefill_of(shape, work, prefill_tokens_per_s, tflops)
     rows = rows_of(shape, work, prefill, bytes_per_s)

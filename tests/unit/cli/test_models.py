@@ -1,0 +1,58 @@
+"""The reference model on the command line: fetched visibly once, and called by what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kintsugi.cli import models
+from kintsugi.cli.models import prepare_model
+from kintsugi.cli.screen import Screen
+from kintsugi.cli.session import ModelSource, resolve_model_argument
+from kintsugi.models import reference
+from kintsugi.models.reference import REFERENCE
+from tests.fakes.packaged_model import build_package
+
+
+def test_figures_say_what_the_model_is() -> None:
+    found = resolve_model_argument("smollm2-135m")
+    assert found == ModelSource("smollm2-135m", "SmolLM2-135M-Instruct, dequantised Q4_1")
+    assert resolve_model_argument("org/model").name == "model"
+
+
+def test_fetching_is_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    model = build_package(tmp_path)
+    for module in (models, reference):
+        monkeypatch.setattr(module, "REFERENCE", model)
+    screen = Screen(as_json=True)
+    prepare_model(screen, "org/another")
+    assert capsys.readouterr().err == ""
+    prepare_model(screen, model.name)
+    first = capsys.readouterr()
+    assert f"Fetching {model.title}" in first.err
+    assert "done in" in first.err
+    assert first.out == ""
+    assert model.is_cached
+    prepare_model(screen, model.name)
+    assert capsys.readouterr().err == ""
+
+
+def test_doctor_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kintsugi.cli.commands.doctor import CheckResult, _reference_model_check
+
+    monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path))
+    before = _reference_model_check()
+    assert before.verdict is CheckResult.OK
+    assert "when it is first named" in before.detail
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _reference_model_check().verdict is CheckResult.WARNING
+    REFERENCE.folder.mkdir(parents=True)
+    after = _reference_model_check()
+    assert after.verdict is CheckResult.OK
+    assert str(REFERENCE.folder) in after.detail
