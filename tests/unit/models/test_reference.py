@@ -26,12 +26,14 @@ from kintsugi.models.reference import (
     read_member,
     resolve_model,
 )
+from kintsugi.quality.session import load_tokenizer
 from tests.fakes.packaged_model import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
     LAYERS,
     MEMBER,
+    POSITIONS,
     TEMPLATE,
     build_package,
     tiny_gguf,
@@ -258,6 +260,8 @@ def test_its_name_stands_for_it_wherever_a_checkpoint_is_read(
     assert read_config(model.name)["hidden_size"] == HIDDEN
     assert tokenizer_digest(model.name) == tokenizer_digest(folder) != ""
     assert model_fingerprint(model.name, "bf16") == model_fingerprint(folder, "bf16")
+    tokenizer, positions = load_tokenizer(model.name)
+    assert (tokenizer.chat_template, positions) == (TEMPLATE, POSITIONS)
     assert display_name(model.name) == model.title
 
 
