@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kintsugi.cli import models
+from kintsugi.cli.commands import evaluate
 from kintsugi.cli.models import prepare_model
+from kintsugi.cli.options import EvaluateTask
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import ModelSource, resolve_model_argument
 from kintsugi.models import reference
@@ -19,6 +22,18 @@ def test_figures_say_what_the_model_is() -> None:
     found = resolve_model_argument("smollm2-135m")
     assert found == ModelSource("smollm2-135m", "SmolLM2-135M-Instruct, dequantised Q4_1")
     assert resolve_model_argument("org/model").name == "model"
+
+
+@pytest.mark.parametrize(
+    ("model", "called"), [(REFERENCE.name, REFERENCE.title), ("/models/mine", "/models/mine")]
+)
+def test_an_evaluation_says_what_the_model_is(
+    model: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "prepare_model", lambda screen, model: None)
+    monkeypatch.setattr(evaluate, "_measure", lambda screen, task, found: None)
+    evaluate.run(Screen(as_json=True), EvaluateTask(model=model, questions=Path("questions.jsonl")))
+    assert json.loads(capsys.readouterr().out)["model"] == called
 
 
 def test_fetching_is_shown_once(

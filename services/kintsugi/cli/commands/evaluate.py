@@ -16,7 +16,7 @@ from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, par
 from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
-from kintsugi.models.reference import display_name
+from kintsugi.models.reference import REFERENCE, is_reference
 from kintsugi.quality import grid, plots
 from kintsugi.quality.evaluate import (
     Axes,
@@ -52,7 +52,8 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     if task.plots is not None:
         prepare_folder(task.plots)
     prepare_model(screen, task.model)
-    found = Evaluation(display_name(task.model), str(task.questions), [], [], [], None)
+    model = REFERENCE.title if is_reference(task.model) else task.model
+    found = Evaluation(model, str(task.questions), [], [], [], None)
     try:
         _measure(screen, task, found)
     except KintsugiError as error:
