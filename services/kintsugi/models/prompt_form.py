@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
@@ -22,6 +23,7 @@ from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
 CLOCK = datetime(2024, 7, 26)
 """The time that templates are told. A head with today's date would turn every stored chunk into a miss at
 midnight. It is the date that Llama 3's template writes where it is told none."""
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 REASON_CHARS_MAX = 200
 """Maximum length of a template's error in our message."""
 _LETTER = "a"
@@ -106,25 +108,29 @@ def load_form(
     model: str | Path,
     name: FormName = FormName.AUTO,
     system: str | None = None,
-    revision: str | None = None,
+    vllm_args: Mapping[str, Any] = NO_ARGS,
 ) -> PromptForm:
-    """The form of a checkpoint folder, or of a hub name at a revision.
+    """The form of a checkpoint folder or a hub name, for engines with these arguments.
 
     The head of its form `AUTO` is what engines, precompute and calibration prefill chunks behind where
     nothing else is configured. Raises as `load_tokenizer` and `PromptForm.of` do.
     """
-    return PromptForm.of(load_tokenizer(model, revision), name, system)
+    return PromptForm.of(load_tokenizer(model, vllm_args), name, system)
 
 
-def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer of a checkpoint folder or a hub name. Raises `NotFound`, and `Unavailable` without
-    transformers."""
+def load_tokenizer(model: str | Path, vllm_args: Mapping[str, Any] = NO_ARGS) -> Any:
+    """The tokenizer of a checkpoint folder or a hub name. Of vLLM's arguments, `revision` and
+    `trust_remote_code` count. Raises `NotFound`, and `Unavailable` without transformers."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise Unavailable(f"tokenizers need transformers ({error}); pip install transformers") from error
     try:
-        return AutoTokenizer.from_pretrained(str(model), revision=revision or "main")
+        return AutoTokenizer.from_pretrained(
+            str(model),
+            revision=vllm_args.get("revision") or "main",
+            trust_remote_code=bool(vllm_args.get("trust_remote_code")),
+        )
     except Exception as error:
         # The libraries below raise many types for files that they cannot read.
         raise NotFound(

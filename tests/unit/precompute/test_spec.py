@@ -15,10 +15,12 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
 from kintsugi.models.checkpoint import model_fingerprint
 from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.models.prompt_form import PromptForm, load_tokenizer
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import durable_url
+from tests.fakes.chat_templates import CHATML
 from tests.fakes.hub import FakeHub, point_library, serving
 
 
@@ -103,6 +105,19 @@ def test_a_hub_name_is_looked_up_by_each_machine(tmp_path: Path, monkeypatch: py
         assert Chunker.of_model("org/tiny").token_ids(text) == Chunker.of_model(folder).token_ids(text)
     assert asked.model_folder == "org/tiny"
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
+def test_the_prefix_of_a_hub_name_comes_from_its_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint_once("tiny-llama")
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = CHATML
+    with serving(FakeHub({"org/tiny": {**files, "chat_template.jinja": CHATML.encode()}})) as hub:
+        point_library(monkeypatch, hub.url, tmp_path / "hub")
+        space = ModelFacts.of(spec(model="org/tiny")).space
+    assert space.prefix_token_ids == PromptForm.of(tokenizer).head
 
 
 def test_models_that_are_none_are_explained(tmp_path: Path) -> None:
