@@ -10,6 +10,7 @@ from benchmarks.testbed.generator import CONTROL_TASK, CROSS_CHUNK_TASKS, EVAL_S
 from kintsugi.core.errors import NotFound
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality.measure import Case, tokenize_questions
 from kintsugi.quality.questions import Question
 
@@ -42,9 +43,8 @@ def questions(tasks: Sequence[str], first: int, count: int, shape: Shape = EVAL_
 
 def cases(running: LocalEngine, asked: Sequence[Question]) -> list[Case]:
     """As this engine sees them; every one has to fit."""
-    found, warnings = tokenize_questions(
-        asked, running.tokenizer, running.prefix_token_ids, running.max_model_len, 1
-    )
+    form = PromptForm.of(running.tokenizer)
+    found, warnings = tokenize_questions(asked, form, running.max_model_len, 1)
     dropped = [warning for warning in warnings if "left out" in warning]
     assert not dropped, dropped[0]
     return found

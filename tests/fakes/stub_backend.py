@@ -77,6 +77,7 @@ class StubBackend(EngineBackend):
         fingerprint: ModelFingerprint | None = None,
         prefix_token_ids: Sequence[int] = (1,),
         max_model_len: int = 8192,
+        question_foot: str = "",
     ) -> None:
         self.delays = delays or StubDelays()
         self.seen = StubSeen()
@@ -91,6 +92,7 @@ class StubBackend(EngineBackend):
             portable=True,
             max_model_len=max_model_len,
             blending="stub",
+            question_foot=question_foot,
         )
 
     def come_up(self) -> None:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kintsugi.core.deploy import ModelSpec
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
@@ -49,7 +50,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
     if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
         command += ["--connector", json.dumps(shared, sort_keys=True)]
     volumes = [*store_tls_volumes(spec), *_system_prompt(owner.name, revision)]
-    command += _system_option(revision)
+    command += _form_options(revision)
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
     head = template(
         Pod(
@@ -74,8 +75,11 @@ def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any])
     return {**arguments, **more}
 
 
-def _system_option(revision: EngineRevision) -> list[str]:
-    return [] if revision.model.system_prompt is None else ["--system", f"{REVISION}/system-prompt.txt"]
+def _form_options(revision: EngineRevision) -> list[str]:
+    """The options that say what the revision's chunks are prefilled behind."""
+    model = revision.model
+    form = [] if model.form == ModelSpec.form else ["--form", model.form]
+    return form if model.system_prompt is None else [*form, "--system", f"{REVISION}/system-prompt.txt"]
 
 
 def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
@@ -180,7 +184,7 @@ def corpus_command(
         **({"--codec": model.codec} if model.codec != "raw" else {}),
     }
     # A source may look like an option or a command of its own: `run` and `--` say that it is neither.
-    flat = [part for pair in options.items() for part in pair] + _system_option(revision)
+    flat = [part for pair in options.items() for part in pair] + _form_options(revision)
     if service.engines.connector.get("portable") is False:
         flat.append("--no-portable")
     if corpus.retire_old_editions:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName, parse_selector
 from kintsugi.models.reference import REFERENCE
 
@@ -19,6 +20,10 @@ Model = Annotated[
 SystemPrompt = Annotated[
     Path | None,
     typer.Option("--system", help="Text file of the system prompt that chunks are prefilled behind."),
+]
+Form = Annotated[
+    FormName,
+    typer.Option("--form", help="How prompts are written. auto: chat where the model has a chat template."),
 ]
 EngineArguments = Annotated[
     str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
@@ -51,6 +56,7 @@ class DemoTask:
         typer.Option("--random-weights", help="Use a larger model with random weights: only times are real."),
     ] = False
     question: Annotated[str | None, typer.Option(help="Question to ask; requires --model.")] = None
+    form: Form = FormName.AUTO
     repeat: Repeat = 1
 
 
@@ -61,6 +67,7 @@ class GenerateTask:
     model: Model
     chunk: Annotated[list[Path], typer.Option(help="Text file with one chunk; repeat in prompt order.")]
     question: Annotated[str, typer.Option(help="Question to ask about the chunks.")]
+    form: Form = FormName.AUTO
     ratio: Annotated[
         float | None, typer.Option(help="Share of the chunks' tokens to recompute, from 0 to 1.")
     ] = None
@@ -100,6 +107,7 @@ class CalibrateTask:
     chunk_store: Annotated[
         str | None, typer.Option(help="Store for the chunks meanwhile. Default: this process's memory.")
     ] = None
+    form: Form = FormName.AUTO
     system: SystemPrompt = None
     engine: EngineArguments = "{}"
     connector: Annotated[
@@ -119,6 +127,7 @@ class EvaluateTask:
         ),
     ]
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first questions.")] = None
+    form: Form = FormName.AUTO
     selectors: Annotated[str, typer.Option(help="Comma-separated selectors to compare.")] = (
         "hkvd,hkvd_gradual,chunk_head,query,hybrid"
     )

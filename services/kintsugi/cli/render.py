@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kintsugi.cli.methods import Measurement, Method
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.prompt import FormName
 
 HEADINGS = ("", "TTFT", "speed-up", "cost", "chunks hit", "agrees", "answer")
 ANSWER_CHARS_MAX = 60
@@ -73,6 +74,11 @@ def print_comparison(
         "agrees: leading answer tokens that equal those of full prefill.",
         style="dim",
     )
+
+
+def print_form(console: Console, form: FormName) -> None:
+    """Say in which form the prompt was written."""
+    console.print(f"prompt form: {form.value}\n", style="dim", highlight=False)
 
 
 def print_accounting(console: Console, accounting: dict[str, Any] | None) -> None:

@@ -7,17 +7,17 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
 from kintsugi.engine.local import LocalEngine
+from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import display_name
-from kintsugi.quality.session import load_tokenizer
+from kintsugi.quality.session import read_context_length
 
 DEMO_SHAPE = "llama-210m"
 CHUNK_BYTES_MAX = 4 << 20
@@ -58,11 +58,23 @@ UNCALIBRATED_NOTE = (
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a prompt asks, and in which form."""
+
+    texts: Sequence[tuple[str, str]]
+    """(title, text) of the chunks."""
+    question: str
+    form: FormName = FormName.AUTO
+    bare: bool = True
+    """Whether the form phrases the question; otherwise it is the whole text after the chunks."""
+
+
+@dataclass(frozen=True)
 class Session:
     """A prompt, and an engine that can answer it."""
 
     engine: LocalEngine
-    tokenizer: Any
+    form: PromptForm
     prompt: RagPrompt
     not_saved_because: str | None
     """Why chunks could not be stored; None if all were stored."""
@@ -98,22 +110,13 @@ def read_chunk(path: Path) -> tuple[str, str]:
     return path.name, text
 
 
-def build_prompt(tokenizer: Any, texts: Sequence[tuple[str, str]], ending: str) -> RagPrompt:
-    """A RAG prompt from (title, text) pairs and the question as it ends the prompt.
-
-    Chunks are tokenised one by one, as they were when they were stored. Raises `InvalidField`.
-    """
-    if not 0 < len(texts) <= CHUNKS_MAX:
-        raise InvalidField("chunk", f"{len(texts)} chunks; give between 1 and {CHUNKS_MAX}")
-
-    def tokenize(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
-
-    return RagPrompt(
-        prefix=tuple(tokenizer("").input_ids),  # what starts any prompt: BOS, or nothing
-        chunks=tuple(PromptChunk(title, tokenize(text)) for title, text in texts),
-        question=tokenize(ending),
-    )
+def build_prompt(form: PromptForm, asked: Asked) -> RagPrompt:
+    """The prompt. Chunks are tokenised one by one, as they were when they were stored. Raises
+    `InvalidField`."""
+    if not 0 < len(asked.texts) <= CHUNKS_MAX:
+        raise InvalidField("chunk", f"{len(asked.texts)} chunks; give between 1 and {CHUNKS_MAX}")
+    chunks = [PromptChunk(title, form.tokenize(text)) for title, text in asked.texts]
+    return form.build(chunks, asked.question, asked.bare)
 
 
 @contextmanager
@@ -133,8 +136,7 @@ def local_shard() -> Iterator[str]:
 def open_session(
     screen: Screen,
     model: ModelSource,
-    texts: Sequence[tuple[str, str]],
-    ending: str,
+    asked: Asked,
     namespace: str,
     max_tokens: int,
     trust: Trust,
@@ -142,8 +144,9 @@ def open_session(
     """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end."""
     prepare_model(screen, model.path)
     with screen.step("Reading the tokenizer"):
-        tokenizer, positions_max = load_tokenizer(model.path)
-        prompt = build_prompt(tokenizer, texts, ending)
+        positions_max = read_context_length(model.path)
+        form = load_form(model.path, asked.form)
+        prompt = build_prompt(form, asked)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:
         raise InvalidField(
@@ -168,7 +171,7 @@ def open_session(
         with engine:
             with screen.step(f"Storing {format_count(len(prompt.chunks), 'chunk')}"):
                 reason = _store_chunks(engine, prompt, namespace)
-            yield Session(engine, tokenizer, prompt, reason)
+            yield Session(engine, form, prompt, reason)
 
 
 def _store_chunks(engine: LocalEngine, prompt: RagPrompt, namespace: str) -> str | None:

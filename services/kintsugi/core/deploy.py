@@ -60,8 +60,12 @@ class ModelSpec(Settings):
     dtype: str = "auto"
     max_model_len: int | None = setting(None, minimum=1)
     """Tokens."""
+    form: str = setting("auto", enum=["auto", "chat", "plain"])
+    """How prompts are written: by the chat template, or plain; `auto`: chat where the model has a template.
+    Chunks are prefilled behind what the form writes before them."""
     system_prompt: str | None = None
-    """What chunks are prefilled behind; unset: the tokenizer's BOS."""
+    """The system prompt that chunks are prefilled behind, without the template's marks; unset: the
+    template's own, if it has one."""
     codec: str = "raw"
     """How chunk KV is encoded."""
 

@@ -113,3 +113,7 @@ class EngineInfo:
     """`on`, or why not: the gate's reason."""
     tokenizer: str = ""
     """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: it does not matter."""
+    form: str = ""
+    """Name of the form that prompts are written in (`core.prompt.FormName`); empty: not known."""
+    question_foot: str = ""
+    """What the form writes behind a question of text."""

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kintsugi.core.spaces import Span
+
+
+class FormName(StrEnum):
+    """How a prompt is written around its chunks and its question (`models.prompt_form`)."""
+
+    AUTO = "auto"
+    """`CHAT` where the checkpoint has a chat template, else `PLAIN`."""
+    CHAT = "chat"
+    """The chat template, with the chunks at the beginning of the user's message."""
+    DOCUMENTS = "documents"
+    """The chat template, with the chunks where it writes documents."""
+    PLAIN = "plain"
+    """The tokenizer's special tokens, the chunks and the question, without a template."""
 
 
 @dataclass(frozen=True)
@@ -13,11 +27,13 @@ class PromptChunk:
 
     title: str
     token_ids: tuple[int, ...]
+    lead: tuple[int, ...] = ()
+    """Token ids between the chunk before and this one, which a template wrote. They are computed."""
 
 
 @dataclass(frozen=True)
 class RagPrompt:
-    """`[prefix][chunk]…[chunk][question]` as token ids."""
+    """`[prefix][chunk]…[chunk][question]` as token ids, each chunk behind its lead."""
 
     prefix: tuple[int, ...]
     chunks: tuple[PromptChunk, ...]
@@ -25,18 +41,20 @@ class RagPrompt:
 
     @property
     def token_ids(self) -> list[int]:
-        return [*self.prefix, *(i for chunk in self.chunks for i in chunk.token_ids), *self.question]
+        chunks = (i for chunk in self.chunks for i in (*chunk.lead, *chunk.token_ids))
+        return [*self.prefix, *chunks, *self.question]
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """Where each chunk lies."""
-        spans, start = [], len(self.prefix)
+        spans, end = [], len(self.prefix)
         for chunk in self.chunks:
-            spans.append(Span(start, start + len(chunk.token_ids)))
-            start = spans[-1].end
+            start = end + len(chunk.lead)
+            end = start + len(chunk.token_ids)
+            spans.append(Span(start, end))
         return tuple(spans)
 
     @property
     def warm_up(self) -> list[int]:
         """Prefix and first chunk: what an earlier request may have left in a prefix cache."""
-        return [*self.prefix, *self.chunks[0].token_ids]
+        return self.token_ids[: self.spans[0].end]

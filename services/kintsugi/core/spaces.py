@@ -81,7 +81,7 @@ class ModelFingerprint:
 class ChunkSpace:
     """The set of chunks that one request may use: model, tenant, and what chunks were prefilled behind.
 
-    The prefix (BOS, or the service's real system prompt) is only context: its own KV is not stored.
+    The prefix (the head of the service's prompts) is only context: its own KV is not stored.
     """
 
     fingerprint: ModelFingerprint

@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from kintsugi.core.exchange import (
     SaveState,
     Usage,
 )
+from kintsugi.core.prompt import FormName
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
@@ -40,6 +42,7 @@ from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_promp
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.watching import WatchedClient, Watcher, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
+from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
 from kintsugi.store.protocol.interface import ChunkStore
@@ -69,7 +72,10 @@ class AsyncSpec:
     """The name that clients use."""
     store: str
     """URL of the chunk store. Scheduler and worker run in another process: no `ram://`."""
-    prefix_token_ids: tuple[int, ...] | None = None
+    form: FormName = FormName.AUTO
+    """How prompts are written."""
+    system_prompt: str | None = None
+    """The system prompt; None: the chat template's own, if it has one."""
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     """More of `engine.config.EngineConfig`."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
@@ -78,8 +84,7 @@ class AsyncSpec:
 
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
-        """The engine that a service's configuration asks for. Reads the tokenizer where there is a system
-        prompt. Raises as `reference.fetch_model` does."""
+        """The engine that a service's configuration asks for. Raises as `reference.fetch_model` does."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
         if engines.allow_uncalibrated:
             connector["allow_uncalibrated"] = True
@@ -92,18 +97,25 @@ class AsyncSpec:
             resolve_model(model.path),
             model.name or Path(model.path).name or model.path,
             store,
-            prefix_token_ids=None if model.system_prompt is None else _prefix_of(model),
+            form=FormName(model.form),
+            system_prompt=model.system_prompt,
             extra_config=connector,
             vllm_args=arguments,
             openai=engines.openai,
         )
 
+    @cached_property
+    def prompt_form(self) -> PromptForm:
+        """The form, whose head is what chunks are prefilled behind. Reads the tokenizer; raises as
+        `load_form` does."""
+        return load_form(self.model, self.form, self.system_prompt, self.vllm_args)
+
     @property
     def connector(self) -> dict[str, Any]:
         """The connector's configuration, for vLLM."""
         values: dict[str, Any] = {**self.extra_config, "store": self.store}
-        if self.prefix_token_ids is not None:
-            values["prefix_token_ids"] = list(self.prefix_token_ids)
+        if self.form is not FormName.AUTO or self.system_prompt is not None:
+            values["prefix_token_ids"] = list(self.prompt_form.head)
         return values
 
     @property
@@ -114,13 +126,6 @@ class AsyncSpec:
                 "store", f"{self.store!r} lives in one process, and this engine's worker runs in another"
             )
         return load(EngineConfig, self.connector, "connector")
-
-
-def _prefix_of(model: ModelSpec) -> tuple[int, ...]:
-    """The system prompt as it begins a prompt, BOS included where the tokenizer writes one."""
-    from transformers import AutoTokenizer
-
-    return tuple(AutoTokenizer.from_pretrained(resolve_model(model.path))(model.system_prompt).input_ids)
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,7 @@ class AsyncEngine(EngineBackend):
         self.max_model_len = int(parts.client.model_config.max_model_len)
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
+        self._form = spec.prompt_form
         self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
         self._load = LoadMeter()
@@ -230,6 +236,8 @@ class AsyncEngine(EngineBackend):
             max_model_len=self.max_model_len,
             blending=closed or "on",
             tokenizer=self._tokenizer,
+            form=self._form.name.value,
+            question_foot=self._form.foot,
         )
 
     @property

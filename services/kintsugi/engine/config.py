@@ -21,7 +21,8 @@ class EngineConfig:
     """URL of the chunk store. `ram://` lives in the engine's process and dies with it."""
 
     prefix_token_ids: list[int] | None = None
-    """What chunks were prefilled behind. None: the tokenizer's BOS where the model has one, else nothing."""
+    """What chunks were prefilled behind. None: what the model's chat template writes before a user's message;
+    without a template, the special tokens that the tokenizer puts before a text."""
 
     portable: bool = True
     """Whether chunks prefilled behind the prefix may be used behind another one."""

@@ -94,7 +94,9 @@ class Prompts:
                 f"{len(call.segments)} segments; at most {self._segments_max} make a prompt: join some",
             )
         info, space = await self._spaces.info(), await self._spaces.find(call.namespace)
-        prompt = await self._resolver.prompt(space, call.segments, call.question, info.max_model_len)
+        prompt = await self._resolver.prompt(
+            space, call.segments, call.question, info.max_model_len, info.question_foot
+        )
         max_tokens = call.sampling.get("max_tokens", MAX_TOKENS_DEFAULT)
         if isinstance(max_tokens, int) and max_tokens > info.max_model_len - len(prompt.token_ids):
             raise InvalidField(

@@ -40,8 +40,9 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-_SMALL_FILES = ("config.json", _INDEX, *_TOKENIZER_FILES)
-"""The files that are read besides the weights."""
+_SMALL_FILES = ("config.json", _INDEX, *_TOKENIZER_FILES, "chat_template.jinja")
+"""The files that are read besides the weights. The template is no part of a fingerprint: what it writes
+before the chunks is the prefix of their chunk space."""
 _IRRELEVANT_FIELDS = frozenset({"_commit_hash", "_name_or_path", "transformers_version", "use_cache"})
 _ROPE_FIELD = re.compile(r"rope|rotary|max_position_embeddings")
 _REVISION = re.compile(r"[0-9a-f]{40}")

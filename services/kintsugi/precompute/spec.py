@@ -16,6 +16,7 @@ from kintsugi.core.sizing import engine_dtype, model_size, text_config
 from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.models.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
 from kintsugi.models.hub import is_hub_name
+from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import is_reference
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.sources.files import Format
@@ -51,7 +52,7 @@ class JobSpec:
     """The model's dtype, as in the serving engines: bfloat16, float16 or float32. Empty: the checkpoint's,
     with float32 run as bfloat16 like vLLM does."""
     prefix_token_ids: list[int] | None = None
-    """As in the engine's configuration; None means the model's BOS."""
+    """As in the engine's configuration; None means the head of the model's own prompt form."""
     portable: bool = True
     codec: str = "raw"
     """Name of the codec, as configured for the serving engines."""
@@ -152,12 +153,12 @@ class ModelFacts:
             kv_dtype_of(dtype, cache_dtype, spec.engine.get("quantization") or quantization),
             overrides if isinstance(overrides, dict) else None,
         )
+        positions = _context_length(spec, text)
         prefix = spec.prefix_token_ids
         if prefix is None:
-            bos = text.get("bos_token_id")
-            prefix = [bos] if isinstance(bos, int) else []
+            prefix = list(load_form(folder, vllm_args=spec.engine).head)
         # One token follows the chunk, and one is generated.
-        longest = _context_length(spec, text) - len(prefix) - 2
+        longest = positions - len(prefix) - 2
         if spec.chunking.tokens_max > longest:
             raise InvalidField(
                 "chunking.tokens_max",

@@ -29,6 +29,7 @@ from kintsugi.core.report import (
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
+from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import grid
 from kintsugi.quality.measure import (
     Bench,
@@ -38,7 +39,7 @@ from kintsugi.quality.measure import (
     measure_selection,
     tokenize_questions,
 )
-from kintsugi.quality.questions import Question, format_question
+from kintsugi.quality.questions import Question
 
 CONFIRMATIONS_PER_SELECTOR_MAX = 8
 """Enough to reject two ratios at every check layer and still try a third."""
@@ -82,23 +83,22 @@ def check_budget(budget: Budget, thresholds: Thresholds) -> None:
 
 def prepare_bench(
     engine: LocalEngine,
+    form: PromptForm,
     given: Sequence[Question] | None,
     budget: Budget,
     notify: Notify = lambda text: None,
 ) -> tuple[Bench, list[str]]:
-    """Tokenise the given questions (or prompts of the bundled passages) and store their chunks. Returns the
-    bench for `calibrate`, and warnings. Raises `InvalidField` if no question fits the model."""
-    tokenizer = engine.tokenizer
+    """Write the given questions (or some about the bundled passages) in the engine's form and store their
+    chunks. Returns the bench for `calibrate`, and warnings. Raises `InvalidField` if no question fits the
+    model."""
     questions = given or make_passage_questions(
-        lambda text: len(tokenizer(text, add_special_tokens=False).input_ids),
+        lambda text: len(form.tokenize(text)),
         min(PASSAGE_TOKENS, engine.max_model_len // 6),
         budget.prompts,
         budget.seed,
     )
-    max_tokens = answer_tokens(questions, tokenizer)
-    cases, warnings = tokenize_questions(
-        questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
-    )
+    max_tokens = answer_tokens(questions, form.tokenizer)
+    cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens)
     bench = Bench(engine, cases, max_tokens)
     bench.store_chunks(lambda done, total: notify(f"storing chunks, {done} of {total}"))
     return bench, warnings
@@ -236,9 +236,10 @@ def make_passage_questions(
     return [
         Question(
             tuple(picks.sample(cut, PASSAGE_CHUNKS)),
-            format_question(picks.choice(BUNDLED_QUESTIONS)),
+            picks.choice(BUNDLED_QUESTIONS),
             (),
             "passages",
+            bare=True,
         )
         for _ in range(count)
     ]

@@ -110,7 +110,7 @@ class RateRow:
 
 def reshape_cases(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int | None) -> list[Case]:
     """Cut the same text into chunks of `chunk_tokens` (the last may be shorter) and keep the first
-    `chunk_count`."""
+    `chunk_count`. Where it is cut again, what a template wrote between documents is left out."""
     changed = []
     for case in cases:
         prompt = case.prompt

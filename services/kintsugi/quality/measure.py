@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
@@ -20,6 +21,7 @@ from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.report import Noise, ReportEntry
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, Prompt
+from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
 
@@ -85,27 +87,18 @@ def answer_tokens(questions: Sequence[Question], tokenizer: Any) -> int:
 
 
 def tokenize_questions(
-    questions: Sequence[Question],
-    tokenizer: Any,
-    prefix: tuple[int, ...],
-    positions_max: int,
-    max_tokens: int,
+    questions: Sequence[Question], form: PromptForm, positions_max: int, max_tokens: int
 ) -> tuple[list[Case], list[str]]:
-    """Tokenise the questions. Returns the cases that fit the model, and a warning about each that does not.
+    """Write the questions in the form. Returns the cases that fit the model, and a warning about each that
+    does not.
 
     Raises `InvalidField` if none fits. Chunks are tokenised one by one, as they are stored.
     """
-    ids: dict[str, tuple[int, ...]] = {}
-
-    def encode_once(text: str) -> tuple[int, ...]:
-        if text not in ids:
-            ids[text] = tuple(tokenizer(text, add_special_tokens=False).input_ids)
-        return ids[text]
-
+    tokenize = lru_cache(maxsize=None)(form.tokenize)  # many questions share chunks
     cases, warnings = [], []
     for number, question in enumerate(questions, 1):
-        chunks = tuple(PromptChunk("", encode_once(chunk)) for chunk in question.chunks)
-        prompt = RagPrompt(prefix, tuple(c for c in chunks if c.token_ids), encode_once(question.tail))
+        chunks = [PromptChunk("", tokenize(chunk)) for chunk in question.chunks]
+        prompt = form.build([c for c in chunks if c.token_ids], question.tail, question.bare)
         length = len(prompt.token_ids) + max_tokens
         if length > positions_max:
             warnings.append(

@@ -39,11 +39,14 @@ class Question:
 
     chunks: tuple[str, ...]
     tail: str
-    """The text after the chunks: the question with everything around it. It is tokenised on its own."""
+    """The question, or the whole text after the chunks. It is tokenised on its own."""
     answers: tuple[str, ...] = ()
     """Any of them counts as right; empty if the answer is not known."""
     task: str = "questions"
     """Results are also reported per task."""
+    bare: bool = False
+    """Whether `tail` is a question that the prompt's form phrases (`models.prompt_form`), and not the whole
+    text after the chunks."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.chunks) <= CHUNKS_MAX:
@@ -52,13 +55,6 @@ class Question:
             raise InvalidField("chunks", "contains an empty chunk; leave it out")
         if not self.tail.strip():
             raise InvalidField("question", "is empty; ask something about the chunks")
-
-
-def format_question(question: str) -> str:
-    """Format a bare question as a tail. Raises `InvalidField` for an empty one."""
-    if not question.strip():
-        raise InvalidField("question", "is empty; ask something about the chunks")
-    return f"\nQuestion: {question.strip()}\nAnswer:"
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
@@ -112,16 +108,16 @@ def parse_question(record: Any) -> Question:
         raise InvalidField("record", f"is {type(record).__name__}, not an object")
     task = str(record.get("task") or "questions")
     if "ctxs" in record:
-        chunks, tail = _context_texts(record["ctxs"]), format_question(_text(record, "question"))
-        return Question(chunks, tail, _answers(record), task)
+        chunks, question = _context_texts(record["ctxs"]), _text(record, "question")
+        return Question(chunks, question, _answers(record), task, bare=True)
     if "context" in record and "input" in record:
         return _parse_longbench(record)
     if "chunks" in record and "seed" in record and "answer" in record:
         answers = (_text(record, "answer"),)
         return Question(_texts(record, "chunks"), _text(record, "question"), answers, task)
     if "chunks" in record:
-        tail = format_question(_text(record, "question"))
-        return Question(_texts(record, "chunks"), tail, _answers(record), task)
+        question = _text(record, "question")
+        return Question(_texts(record, "chunks"), question, _answers(record), task, bare=True)
     raise InvalidField(
         "record",
         f"has {', '.join(sorted(map(str, record))[:8]) or 'no fields'}; expected chunks and question, ctxs "
@@ -146,8 +142,9 @@ def _parse_longbench(record: dict[str, Any]) -> Question:
     context, question = _text(record, "context"), record["input"]
     if not isinstance(question, str):
         raise InvalidField("input", f"is {type(question).__name__}, not text")
-    tail = format_question(question) if question.strip() else "\nSummary:"
-    return Question(tuple(cut_context(context)), tail, _answers(record), task)
+    bare = bool(question.strip())
+    tail = question if bare else "\nSummary:"
+    return Question(tuple(cut_context(context)), tail, _answers(record), task, bare)
 
 
 def cut_context(context: str) -> list[str]:

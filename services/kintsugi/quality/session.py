@@ -11,7 +11,9 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.layout import codec_named
+from kintsugi.core.prompt import FormName
 from kintsugi.engine.local import FORCING, LocalEngine
+from kintsugi.models.prompt_form import NO_ARGS, PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 
 PATIENCE_MS = 120_000
@@ -26,7 +28,8 @@ class MeasuringEngineSpec:
     codec: str = "raw"
     store: str | None = None
     """URL of the chunk store. None: in this process's memory, for the lifetime of the engine."""
-    prefix_token_ids: tuple[int, ...] | None = None
+    form: PromptForm | None = None
+    """How prompts are written; its head is what chunks are prefilled behind. None: the model's own."""
     extra_config: Mapping[str, object] = field(default_factory=dict)
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -34,36 +37,38 @@ class MeasuringEngineSpec:
         codec_named(self.codec)
 
 
-def load_tokenizer(model: str) -> tuple[Any, int]:
-    """Load the tokenizer. Returns it and the model's context length in tokens. Raises `NotFound`, and as
-    `reference.fetch_model` does."""
-    from transformers import AutoConfig, AutoTokenizer
+def read_context_length(model: str) -> int:
+    """The model's context length in tokens. Raises `NotFound`, and as `reference.fetch_model` does."""
+    from transformers import AutoConfig
 
     path = resolve_model(model)
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise NotFound(
             f"{model} is neither a checkpoint folder nor a model that can be downloaded "
             f"({type(error).__name__}); check the name"
         ) from None
-    return tokenizer, int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
 
-def tokenize_prefix(model: str, path: Path) -> tuple[int, ...]:
-    """Tokenise the system prompt in a file as it begins a real prompt, special tokens included.
+def load_form_behind(
+    model: str, name: FormName, system: Path | None, vllm_args: Mapping[str, Any] = NO_ARGS
+) -> PromptForm:
+    """The model's form with the system prompt in a file; None: the template's own, if it has one.
 
-    Raises `NotFound` for a missing file or model, `InvalidField` for a file that is not text.
+    Raises `NotFound` for a missing file or model, `InvalidField` for a file that is not text, and what
+    `PromptForm.of` raises.
     """
-    if not path.is_file():
-        raise NotFound(f"{path} is not a file; name a text file with the system prompt")
-    try:
-        text = path.read_bytes().decode()  # reading as text would translate line endings
-    except UnicodeDecodeError:
-        raise InvalidField("system", f"{path} is not UTF-8 text; convert it first") from None
-    tokenizer, _ = load_tokenizer(model)
-    return tuple(tokenizer(text).input_ids)
+    text = None
+    if system is not None:
+        if not system.is_file():
+            raise NotFound(f"{system} is not a file; name a text file with the system prompt")
+        try:
+            text = system.read_bytes().decode()  # reading as text would translate line endings
+        except UnicodeDecodeError:
+            raise InvalidField("system", f"{system} is not UTF-8 text; convert it first") from None
+    return load_form(model, name, text, vllm_args)
 
 
 @contextmanager
@@ -79,8 +84,8 @@ def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
         "layer_deadline_ms": PATIENCE_MS,
         **spec.extra_config,
     }
-    if spec.prefix_token_ids is not None:
-        extra["prefix_token_ids"] = list(spec.prefix_token_ids)
+    if spec.form is not None:
+        extra["prefix_token_ids"] = list(spec.form.head)
     arguments: dict[str, Any] = {
         "disable_log_stats": True,
         **spec.vllm_args,

@@ -223,7 +223,8 @@ class _Calls:
     async def generate(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> Answer:
-        """The whole answer to a question over ordered segments."""
+        """The whole answer to a question over ordered segments. A question of text is the rest of the user's
+        message, which the service's prompt form ends; one of tokens is taken as it is."""
         async with aclosing(self._stream(segments, question, options)) as events:
             async for event in events:
                 if isinstance(event, Answer):

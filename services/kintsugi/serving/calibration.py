@@ -15,6 +15,7 @@ from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.report import Binding, CalibrationReport, Thresholds, describe_selection
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncSpec
+from kintsugi.models.prompt_form import PromptForm
 
 NOT_CALIBRATED = "not_calibrated"
 REPORT_FILE = "calibration.json"
@@ -60,22 +61,23 @@ class Calibrator:
         from kintsugi.store.client.registry import open_store
 
         serving = AsyncSpec.of(self._model, self._engines, self._store_url)
+        form = serving.prompt_form
         connector = {name: value for name, value in serving.extra_config.items() if name in BOUND}
         spec = MeasuringEngineSpec(
             serving.model,
             codec=self._model.codec,
-            prefix_token_ids=serving.prefix_token_ids,
+            form=form,
             extra_config=connector,
             vllm_args=serving.vllm_args,
         )
         with start_measuring_engine(spec) as engine:
-            report = self._measure_report(engine)
+            report = self._measure_report(engine, form)
         with closing(open_store(self._store_url)) as store:
             reports.publish(store, report)
         chosen = report.choice.selection
         return Calibrated(None if chosen is None else describe_selection(chosen), report.choice.why)
 
-    def _measure_report(self, engine: Any) -> CalibrationReport:
+    def _measure_report(self, engine: Any, form: PromptForm) -> CalibrationReport:
         from kintsugi.quality.calibrate import Budget, calibrate, prepare_bench
         from kintsugi.quality.questions import read_questions
         from kintsugi.quality.shadow import utc_now
@@ -83,7 +85,7 @@ class Calibrator:
         budget, thresholds = Budget(), Thresholds()
         file = questions_file(self._model, self._engines)
         given = None if file is None else read_questions(file)
-        bench, _ = prepare_bench(engine, given, budget, self._say)
+        bench, _ = prepare_bench(engine, form, given, budget, self._say)
         calibration = calibrate(
             bench,
             engine.num_layers,

@@ -13,6 +13,7 @@ from kintsugi.core.report import CalibrationReport, Noise, Thresholds, family
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate
 from kintsugi.quality.evaluate import Axes, evaluate, measure_rates
@@ -52,7 +53,9 @@ def bench(engine: LocalEngine) -> Bench:
         )
         for i in range(36)
     ]
-    cases, warnings = tokenize_questions(questions, engine.tokenizer, engine.prefix_token_ids, 2048, TOKENS)
+    form = PromptForm.of(engine.tokenizer)
+    assert form.head == engine.prefix_token_ids
+    cases, warnings = tokenize_questions(questions, form, 2048, TOKENS)
     assert not warnings
     bench = Bench(engine, cases, TOKENS, batch=18)
     assert 0 < bench.store_chunks(lambda done, total: None) <= 7 * 3

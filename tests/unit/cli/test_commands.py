@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from kintsugi.cli.commands import demo, doctor, generate
 from kintsugi.cli.commands.doctor import Check, CheckResult
 from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
-from kintsugi.cli.session import ModelSource, Session, Trust, build_prompt
+from kintsugi.cli.session import Asked, ModelSource, Session, Trust, build_prompt
 from kintsugi.core import errors
 from kintsugi.models.bundled import BUNDLED_REPORT, Showcase
+from kintsugi.models.prompt_form import PromptForm
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
 from tests.unit.core.test_report import entry, report
 
@@ -41,16 +42,16 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
     def open_session(
         screen: Any,
         model: ModelSource,
-        texts: Sequence[tuple[str, str]],
-        ending: str,
+        asked: Asked,
         namespace: str,
         length: int,
         trust: Trust,
     ) -> Iterator[Session]:
         trusted.append(trust)
-        prompt = build_prompt(FakeTokenizer(), texts, ending)
+        form = PromptForm.of(FakeTokenizer(), asked.form)
+        prompt = build_prompt(form, asked)
         reason = session._store_chunks(engine, prompt, namespace)  # type: ignore[arg-type]
-        yield Session(engine, FakeTokenizer(), prompt, reason)  # type: ignore[arg-type]
+        yield Session(engine, form, prompt, reason)  # type: ignore[arg-type]
 
     for module in (demo, generate, doctor):
         monkeypatch.setattr(module, "open_session", open_session)
@@ -188,6 +189,19 @@ def test_generate_answers_and_accounts(monkeypatch: pytest.MonkeyPatch, chunk: P
     assert document["answer"] == "1 2 9 9"
     assert document["accounting"]["outcome"] == "blended"
     assert len(document["methods"]) == 4
+
+
+@pytest.mark.parametrize("command", ["demo", "generate"])
+def test_an_answer_says_in_which_form_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch, chunk: Path, command: str
+) -> None:
+    use_engine(monkeypatch, FakeEngine())
+    arguments = generate_arguments(chunk) if command == "generate" else ["demo", str(chunk), "--model", "m"]
+    assert "prompt form: plain" in RUNNER.invoke(app, arguments).stdout
+    assert json.loads(RUNNER.invoke(app, [*arguments, "--json"]).stdout)["form"] == "plain"
+    refused = RUNNER.invoke(app, [*arguments, "--form", "chat"])
+    assert refused.exit_code == ExitCode.BAD_INPUT
+    assert "chat needs a chat template" in " ".join(refused.stderr.split())
 
 
 def test_generate_trusts_a_report_or_nobody_unless_told(

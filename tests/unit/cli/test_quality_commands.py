@@ -17,10 +17,12 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
+from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName
+from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import figures as drawing
 from kintsugi.quality import reports
-from kintsugi.quality.session import MeasuringEngineSpec, tokenize_prefix
+from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
 
@@ -52,6 +54,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
 
     for module in (calibrate, evaluate):
         monkeypatch.setattr(module, "start_measuring_engine", start_measuring_engine)
+    form = PromptForm.of(WordTokenizer())
+    monkeypatch.setattr(calibrate, "load_form_behind", lambda model, name, system, vllm_args: form)
+    monkeypatch.setattr(evaluate, "load_form", lambda model, name: form)
     return engine
 
 
@@ -82,6 +87,8 @@ def test_a_report_is_written_and_shown(engine: RunningEngine, tmp_path: Path) ->
     document = json.loads(calibrated(tmp_path, "--json").stdout)
     assert document["digest"]
     assert document["choice"]["selection"]["ratio"] == 0.15
+    assert "prompt form: plain" in result.stdout
+    assert document["form"] == "plain"
 
 
 def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path: Path) -> None:
@@ -90,6 +97,8 @@ def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path:
     assert engine.spec is not None
     assert engine.spec.vllm_args == {"tensor_parallel_size": 2, "dtype": "float16"}
     assert engine.spec.extra_config == {"portable": False}
+    assert engine.spec.form is not None
+    assert engine.spec.form.head == (0,)
 
 
 def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
@@ -110,6 +119,7 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
         ({}, ("--store", "ram://here"), "exists only in this process"),
         ({}, ("--engine", "{"), "engine: is not JSON"),
         ({}, ("--connector", "[]"), "connector: must be a JSON object"),
+        ({}, ("--connector", '{"prefix_token_ids": [1]}'), "use --form and --system"),
     ],
 )
 def test_bad_input_is_code_2_and_says_what_to_change(
@@ -185,11 +195,11 @@ def test_a_system_prompt_that_is_no_text_or_of_no_model_is_explained(tmp_path: P
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "text").write_text("Be brief.")
     with pytest.raises(InvalidField, match="not UTF-8"):
-        tokenize_prefix("m", tmp_path / "binary")
+        load_form_behind("m", FormName.AUTO, tmp_path / "binary")
     with pytest.raises(NotFound, match="check the name"):
-        tokenize_prefix(str(tmp_path / "no model"), tmp_path / "text")
+        load_form_behind(str(tmp_path / "no model"), FormName.AUTO, tmp_path / "text")
     with pytest.raises(NotFound, match="is not a file"):
-        tokenize_prefix("m", tmp_path)
+        load_form_behind("m", FormName.AUTO, tmp_path)
 
 
 def test_calibrating_in_a_codec_that_is_none_is_refused() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cli.session import CHUNK_BYTES_MAX, build_prompt, read_chunk
+from kintsugi.cli.session import CHUNK_BYTES_MAX, Asked, build_prompt, read_chunk
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.spaces import Span
-from kintsugi.quality.questions import format_question
+from kintsugi.models.prompt_form import PromptForm
 from tests.unit.cli.fakes import PROMPT, FakeTokenizer
 
 
@@ -20,17 +20,19 @@ def test_spans_tile_the_prompt_between_prefix_and_question() -> None:
 
 
 def test_chunks_are_tokenised_alone() -> None:
-    prompt = build_prompt(FakeTokenizer(), [("a", "one two"), ("b", "three")], format_question("why?"))
+    form = PromptForm.of(FakeTokenizer())
+    prompt = build_prompt(form, Asked([("a", "one two"), ("b", "three")], "why?"))
     assert prompt.prefix == (0,)
     assert [chunk.token_ids for chunk in prompt.chunks] == [(5, 5), (7,)]
     assert prompt.question == (11, 6, 9)
 
 
 def test_nothing_to_ask_is_refused() -> None:
+    form = PromptForm.of(FakeTokenizer())
     with pytest.raises(InvalidField, match="question"):
-        format_question("  ")
+        build_prompt(form, Asked([("a", "one two")], "  "))
     with pytest.raises(InvalidField, match="0 chunks"):
-        build_prompt(FakeTokenizer(), [], format_question("why?"))
+        build_prompt(form, Asked([], "why?"))
 
 
 def test_a_chunk_file_is_named_in_errors(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ class ScriptedClient:
             max_model_len=16,
             logprobs_mode="raw_logprobs",
             max_logprobs=20,
-            hf_text_config=SimpleNamespace(bos_token_id=0),
             model=str(BUNDLED_CHECKPOINT),
             revision=None,
+            trust_remote_code=False,
             get_diff_sampling_param=dict,
         )
         self.vllm_config = SimpleNamespace(model_config=self.model_config)
@@ -87,7 +87,7 @@ class ScriptedClient:
 
 
 def engine_over(client: ScriptedClient) -> AsyncEngine:
-    spec = AsyncSpec("m", "mine", "grpc://127.0.0.1:1")
+    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "mine", "grpc://127.0.0.1:1")
     return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.open_regardless(BINDING), None))
 
 

@@ -45,14 +45,16 @@ def test_what_is_configured_reaches_vllm_and_the_connector() -> None:
     assert spec.vllm_args["max_num_seqs"] == 4
     config = spec.config
     assert (config.codec, config.ratio_max, config.allow_uncalibrated) == ("int8", 0.4, True)
-    assert spec.prefix_token_ids is None
+    assert config.prefix_token_ids is None
 
 
-def test_a_system_prompt_is_the_prefix_of_chunks() -> None:
-    model = ModelSpec(str(BUNDLED_CHECKPOINT), system_prompt="You answer.")
-    ids = AsyncSpec.of(model, EngineSpec(), STORE).prefix_token_ids
-    assert ids is not None
-    assert len(ids) > 1
+@pytest.mark.parametrize("form", ["auto", "chat", "plain"])
+def test_a_system_prompt_is_the_prefix_of_chunks(form: str) -> None:
+    model = ModelSpec(str(BUNDLED_CHECKPOINT), form=form, system_prompt="You answer.")
+    spec = AsyncSpec.of(model, EngineSpec(), STORE)
+    assert spec.config.prefix_token_ids == list(spec.prompt_form.head)
+    assert len(spec.prompt_form.head) > 1
+    assert spec.prompt_form.name.value == form.replace("auto", "chat")
 
 
 def test_a_store_of_another_process_is_asked_for() -> None:

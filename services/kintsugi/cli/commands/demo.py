@@ -12,12 +12,14 @@ from rich.text import Text
 
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
 from kintsugi.cli.options import DemoTask
-from kintsugi.cli.render import make_plain_table, print_accounting, print_comparison
+from kintsugi.cli.render import make_plain_table, print_accounting, print_comparison, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     REGARDLESS,
     UNCALIBRATED_NOTE,
+    Asked,
     ModelSource,
+    Session,
     Trust,
     make_random_model,
     open_session,
@@ -25,10 +27,9 @@ from kintsugi.cli.session import (
     resolve_model_argument,
 )
 from kintsugi.core.errors import InvalidField, NotBlendable
-from kintsugi.core.prompt import RagPrompt
+from kintsugi.core.prompt import FormName
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT, showcase
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
-from kintsugi.quality.questions import format_question
 
 NAMESPACE = "demo"
 PASSAGES = 6
@@ -50,11 +51,7 @@ class Show:
     """What the demo shows."""
 
     model: ModelSource
-    texts: Sequence[tuple[str, str]]
-    """(title, text) of the chunks."""
-    question: str
-    ending: str
-    """The question as it ends the prompt."""
+    asked: Asked
     trust: Trust
     max_tokens: int = MAX_TOKENS
     expected: str | None = None
@@ -65,19 +62,16 @@ class Show:
 def run(screen: Screen, task: DemoTask) -> None:
     """Raises `NotBlendable` if the blend fell back to full prefill: there is nothing to show then."""
     show = _choose_show(screen, task)
-    with open_session(
-        screen, show.model, show.texts, show.ending, NAMESPACE, show.max_tokens, show.trust
-    ) as session:
+    with open_session(screen, show.model, show.asked, NAMESPACE, show.max_tokens, show.trust) as session:
         _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
             measurements = compare(
                 session.engine, session.prompt, BlendChoice(NAMESPACE), show.max_tokens, task.repeat, say
             )
-        prompt = session.prompt
     for measurement in measurements:
         _require_blend(measurement.fell_back_because)
-    document = demo_document(show, prompt, measurements)
-    screen.show(document, lambda console: _render(console, show, prompt, measurements))
+    document = demo_document(show, session, measurements)
+    screen.show(document, lambda console: _render(console, show, session, measurements))
 
 
 def _choose_show(screen: Screen, task: DemoTask) -> Show:
@@ -89,25 +83,22 @@ def _choose_show(screen: Screen, task: DemoTask) -> Show:
                 "the bundled model knows only the words of its own question; name a model for yours, "
                 "or give --random-weights to see times alone",
             )
-        return _bundle_show()
+        return _bundle_show(task.form)
     if task.model is not None and task.random_weights:
         raise InvalidField("random-weights", "makes a model of its own; omit --model")
     texts = [read_chunk(path) for path in task.files or ()] or demo_texts()
     random.Random(_ORDER_SEED).shuffle(texts)
-    question = task.question or BUNDLED_QUESTIONS[0]
+    asked = Asked(texts, task.question or BUNDLED_QUESTIONS[0], task.form)
     model = make_random_model(screen) if task.model is None else resolve_model_argument(task.model)
-    return Show(
-        model, texts, question, format_question(question), REGARDLESS, random_weights=task.random_weights
-    )
+    return Show(model, asked, REGARDLESS, random_weights=task.random_weights)
 
 
-def _bundle_show() -> Show:
+def _bundle_show(form: FormName) -> Show:
     shown = showcase()
+    texts = [(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)]
     return Show(
         model=ModelSource(str(BUNDLED_CHECKPOINT), BUNDLED_NAME),
-        texts=[(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)],
-        question=shown.question,
-        ending=shown.question,
+        asked=Asked(texts, shown.question, form, bare=False),
         trust=Trust(report=BUNDLED_REPORT),
         max_tokens=1,
         expected=shown.answer,
@@ -125,14 +116,15 @@ def _require_blend(reason: str | None) -> None:
         raise NotBlendable(label, detail or "run kintsugi doctor for more")
 
 
-def demo_document(show: Show, prompt: RagPrompt, measurements: Sequence[Measurement]) -> dict[str, Any]:
+def demo_document(show: Show, session: Session, measurements: Sequence[Measurement]) -> dict[str, Any]:
     """JSON form of the demo."""
-    full_ttft_s = measurements[0].ttft_s
+    full_ttft_s, prompt = measurements[0].ttft_s, session.prompt
     return {
         "model": show.model.name,
         "random_weights": show.random_weights,
         "calibrated": show.trust.report is not None,
-        "question": show.question,
+        "question": show.asked.question,
+        "form": session.form.name.value,
         "expected": show.expected,
         "prompt_tokens": len(prompt.token_ids),
         "chunks": [
@@ -151,17 +143,18 @@ def is_right(measurement: Measurement, expected: str | None) -> bool | None:
     return None if expected is None else measurement.generation.text.split()[:1] == [expected]
 
 
-def _render(console: Console, show: Show, prompt: RagPrompt, measurements: Sequence[Measurement]) -> None:
+def _render(console: Console, show: Show, session: Session, measurements: Sequence[Measurement]) -> None:
+    prompt = session.prompt
     titles = " · ".join(chunk.title for chunk in prompt.chunks)
     console.print()
     console.print(f"[bold]{len(prompt.token_ids):,} tokens[/] on {show.model.name}", highlight=False)
     prompt_table = make_plain_table(style="dim")
     prompt_table.add_row("chunks", Text(titles))
-    prompt_table.add_row("question", Text(show.question))
+    prompt_table.add_row("question", Text(show.asked.question))
     if show.expected is not None:
         prompt_table.add_row("right answer", Text(show.expected))
     console.print(prompt_table)
-    console.print()
+    print_form(console, session.form.name)
     right = [is_right(measurement, show.expected) for measurement in measurements]
     print_comparison(console, measurements, len(prompt.chunks), right)
     console.print("\n[bold]The blend[/]")

@@ -21,11 +21,10 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, blend_once
 from kintsugi.cli.render import make_plain_table
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import REGARDLESS, open_session, resolve_model_argument
+from kintsugi.cli.session import REGARDLESS, Asked, open_session, resolve_model_argument
 from kintsugi.core.errors import KintsugiError
 from kintsugi.models.passages import BUNDLED_QUESTIONS
 from kintsugi.models.reference import REFERENCE
-from kintsugi.quality.questions import format_question
 
 PYTHONS = ((3, 11), (3, 12))
 VLLM_TESTED = "0.32."
@@ -187,9 +186,8 @@ def _model_check(screen: Screen, model: str) -> Check:
     texts = [(title, text[:600]) for title, text in demo_texts()[:2]]
     try:
         chosen = resolve_model_argument(model)
-        with open_session(
-            screen, chosen, texts, format_question(BUNDLED_QUESTIONS[0]), "doctor", 1, REGARDLESS
-        ) as session:
+        asked = Asked(texts, BUNDLED_QUESTIONS[0])
+        with open_session(screen, chosen, asked, "doctor", 1, REGARDLESS) as session:
             reason = session.not_saved_because
             if reason is None:
                 with screen.step("Blending two chunks"):

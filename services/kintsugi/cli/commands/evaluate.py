@@ -13,9 +13,11 @@ from rich.console import Console
 from kintsugi.cli.exits import error_document
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, parse_selectors
-from kintsugi.cli.render import format_count, make_figures_table
+from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
+from kintsugi.core.prompt import FormName
+from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import REFERENCE, is_reference
 from kintsugi.quality import grid, plots
 from kintsugi.quality.evaluate import (
@@ -40,6 +42,8 @@ class Evaluation:
 
     model: str
     questions: str
+    form: str
+    """Name of the form that prompts were written in."""
     rows: list[EvaluationRow]
     rates: list[RateRow]
     warnings: list[str]
@@ -53,7 +57,7 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
         prepare_folder(task.plots)
     prepare_model(screen, task.model)
     model = REFERENCE.title if is_reference(task.model) else task.model
-    found = Evaluation(model, str(task.questions), [], [], [], None)
+    found = Evaluation(model, str(task.questions), task.form.value, [], [], [], None)
     try:
         _measure(screen, task, found)
     except KintsugiError as error:
@@ -74,17 +78,18 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     """Measure with every engine in turn, and add the results to `found`."""
     questions = read_questions(task.questions, task.limit)
     settings = list(_axes(task, num_layers=2).engines())
+    with screen.step("Reading the tokenizer"):
+        form = load_form(task.model, task.form)
+    found.form = form.name.value
     for number, (codec, speed) in enumerate(settings):
         store = task.chunk_store or _memory(speed)
-        spec = MeasuringEngineSpec(task.model, codec=codec, store=store, vllm_args={"dtype": task.dtype})
+        arguments = {"dtype": task.dtype}
+        spec = MeasuringEngineSpec(task.model, codec=codec, store=store, form=form, vllm_args=arguments)
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
                 engine = stack.enter_context(start_measuring_engine(spec))
-            tokenizer = engine.tokenizer
-            max_tokens = task.max_tokens or answer_tokens(questions, tokenizer)
-            cases, warnings = tokenize_questions(
-                questions, tokenizer, engine.prefix_token_ids, engine.max_model_len, max_tokens
-            )
+            max_tokens = task.max_tokens or answer_tokens(questions, form.tokenizer)
+            cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens)
             found.warnings += warnings
             axes = _axes(task, engine.num_layers)
             with screen.step(f"Measuring {format_count(len(cases), 'question')}") as say:
@@ -125,6 +130,7 @@ HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")
 
 def render(console: Console, evaluation: Evaluation) -> None:
     """Print one table per setting, and one for request rates."""
+    print_form(console, FormName(evaluation.form))
     for setting in dict.fromkeys(row.setting for row in evaluation.rows):
         parts = [setting.codec, f"batch {setting.batch}"]
         parts += [f"{setting.chunk_tokens} tokens a chunk"] if setting.chunk_tokens else []

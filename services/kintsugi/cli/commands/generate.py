@@ -19,10 +19,12 @@ from kintsugi.cli.render import (
     format_count,
     print_accounting,
     print_comparison,
+    print_form,
 )
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     UNCALIBRATED_NOTE,
+    Asked,
     ModelSource,
     Session,
     Trust,
@@ -30,10 +32,8 @@ from kintsugi.cli.session import (
     read_chunk,
     resolve_model_argument,
 )
-from kintsugi.core.prompt import RagPrompt
 from kintsugi.core.request import KintsugiParams, parse_selector
 from kintsugi.quality import reports
-from kintsugi.quality.questions import format_question
 
 
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
@@ -46,10 +46,9 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
         check_writable("html", task.html)
     if task.report is not None:
         reports.read(task.report)
-    texts = [read_chunk(path) for path in task.chunk]
-    ending = format_question(task.question)
+    asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
     model = resolve_model_argument(task.model)
-    with open_session(screen, model, texts, ending, task.namespace, task.max_tokens, trust) as session:
+    with open_session(screen, model, asked, task.namespace, task.max_tokens, trust) as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
             given = session.engine, session.prompt, choice, task.max_tokens
             measurements = compare(*given, task.repeat, say) if task.compare else [blend_once(*given)]
@@ -58,8 +57,8 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
         task.html.write_text(html.render_page(page), encoding="utf-8")
         screen.note(f"wrote {task.html}")
     blend = measurements[-1]
-    document = generate_document(model, session.prompt, task, measurements)
-    screen.show(document, lambda console: _render(console, session.prompt, measurements))
+    document = generate_document(model, session, task, measurements)
+    screen.show(document, lambda console: _render(console, session, measurements))
     reason = session.not_saved_because or blend.fell_back_because
     if reason is not None:
         screen.note(f"kintsugi: not blended; this answer is from a full prefill: {reason}")
@@ -70,14 +69,15 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
 
 
 def generate_document(
-    model: ModelSource, prompt: RagPrompt, task: GenerateTask, measurements: Sequence[Measurement]
+    model: ModelSource, session: Session, task: GenerateTask, measurements: Sequence[Measurement]
 ) -> dict[str, Any]:
     """JSON form of the answer."""
-    blend = measurements[-1]
+    blend, prompt = measurements[-1], session.prompt
     assert blend.method is Method.BLEND
     document: dict[str, Any] = {
         "model": model.name,
         "question": task.question,
+        "form": session.form.name.value,
         "prompt_tokens": len(prompt.token_ids),
         "chunks": [chunk.title for chunk in prompt.chunks],
         "answer": blend.generation.text,
@@ -93,7 +93,7 @@ def generate_document(
 def _page(
     model: ModelSource, session: Session, task: GenerateTask, measurements: Sequence[Measurement]
 ) -> html.Page:
-    blend, prompt, tokenizer = measurements[-1], session.prompt, session.tokenizer
+    blend, prompt, tokenizer = measurements[-1], session.prompt, session.form.tokenizer
     accounting = blend.generation.accounting
     size = f"{format_count(len(prompt.token_ids), 'token')}, {format_count(len(prompt.chunks), 'chunk')}"
     return html.Page(
@@ -109,10 +109,11 @@ def _page(
     )
 
 
-def _render(console: Console, prompt: RagPrompt, measurements: Sequence[Measurement]) -> None:
+def _render(console: Console, session: Session, measurements: Sequence[Measurement]) -> None:
     blend = measurements[-1]
     console.print(Text(blend.generation.text.strip()))
     console.print()
+    print_form(console, session.form.name)
     if len(measurements) > 1:
-        print_comparison(console, measurements, len(prompt.chunks))
+        print_comparison(console, measurements, len(session.prompt.chunks))
     print_accounting(console, blend.generation.accounting)

@@ -22,11 +22,12 @@ from typer.core import TyperGroup
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
-from kintsugi.cli.options import Codec, EngineArguments, SystemPrompt, parse_engine_arguments
+from kintsugi.cli.options import Codec, EngineArguments, Form, SystemPrompt, parse_engine_arguments
 from kintsugi.cli.render import format_bytes, format_count
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.prompt import FormName
 from kintsugi.models.reference import REFERENCE
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
@@ -88,16 +89,18 @@ class CorpusOptions:
         Format | None, typer.Option("--format", help="Format of every file. Default: by suffix.")
     ] = None
     dtype: Annotated[str, typer.Option(help="KV data type of serving engines. Default: the model's.")] = ""
+    form: Form = FormName.AUTO
     system: SystemPrompt = None
     portable: Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")] = True
 
     def job_spec(self, version_column: str = "version", **options: Any) -> JobSpec:
         """The job over these documents, with further fields of `JobSpec`. Raises `InvalidField`."""
-        prefix = None  # the model's BOS
-        if self.system is not None:
-            from kintsugi.quality.session import tokenize_prefix  # transformers is slow to import
+        prefix = None  # the head of the model's own form
+        if self.system is not None or self.form is not FormName.AUTO:
+            from kintsugi.quality.session import load_form_behind  # what it imports is slow
 
-            prefix = list(tokenize_prefix(self.model, self.system))
+            engine = options.get("engine", {})
+            prefix = list(load_form_behind(self.model, self.form, self.system, engine).head)
         return JobSpec(
             source=self.source,
             model=self.model,

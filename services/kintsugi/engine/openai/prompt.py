@@ -16,12 +16,11 @@ from typing import Any
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import FOUND_CHARS_MIN, SPANS_MAX
 from kintsugi.core.spaces import Span
+from kintsugi.models.prompt_form import special_tokens
 
 CACHED_CHUNKS = 1024
 CACHED_CHARS_MAX = 16_384
 """Longest text whose ids are cached. With `CACHED_CHUNKS` it bounds the cache to 100 MB (usually 20)."""
-_PROBE = "a"
-"""Tokenised to see which special tokens the tokenizer puts around a text."""
 _DOCUMENT_GAP = "\n\n"
 
 
@@ -128,9 +127,7 @@ class SegmentTokenizer:
         """``tokenizer``: one of transformers. ``prefix_token_ids``: what chunks were prefilled behind."""
         self._tokenizer = tokenizer
         self._cached = lru_cache(CACHED_CHUNKS)(self._ids)
-        plain, full = self._ids(_PROBE), tuple(tokenizer(_PROBE, add_special_tokens=True)["input_ids"])
-        start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), len(full))
-        self._special_before, self._special_behind = full[:start], full[start + len(plain) :]
+        self._special_before, self._special_behind = special_tokens(tokenizer)
         self._prefix = tuple(prefix_token_ids)
 
     def segment_text(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from vllm import __version__ as vllm_version
@@ -20,12 +20,13 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from kintsugi import __version__
-from kintsugi.core.errors import KintsugiError, NotFound
+from kintsugi.core.errors import InvalidField, KintsugiError, NotFound
 from kintsugi.core.gate import CALIBRATE, GateState, decide
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, supersedes
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.config import EngineConfig
 from kintsugi.models.checkpoint import complete, kv_dtype_of, model_fingerprint, tokenizer_digest
+from kintsugi.models.prompt_form import load_form
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = init_logger(__name__)
@@ -193,8 +194,18 @@ def _revision_of(model: ModelConfig) -> str | None:
 
 
 def prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
-    """The configured prefix, else the model's BOS."""
+    """The configured prefix, else the head of the model's own prompt form (`models.prompt_form.load_form`).
+    Raises `InvalidField` where the model has no tokenizer, or a chat template that gives none."""
     if config.prefix_token_ids is not None:
         return tuple(config.prefix_token_ids)
-    bos = getattr(vllm_config.model_config.hf_text_config, "bos_token_id", None)
-    return (bos,) if isinstance(bos, int) else ()
+    model = vllm_config.model_config
+    return _default_prefix(model.model, _revision_of(model), model.trust_remote_code)
+
+
+@lru_cache(maxsize=4)
+def _default_prefix(model: str, revision: str | None, trust_remote_code: bool) -> tuple[int, ...]:
+    vllm_args = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        return load_form(model, vllm_args=vllm_args).head
+    except (InvalidField, NotFound) as error:
+        raise InvalidField("prefix_token_ids", f"must be given for this model: {error}") from error

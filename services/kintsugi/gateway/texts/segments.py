@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -105,9 +105,15 @@ class SegmentResolver:
         self._cached_tokens = 0
 
     async def prompt(
-        self, space: ChunkSpace, segments: Sequence[Segment], question: Segment, tokens_max: int
+        self,
+        space: ChunkSpace,
+        segments: Sequence[Segment],
+        question: Segment,
+        tokens_max: int,
+        question_foot: str = "",
     ) -> ResolvedPrompt:
-        """Resolve a whole prompt.
+        """Resolve a whole prompt. ``question_foot`` is written behind a question of text; other questions are
+        taken as they are.
 
         Raises `InvalidField`, also if the segments or the question alone have more than `tokens_max` tokens,
         `ForeignChunkKey` and `NotFound`; each names the segment.
@@ -118,6 +124,8 @@ class SegmentResolver:
         for segment, piece in zip(segments, pieces, strict=True):
             start, end = end, end + piece.num_tokens
             spans.append(Span(start, end, None if segment.plain else piece.key))
+        if question.text:
+            question = replace(question, text=question.text + question_foot)
         asked = await self._resolve_segments(space, [question], "question", tokens_max)
         prefix = TokenIds.of(space.prefix_token_ids)
         token_ids = TokenIds.join([prefix, *(piece.token_ids for piece in (*pieces, *asked))])

@@ -565,7 +565,9 @@ class GenerateRequest(google.protobuf.message.Message):
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Segment]: ...
     @property
     def question(self) -> global___Content:
-        """Always computed; the end of the prompt."""
+        """Always computed; the end of the prompt. Behind a text, the engines' prompt form writes the end of the
+        user's turn; tokens are taken as they are.
+        """
 
     @property
     def sampling(self) -> global___Sampling: ...

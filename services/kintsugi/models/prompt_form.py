@@ -1,0 +1,206 @@
+"""Writes prompts as they are served: a head, the chunks, the question, a foot.
+
+Commands, calibration, precompute, engines and the gateway all use this code, so evidence is gathered on the
+prompts that clients send, and every part agrees on what chunks are prefilled behind. In the forms of a chat
+template, a prompt has the token ids that vLLM renders for an OpenAI client that sends one user message, with
+each chunk tokenised alone (`engine.openai.prompt`). Special tokens are those that the template writes or, in
+the plain form, those that the tokenizer adds: some add a BOS, others none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kintsugi.core.errors import InvalidField, NotFound, Unavailable
+from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
+from kintsugi.models.reference import resolve_model
+
+CLOCK = datetime(2024, 7, 26)
+"""The time that templates are told. A head with today's date would turn every stored chunk into a miss at
+midnight. It is the date that Llama 3's template writes where it is told none."""
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
+REASON_CHARS_MAX = 200
+"""Maximum length of a template's error in our message."""
+_LETTER = "a"
+"""Tokenised to see which special tokens the tokenizer puts around a text."""
+_QUESTION = 'Which "<probe>" & why?\n(Kintsugi asks.)'
+"""Stands for the user's message while a template is rendered. A template that escapes texts changes it."""
+_DOCUMENT = 'The "<probe>" & document {}.\n(Kintsugi.)'
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """One way to write prompts for one model. Make it with `of` or `load_form`."""
+
+    name: FormName
+    """`CHAT`, `DOCUMENTS` or `PLAIN`."""
+    head: tuple[int, ...]
+    """Token ids of everything before the first chunk: special tokens, system prompt, start of the turn."""
+    foot: str
+    """Text behind the question: end of the user's turn and start of the assistant's. Tokenise it together
+    with the question."""
+    tokenizer: Any = field(repr=False, compare=False)
+    """One of transformers."""
+    system: str | None = None
+    """The system prompt; None: the template's own, if it has one."""
+
+    @staticmethod
+    def of(tokenizer: Any, name: FormName = FormName.AUTO, system: str | None = None) -> PromptForm:
+        """Raises `InvalidField` for a form that the model's template cannot write, and for a system prompt
+        that it has no place for."""
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if name is FormName.AUTO:
+            name = FormName.CHAT if has_template else FormName.PLAIN
+        if name is FormName.PLAIN:
+            before, _ = special_tokens(tokenizer)
+            head = (*before, *_ids(tokenizer, system)) if system else before
+            return PromptForm(name, head, "", tokenizer, system)
+        if not has_template:
+            raise InvalidField("form", f"{name} needs a chat template, and this model has none; use plain")
+        count = 1 if name is FormName.DOCUMENTS else 0
+        pieces = _render_pieces(tokenizer, None, count)
+        if system is not None:
+            pieces = _render_pieces(tokenizer, system, count)
+        if system is not None and system.strip() not in pieces[0]:
+            raise InvalidField(
+                "system", "is dropped by the model's chat template; leave it out, or use the form plain"
+            )
+        return PromptForm(name, _ids(tokenizer, pieces[0]), pieces[-1], tokenizer, system)
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Tokenise a chunk, or the end of a prompt, alone."""
+        return _ids(self.tokenizer, text)
+
+    def build(self, chunks: Sequence[PromptChunk], question: str, bare: bool = True) -> RagPrompt:
+        """Write the prompt. A ``bare`` question is phrased as the form asks; another one is the whole text
+        between the last chunk and the foot.
+
+        Raises `InvalidField` for an empty question, and where the template writes this many documents in
+        another way than one.
+        """
+        if not question.strip():
+            raise InvalidField("question", "is empty; ask something about the chunks")
+        ending = self._phrase(question.strip()) if bare else question
+        if self.name is FormName.DOCUMENTS:
+            head, *leads, opening, _ = _render_pieces(self.tokenizer, self.system, len(chunks))
+            if self.tokenize(head) != self.head:
+                raise InvalidField(
+                    "form", "documents: the template's beginning depends on their number; use the form chat"
+                )
+            lead_ids = [(), *map(self.tokenize, leads)]
+            chunks = [replace(chunk, lead=ids) for chunk, ids in zip(chunks, lead_ids, strict=True)]
+            ending = opening + ending
+        return RagPrompt(self.head, tuple(chunks), self.tokenize(ending + self.foot))
+
+    def _phrase(self, question: str) -> str:
+        if self.name is FormName.PLAIN:
+            return f"\nQuestion: {question}\nAnswer:"
+        # Chunks fill the message up to the question, and the last need not end its line.
+        return f"\n{question}" if self.name is FormName.CHAT else question
+
+
+def load_form(
+    model: str | Path,
+    name: FormName = FormName.AUTO,
+    system: str | None = None,
+    vllm_args: Mapping[str, Any] = NO_ARGS,
+) -> PromptForm:
+    """The form of a checkpoint folder or a hub name, for engines with these arguments.
+
+    The head of its form `AUTO` is what engines, precompute and calibration prefill chunks behind where
+    nothing else is configured. Raises as `load_tokenizer` and `PromptForm.of` do.
+    """
+    return PromptForm.of(load_tokenizer(model, vllm_args), name, system)
+
+
+def load_tokenizer(model: str | Path, vllm_args: Mapping[str, Any] = NO_ARGS) -> Any:
+    """The tokenizer of a model: a checkpoint folder, a hub name or the reference model. Of vLLM's arguments,
+    `revision` and `trust_remote_code` count. Raises `NotFound`, `Unavailable` without transformers, and as
+    `reference.fetch_model` does."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise Unavailable(f"tokenizers need transformers ({error}); pip install transformers") from error
+    folder = resolve_model(model)
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder,
+            revision=vllm_args.get("revision") or "main",
+            trust_remote_code=bool(vllm_args.get("trust_remote_code")),
+        )
+    except Exception as error:
+        # The libraries below raise many types for files that they cannot read.
+        raise NotFound(
+            f"{model} is neither a checkpoint folder nor a model that can be downloaded, or has no tokenizer "
+            f"({type(error).__name__}); check the name"
+        ) from error
+
+
+def special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the tokenizer adds before and behind a plain text."""
+    plain, full = _ids(tokenizer, _LETTER), tuple(tokenizer(_LETTER, add_special_tokens=True).input_ids)
+    start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), len(full))
+    return full[:start], full[start + len(plain) :]
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _render_pieces(tokenizer: Any, system: str | None, documents: int) -> list[str]:
+    """What the template writes before, between and behind the documents and the user's message:
+    ``documents`` + 2 texts. Raises `InvalidField`."""
+    texts = [*(_DOCUMENT.format(number) for number in range(1, documents + 1)), _QUESTION]
+    try:
+        return _cut(_render(tokenizer, system, texts, as_parts=False), texts)
+    except InvalidField as error:
+        # As vLLM does, which passes lists of parts to a template that iterates over a message's content.
+        with suppress(InvalidField):
+            return _cut(_render(tokenizer, system, texts, as_parts=True), texts)
+        raise error from error.__cause__
+
+
+def _render(tokenizer: Any, system: str | None, texts: Sequence[str], as_parts: bool) -> str:
+    *documents, question = texts
+
+    def message(role: str, text: str) -> Mapping[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
+
+    messages = [message("system", system)] if system is not None else []
+    try:
+        rendered: str = tokenizer.apply_chat_template(
+            [*messages, message("user", question)],
+            documents=[{"text": text} for text in documents] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            strftime_now=CLOCK.strftime,
+        )
+    except Exception as error:
+        # A template may raise any type: it calls methods of what it is given.
+        reason = " ".join(str(error).split())[:REASON_CHARS_MAX] or type(error).__name__
+        if system is None:
+            problem = f"the model's chat template fails ({reason}); use the form plain"
+            raise InvalidField("form", problem) from error
+        problem = f"is refused by the model's chat template ({reason}); leave it out, or use the form plain"
+        raise InvalidField("system", problem) from error
+    return rendered
+
+
+def _cut(rendered: str, texts: Sequence[str]) -> list[str]:
+    """The pieces around the texts, each of which must occur once, in order. Raises `InvalidField`."""
+    pieces = []
+    for text in texts:
+        before, found, rendered = rendered.partition(text)
+        if not found or text in rendered:
+            problem = "does not write a user's message as it is; use the form plain"
+            if len(texts) > 1:
+                problem = "does not write documents as they are before the question; use the form chat"
+            raise InvalidField("form", f"the model's chat template {problem}")
+        pieces.append(before)
+    return [*pieces, rendered]
