@@ -32,7 +32,7 @@ BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
 """Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
 LOADING = ("load_format", "trust_remote_code")
 """Arguments without which some models cannot be loaded: corpora may override them."""
-SHARED = ("portable", "query_layers")
+SHARED = ("portable", "plain_copies", "query_layers")
 """Keys of the connector's configuration that decide how well a model blends."""
 RETRIES = 2
 """Retries of a corpus's job: each continues where the last one stopped."""
@@ -49,7 +49,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
     if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
         command += ["--connector", json.dumps(shared, sort_keys=True)]
     volumes = [*store_tls_volumes(spec), *_system_prompt(owner.name, revision)]
-    command += _system_option(revision)
+    command += _prompt_options(revision)
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
     head = template(
         Pod(
@@ -74,8 +74,11 @@ def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any])
     return {**arguments, **more}
 
 
-def _system_option(revision: EngineRevision) -> list[str]:
-    return [] if revision.model.system_prompt is None else ["--system", f"{REVISION}/system-prompt.txt"]
+def _prompt_options(revision: EngineRevision) -> list[str]:
+    """What the revision's chunks are prefilled behind."""
+    model = revision.model
+    system = [] if model.system_prompt is None else ["--system", f"{REVISION}/system-prompt.txt"]
+    return system if model.context == "none" else [*system, "--context", model.context]
 
 
 def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
@@ -180,9 +183,11 @@ def corpus_command(
         **({"--codec": model.codec} if model.codec != "raw" else {}),
     }
     # A source may look like an option or a command of its own: `run` and `--` say that it is neither.
-    flat = [part for pair in options.items() for part in pair] + _system_option(revision)
+    flat = [part for pair in options.items() for part in pair] + _prompt_options(revision)
     if service.engines.connector.get("portable") is False:
         flat.append("--no-portable")
+    if service.engines.connector.get("plain_copies") is False:
+        flat.append("--no-plain-copies")
     if corpus.retire_old_editions:
         flat.append("--retire")
     return ["kintsugi", "precompute", "run", *flat, "--replace-model", "--json", "--", corpus.source]

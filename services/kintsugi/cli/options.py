@@ -11,11 +11,19 @@ import typer
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import SelectorName, parse_selector
+from kintsugi.models.context import NONE
 
 Model = Annotated[str, typer.Option(help="Checkpoint folder, or a name that vLLM resolves.")]
 SystemPrompt = Annotated[
     Path | None,
     typer.Option("--system", help="Text file of the system prompt that chunks are prefilled behind."),
+]
+Context = Annotated[
+    str,
+    typer.Option(help="Text that chunks are prefilled behind after the prefix: none, bundled, or a file."),
+]
+PlainCopies = Annotated[
+    bool, typer.Option(help="With a context: also store chunks for the first place of a prompt.")
 ]
 EngineArguments = Annotated[
     str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
@@ -75,6 +83,7 @@ class GenerateTask:
         Path | None, typer.Option(help="Calibration report that permits blending (kintsugi calibrate --out).")
     ] = None
     allow_uncalibrated: AllowUncalibrated = False
+    context: Context = NONE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +107,7 @@ class CalibrateTask:
         str | None, typer.Option(help="Store for the chunks meanwhile. Default: this process's memory.")
     ] = None
     system: SystemPrompt = None
+    context: Context = NONE
     engine: EngineArguments = "{}"
     connector: Annotated[
         str, typer.Option(help="Further configuration of the connector, as a JSON object.")
@@ -135,6 +145,7 @@ class EvaluateTask:
     chunk_store: Annotated[
         str | None, typer.Option(help="Store for the chunks. Default: this process's memory.")
     ] = None
+    context: Context = NONE
 
 
 @dataclass(frozen=True, kw_only=True)

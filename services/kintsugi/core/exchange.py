@@ -113,3 +113,7 @@ class EngineInfo:
     """`on`, or why not: the gate's reason."""
     tokenizer: str = ""
     """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: it does not matter."""
+    context_token_ids: tuple[int, ...] = ()
+    """The context between the prefix and each chunk while the chunk is prefilled."""
+    plain_copies: bool = True
+    """With a context: whether a plain copy of each chunk is stored, too."""

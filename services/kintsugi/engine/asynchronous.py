@@ -36,10 +36,18 @@ from kintsugi.core.spaces import check_namespace
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import LoadMeter, LoadStats
-from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_prompt, transfer_config
+from kintsugi.engine.local import (
+    KV_CACHE_BYTES,
+    Generation,
+    Prompt,
+    leads_of,
+    save_prompt,
+    transfer_config,
+)
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.watching import WatchedClient, Watcher, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
+from kintsugi.models.context import tokenize_context
 from kintsugi.store.client.registry import is_process_local, open_store
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -69,6 +77,7 @@ class AsyncSpec:
     store: str
     """URL of the chunk store. Scheduler and worker run in another process: no `ram://`."""
     prefix_token_ids: tuple[int, ...] | None = None
+    context_token_ids: tuple[int, ...] = ()
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     """More of `engine.config.EngineConfig`."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +87,7 @@ class AsyncSpec:
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
         """The engine that a service's configuration asks for. Reads the tokenizer where there is a system
-        prompt."""
+        prompt or a context. Raises as `tokenize_context`."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
         if engines.allow_uncalibrated:
             connector["allow_uncalibrated"] = True
@@ -92,6 +101,7 @@ class AsyncSpec:
             model.name or Path(model.path).name or model.path,
             store,
             prefix_token_ids=None if model.system_prompt is None else _prefix_of(model),
+            context_token_ids=tokenize_context(model.context, model.path),
             extra_config=connector,
             vllm_args=arguments,
             openai=engines.openai,
@@ -103,6 +113,8 @@ class AsyncSpec:
         values: dict[str, Any] = {**self.extra_config, "store": self.store}
         if self.prefix_token_ids is not None:
             values["prefix_token_ids"] = list(self.prefix_token_ids)
+        if self.context_token_ids:
+            values["context_token_ids"] = list(self.context_token_ids)
         return values
 
     @property
@@ -187,6 +199,7 @@ class AsyncEngine(EngineBackend):
         self.max_model_len = int(parts.client.model_config.max_model_len)
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
+        self._context = tuple(spec.config.context_token_ids)
         self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
         self._load = LoadMeter()
@@ -229,6 +242,8 @@ class AsyncEngine(EngineBackend):
             max_model_len=self.max_model_len,
             blending=closed or "on",
             tokenizer=self._tokenizer,
+            context_token_ids=self._context,
+            plain_copies=self._spec.config.plain_copies,
         )
 
     @property
@@ -353,26 +368,31 @@ class AsyncEngine(EngineBackend):
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
         async def one(index: int, chunk: TokenIds) -> SaveOutcome:
-            try:
-                prompt = save_prompt(self.prefix_token_ids, chunk, namespace, tier=kept_in)
-            except InvalidField as error:
-                return SaveOutcome(SaveState.FAILED, str(error))
-            assert prompt.params is not None
-            request = EngineRequest(
-                f"{request_id}-{index}",
-                TokenIds.of(prompt.token_ids),
-                prompt.params,
-                {"max_tokens": 1, "temperature": 0.0},
-                priority,
-            )
-            async with turn:
-                return await self._save_chunks(request)
+            outcome = SaveOutcome(SaveState.FAILED)
+            for copy, lead in enumerate(leads_of(self._spec.config, self.prefix_token_ids)):
+                try:
+                    prompt = save_prompt(lead, chunk, namespace, tier=kept_in)
+                except InvalidField as error:
+                    return SaveOutcome(SaveState.FAILED, str(error))
+                assert prompt.params is not None
+                request = EngineRequest(
+                    f"{request_id}-{index}-{copy}",
+                    TokenIds.of(prompt.token_ids),
+                    prompt.params,
+                    {"max_tokens": 1, "temperature": 0.0},
+                    priority,
+                )
+                async with turn:
+                    outcome = await self._save_copy(request)
+                if outcome.state is not SaveState.SAVED:
+                    break
+            return outcome
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(index, chunk)) for index, chunk in enumerate(chunks)]
         return [task.result() for task in tasks]
 
-    async def _save_chunks(self, request: EngineRequest) -> SaveOutcome:
+    async def _save_copy(self, request: EngineRequest) -> SaveOutcome:
         accounting: Mapping[str, Any] = {}
         try:
             async for delta in self.generate(request):

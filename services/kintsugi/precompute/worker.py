@@ -72,6 +72,7 @@ class EnginePrefiller(Prefiller):
                 "store": spec.store,
                 "prefix_token_ids": list(spec.space.prefix_token_ids),
                 "portable": spec.space.portable,
+                "context_token_ids": list(spec.space.context_token_ids),
                 "codec": spec.codec,
                 "save_only": True,
             },
@@ -97,10 +98,12 @@ class EnginePrefiller(Prefiller):
         from kintsugi.engine.local import save_prompt
 
         space = self._spec.space
-        prompts = [
-            save_prompt(space.prefix_token_ids, chunk.token_ids, space.namespace, chunk.key, PRIORITY)
-            for chunk in chunks
-        ]
+        prompts = []
+        for chunk in chunks:
+            tokens = chunk.token_ids
+            is_plain = chunk.key == ChunkKey.of(space.plain, tokens)
+            copy = space.plain if is_plain else space
+            prompts.append(save_prompt(copy.lead_token_ids, tokens, space.namespace, chunk.key, PRIORITY))
         answers = [generation.accounting or {} for generation in self._engine.generate(prompts)]
         return [
             FILLED

@@ -26,6 +26,7 @@ class MeasuringEngineSpec:
     store: str | None = None
     """URL of the chunk store. None: in this process's memory, for the lifetime of the engine."""
     prefix_token_ids: tuple[int, ...] | None = None
+    context_token_ids: tuple[int, ...] = ()
     extra_config: Mapping[str, object] = field(default_factory=dict)
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -78,6 +79,8 @@ def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
     }
     if spec.prefix_token_ids is not None:
         extra["prefix_token_ids"] = list(spec.prefix_token_ids)
+    if spec.context_token_ids:
+        extra["context_token_ids"] = list(spec.context_token_ids)
     arguments: dict[str, Any] = {
         "disable_log_stats": True,
         **spec.vllm_args,

@@ -19,7 +19,7 @@ from kintsugi.engine.asynchronous import AsyncSpec
 NOT_CALIBRATED = "not_calibrated"
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
-BOUND = ("portable", "query_layers")
+BOUND = ("portable", "plain_copies", "query_layers")
 """Fields of the connector's configuration that calibration must share with the engines that serve."""
 
 
@@ -65,6 +65,7 @@ class Calibrator:
             serving.model,
             codec=self._model.codec,
             prefix_token_ids=serving.prefix_token_ids,
+            context_token_ids=serving.context_token_ids,
             extra_config=connector,
             vllm_args=serving.vllm_args,
         )

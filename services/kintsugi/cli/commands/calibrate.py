@@ -15,6 +15,7 @@ from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import CalibrationReport, ReportEntry, Thresholds, describe_selection, shortfalls
+from kintsugi.models.context import tokenize_context
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
 from kintsugi.quality.questions import read_questions
@@ -32,6 +33,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         codec=task.codec,
         store=task.chunk_store,
         prefix_token_ids=None if task.system is None else tokenize_prefix(task.model, task.system),
+        context_token_ids=tokenize_context(task.context, task.model),
         extra_config=parse_json_object("connector", task.connector, '{"portable": false}'),
         vllm_args={**parse_engine_arguments(task.engine), "dtype": task.dtype},
     )

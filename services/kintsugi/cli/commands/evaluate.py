@@ -15,6 +15,7 @@ from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, par
 from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
+from kintsugi.models.context import tokenize_context
 from kintsugi.quality import grid, plots
 from kintsugi.quality.evaluate import (
     Axes,
@@ -70,9 +71,16 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     """Measure with every engine in turn, and add the results to `found`."""
     questions = read_questions(task.questions, task.limit)
     settings = list(_axes(task, num_layers=2).engines())
+    context = tokenize_context(task.context, task.model)
     for number, (codec, speed) in enumerate(settings):
         store = task.chunk_store or _memory(speed)
-        spec = MeasuringEngineSpec(task.model, codec=codec, store=store, vllm_args={"dtype": task.dtype})
+        spec = MeasuringEngineSpec(
+            task.model,
+            codec=codec,
+            store=store,
+            context_token_ids=context,
+            vllm_args={"dtype": task.dtype},
+        )
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
                 engine = stack.enter_context(start_measuring_engine(spec))

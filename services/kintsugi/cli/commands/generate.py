@@ -49,10 +49,11 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
     texts = [read_chunk(path) for path in task.chunk]
     ending = format_question(task.question)
     model = resolve_model_argument(task.model)
-    with open_session(screen, model, texts, ending, task.namespace, task.max_tokens, trust) as session:
+    given = (texts, ending, task.namespace, task.max_tokens, trust, task.context)
+    with open_session(screen, model, *given) as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
-            given = session.engine, session.prompt, choice, task.max_tokens
-            measurements = compare(*given, task.repeat, say) if task.compare else [blend_once(*given)]
+            asked = session.engine, session.prompt, choice, task.max_tokens
+            measurements = compare(*asked, task.repeat, say) if task.compare else [blend_once(*asked)]
         page = _page(model, session, task, measurements) if task.html is not None else None
     if task.html is not None and page is not None:
         task.html.write_text(html.render_page(page), encoding="utf-8")

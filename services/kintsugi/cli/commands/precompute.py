@@ -21,11 +21,19 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.options import Codec, EngineArguments, SystemPrompt, parse_engine_arguments
+from kintsugi.cli.options import (
+    Codec,
+    Context,
+    EngineArguments,
+    PlainCopies,
+    SystemPrompt,
+    parse_engine_arguments,
+)
 from kintsugi.cli.render import format_bytes, format_count
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
+from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
@@ -86,6 +94,8 @@ class CorpusOptions:
     dtype: Annotated[str, typer.Option(help="KV data type of serving engines. Default: the model's.")] = ""
     system: SystemPrompt = None
     portable: Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")] = True
+    context: Context = NONE
+    plain_copies: PlainCopies = True
 
     def job_spec(self, version_column: str = "version", **options: Any) -> JobSpec:
         """The job over these documents, with further fields of `JobSpec`. Raises `InvalidField`."""
@@ -94,6 +104,7 @@ class CorpusOptions:
             from kintsugi.quality.session import tokenize_prefix  # transformers is slow to import
 
             prefix = list(tokenize_prefix(self.model, self.system))
+        context = tokenize_context(self.context, self.model)
         return JobSpec(
             source=self.source,
             model=self.model,
@@ -105,6 +116,8 @@ class CorpusOptions:
             dtype=self.dtype,
             prefix_token_ids=prefix,
             portable=self.portable,
+            context_token_ids=list(context),
+            plain_copies=self.plain_copies,
             **options,
         )
 

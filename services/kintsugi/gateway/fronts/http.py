@@ -88,6 +88,7 @@ class HttpFront:
                 "fingerprint": info.fingerprint,
                 "prefix_token_ids": list(info.prefix_token_ids),
                 "portable": info.portable,
+                "context_token_ids": list(info.context_token_ids),
                 "blending": info.blending,
             },
         }
