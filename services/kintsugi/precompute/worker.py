@@ -42,6 +42,11 @@ class WorkerSpec:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
+def find_copy(space: ChunkSpace, chunk: PendingChunk) -> ChunkSpace:
+    """The space of which the chunk is a copy: that of the plain copies, or ``space`` itself."""
+    return space.plain if chunk.key == ChunkKey.of(space.plain, chunk.token_ids) else space
+
+
 class Prefiller(ABC):
     """Prefills chunks in isolation and puts them into the store."""
 
@@ -100,10 +105,8 @@ class EnginePrefiller(Prefiller):
         space = self._spec.space
         prompts = []
         for chunk in chunks:
-            tokens = chunk.token_ids
-            is_plain = chunk.key == ChunkKey.of(space.plain, tokens)
-            copy = space.plain if is_plain else space
-            prompts.append(save_prompt(copy.lead_token_ids, tokens, space.namespace, chunk.key, PRIORITY))
+            lead = find_copy(space, chunk).lead_token_ids
+            prompts.append(save_prompt(lead, chunk.token_ids, space.namespace, chunk.key, PRIORITY))
         answers = [generation.accounting or {} for generation in self._engine.generate(prompts)]
         return [
             FILLED
