@@ -32,7 +32,7 @@ BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
 """Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
 LOADING = ("load_format", "trust_remote_code")
 """Arguments without which some models cannot be loaded: corpora may override them."""
-SHARED = ("portable", "plain_copies", "query_layers")
+SHARED = ("portable", "query_layers")
 """Keys of the connector's configuration that decide how well a model blends."""
 RETRIES = 2
 """Retries of a corpus's job: each continues where the last one stopped."""

@@ -32,6 +32,12 @@ class MeasuringEngineSpec:
 
     def __post_init__(self) -> None:
         codec_named(self.codec)
+        if self.extra_config.get("plain_copies") is False:
+            raise InvalidField(
+                "connector.plain_copies",
+                "must stay on while a model is measured: without plain copies every prompt's first chunk is "
+                "a miss. Blends are equally good without them, and cost that chunk more",
+            )
 
 
 def load_tokenizer(model: str) -> tuple[Any, int]:

@@ -19,7 +19,7 @@ from kintsugi.engine.asynchronous import AsyncSpec
 NOT_CALIBRATED = "not_calibrated"
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
-BOUND = ("portable", "plain_copies", "query_layers")
+BOUND = ("portable", "query_layers")
 """Fields of the connector's configuration that calibration must share with the engines that serve."""
 
 

@@ -142,7 +142,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         "tensor_parallel_size": 2,
         "trust_remote_code": True,
     }
-    assert json.loads(measured["connector"]) == {"portable": False, "plain_copies": False}
+    assert json.loads(measured["connector"]) == {"portable": False}
     assert (measured["system"], measured["context"]) == (told["system"], told["context"])
 
 
