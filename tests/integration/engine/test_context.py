@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kintsugi.core.layout import HeadRange
+from kintsugi.core.report import Binding
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
@@ -88,6 +89,12 @@ def test_a_prepared_chunk_is_what_follows_prefix_and_context(space: ChunkSpace) 
             keys, values = decode_frame(frame.data, manifest.layout, manifest.codec, len(CHUNKS[1]))
             torch.testing.assert_close(keys, k, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(values, v, atol=1e-4, rtol=1e-4)
+
+
+def test_a_report_about_this_engine_is_bound_to_the_context(engine: LocalEngine) -> None:
+    mine = engine.binding
+    bound = Binding.of(mine.model, PREFIX, mine.codec, mine.vllm, mine.kintsugi, CONTEXT)
+    assert mine == bound != Binding.of(mine.model, PREFIX, mine.codec, mine.vllm, mine.kintsugi)
 
 
 def test_full_ratio_is_full_prefill(engine: LocalEngine, space: ChunkSpace) -> None:
