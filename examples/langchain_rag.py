@@ -54,7 +54,8 @@ def served(url: str, namespace: str) -> tuple[str, ChunkSpace]:
     (model,) = httpx.get(f"{url}/models").raise_for_status().json()["data"]
     ours = model["kintsugi"]
     fingerprint = ModelFingerprint(bytes.fromhex(ours["fingerprint"]))
-    return model["id"], ChunkSpace(fingerprint, namespace, tuple(ours["prefix_token_ids"]), ours["portable"])
+    prefix, context = (tuple(ours[name]) for name in ("prefix_token_ids", "context_token_ids"))
+    return model["id"], ChunkSpace(fingerprint, namespace, prefix, ours["portable"], context)
 
 
 def build_chain(

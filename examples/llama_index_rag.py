@@ -59,7 +59,8 @@ def build_query_engine(
     (model,) = httpx.get(f"{url}/models").raise_for_status().json()["data"]
     ours = model["kintsugi"]
     fingerprint = ModelFingerprint(bytes.fromhex(ours["fingerprint"]))
-    space = ChunkSpace(fingerprint, namespace, tuple(ours["prefix_token_ids"]), ours["portable"])
+    prefix, context = (tuple(ours[name]) for name in ("prefix_token_ids", "context_token_ids"))
+    space = ChunkSpace(fingerprint, namespace, prefix, ours["portable"], context)
     chunker = Chunker.of_model(model_folder, ChunkingConfig(tokens_max))
     nodes = KintsugiNodeParser(chunker, space).get_nodes_from_documents(
         [Document(text=text) for text in documents]

@@ -76,6 +76,8 @@ class StubBackend(EngineBackend):
         store: RamStore | None = None,
         fingerprint: ModelFingerprint | None = None,
         prefix_token_ids: Sequence[int] = (1,),
+        context_token_ids: Sequence[int] = (),
+        plain_copies: bool = True,
         max_model_len: int = 8192,
         question_foot: str = "",
     ) -> None:
@@ -93,6 +95,8 @@ class StubBackend(EngineBackend):
             max_model_len=max_model_len,
             blending="stub",
             question_foot=question_foot,
+            context_token_ids=tuple(context_token_ids),
+            plain_copies=plain_copies,
         )
 
     def come_up(self) -> None:
@@ -104,8 +108,11 @@ class StubBackend(EngineBackend):
             raise Unavailable("the stub is down; send the request again")
 
     def space(self, namespace: str) -> ChunkSpace:
-        fingerprint = ModelFingerprint(bytes.fromhex(self._info.fingerprint))
-        return ChunkSpace(fingerprint, namespace, self._info.prefix_token_ids, self._info.portable)
+        info = self._info
+        fingerprint = ModelFingerprint(bytes.fromhex(info.fingerprint))
+        return ChunkSpace(
+            fingerprint, namespace, info.prefix_token_ids, info.portable, info.context_token_ids
+        )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         self._check_up()
@@ -154,7 +161,9 @@ class StubBackend(EngineBackend):
     async def _accounting(self, request: EngineRequest) -> Accounting:
         spans = [] if request.params.op is Op.OFF else list(request.params.spans or ())
         # Keys that a gateway found are believed: finding them again would count as the gateway's own cost.
-        keys = [span.key or self._key(request, span) for span in spans]
+        # With a context, the first chunk's is that of its plain copy.
+        believed = not self._info.context_token_ids
+        keys = [(span.key if believed else None) or self._key(request, span) for span in spans]
         held: Sequence[ChunkManifest | None] = [None] * len(keys)
         if self._store is not None:
             held = self._store.lookup(request.params.namespace, keys)
@@ -170,8 +179,9 @@ class StubBackend(EngineBackend):
         )
 
     def _key(self, request: EngineRequest, span: Span) -> ChunkKey:
-        space = self.space(request.params.namespace)
-        return ChunkKey.of(space, request.prompt_token_ids[span.start : span.end])
+        prompt = request.prompt_token_ids
+        space = self.space(request.params.namespace).space_at(span.start, prompt)
+        return ChunkKey.of(space, prompt[span.start : span.end])
 
     async def save(
         self,
@@ -194,8 +204,10 @@ class StubBackend(EngineBackend):
         return outcomes
 
     async def _put(self, namespace: str, token_ids: Sequence[int], tier: str) -> SaveOutcome:
-        if self._store is not None:
-            manifest, frames = _zeros(self.space(namespace), token_ids)
+        copies = self.space(namespace).copies(self._info.plain_copies) if self._store is not None else ()
+        for copy in copies:
+            assert self._store is not None
+            manifest, frames = _zeros(copy, token_ids)
             try:
                 self._store.put(manifest, frames, tier=tier)
             except InvalidField as error:

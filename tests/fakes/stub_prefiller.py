@@ -11,7 +11,7 @@ from kintsugi.core.errors import KintsugiError
 from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.spaces import anchor_of
 from kintsugi.precompute.ledger import PendingChunk
-from kintsugi.precompute.worker import FILLED, Prefiller, WorkerSpec
+from kintsugi.precompute.worker import FILLED, Prefiller, WorkerSpec, find_copy
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -43,7 +43,7 @@ class StubPrefiller(Prefiller):
         size = layout.frame_bytes(Codec.RAW, len(ids))
         frames = [np.random.default_rng(ids[0] + n).bytes(size) for n in range(layout.num_layers)]
         manifest = ChunkManifest.of(
-            self._spec.space, chunk.key, anchor_of(ids), len(ids), layout, Codec.RAW, frames
+            find_copy(self._spec.space, chunk), chunk.key, anchor_of(ids), len(ids), layout, Codec.RAW, frames
         )
         try:
             self._store.put(manifest, frames)

@@ -65,6 +65,12 @@ class Model(ModelSpec, ManifestSettings):
         "dtype": {"enum": ["auto", "bfloat16", "float16", "float32"]},
         "system_prompt": {"maxLength": 65536},
         "codec": {"enum": [codec.name.lower() for codec in Codec]},
+        "context": {
+            "maxLength": 1024,
+            "description": "Natural text that chunks are prefilled behind, after the system prompt: none, "
+            "bundled (the first two passages that ship with Kintsugi), or the path of a text file in the "
+            "image or the claim. It is the same for every tenant.",
+        },
     }
 
     volume_claim: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)

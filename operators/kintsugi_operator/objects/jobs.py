@@ -50,7 +50,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
     if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
         command += ["--connector", json.dumps(shared, sort_keys=True)]
     volumes = [*store_tls_volumes(spec), *_system_prompt(owner.name, revision)]
-    command += _form_options(revision)
+    command += _prompt_options(revision)
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
     head = template(
         Pod(
@@ -75,11 +75,13 @@ def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any])
     return {**arguments, **more}
 
 
-def _form_options(revision: EngineRevision) -> list[str]:
+def _prompt_options(revision: EngineRevision) -> list[str]:
     """The options that say what the revision's chunks are prefilled behind."""
     model = revision.model
-    form = [] if model.form == ModelSpec.form else ["--form", model.form]
-    return form if model.system_prompt is None else [*form, "--system", f"{REVISION}/system-prompt.txt"]
+    options = [] if model.form == ModelSpec.form else ["--form", model.form]
+    if model.system_prompt is not None:
+        options += ["--system", f"{REVISION}/system-prompt.txt"]
+    return options if model.context == ModelSpec.context else [*options, "--context", model.context]
 
 
 def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
@@ -184,9 +186,11 @@ def corpus_command(
         **({"--codec": model.codec} if model.codec != "raw" else {}),
     }
     # A source may look like an option or a command of its own: `run` and `--` say that it is neither.
-    flat = [part for pair in options.items() for part in pair] + _form_options(revision)
+    flat = [part for pair in options.items() for part in pair] + _prompt_options(revision)
     if service.engines.connector.get("portable") is False:
         flat.append("--no-portable")
+    if service.engines.connector.get("plain_copies") is False:
+        flat.append("--no-plain-copies")
     if corpus.retire_old_editions:
         flat.append("--retire")
     return ["kintsugi", "precompute", "run", *flat, "--replace-model", "--json", "--", corpus.source]

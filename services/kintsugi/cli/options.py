@@ -12,6 +12,7 @@ import typer
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName, parse_selector
+from kintsugi.models.context import NONE
 from kintsugi.models.reference import REFERENCE
 
 Model = Annotated[
@@ -24,6 +25,13 @@ SystemPrompt = Annotated[
 Form = Annotated[
     FormName,
     typer.Option("--form", help="How prompts are written. auto: chat where the model has a chat template."),
+]
+Context = Annotated[
+    str,
+    typer.Option(help="Text that chunks are prefilled behind after the prefix: none, bundled, or a file."),
+]
+PlainCopies = Annotated[
+    bool, typer.Option(help="With a context: also store chunks for the first place of a prompt.")
 ]
 EngineArguments = Annotated[
     str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
@@ -85,6 +93,7 @@ class GenerateTask:
         Path | None, typer.Option(help="Calibration report that permits blending (kintsugi calibrate --out).")
     ] = None
     allow_uncalibrated: AllowUncalibrated = False
+    context: Context = NONE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +118,7 @@ class CalibrateTask:
     ] = None
     form: Form = FormName.AUTO
     system: SystemPrompt = None
+    context: Context = NONE
     engine: EngineArguments = "{}"
     connector: Annotated[
         str, typer.Option(help="Further configuration of the connector, as a JSON object.")
@@ -147,6 +157,7 @@ class EvaluateTask:
     chunk_store: Annotated[
         str | None, typer.Option(help="Store for the chunks. Default: this process's memory.")
     ] = None
+    context: Context = NONE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
 from kintsugi.engine.local import LocalEngine
+from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import display_name
 from kintsugi.quality.session import read_context_length
@@ -140,13 +141,16 @@ def open_session(
     namespace: str,
     max_tokens: int,
     trust: Trust,
+    context: str = NONE,
 ) -> Iterator[Session]:
-    """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end."""
+    """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end. ``context`` is as
+    for `tokenize_context`."""
     prepare_model(screen, model.path)
     with screen.step("Reading the tokenizer"):
         positions_max = read_context_length(model.path)
         form = load_form(model.path, asked.form)
         prompt = build_prompt(form, asked)
+        context_ids = tokenize_context(context, model.path)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:
         raise InvalidField(
@@ -154,6 +158,7 @@ def open_session(
             f"the prompt has {len(prompt.token_ids)} tokens and the answer {max_tokens}, but {model.name} "
             f"reads at most {positions_max} in all; use fewer or shorter chunks",
         )
+    saved = max(len(chunk.token_ids) for chunk in prompt.chunks) + len(prompt.prefix) + len(context_ids) + 2
     with screen.engine_log(), ExitStack() as stack:
         with screen.step("Starting a store shard"):
             store = stack.enter_context(local_shard())
@@ -163,10 +168,11 @@ def open_session(
                 extra_config={
                     "store": store,
                     "prefix_token_ids": list(prompt.prefix),
+                    "context_token_ids": list(context_ids),
                     "loading_controller": False,  # the one prompt is blended, whatever it takes
                     **trust.extra_config,
                 },
-                max_model_len=length,
+                max_model_len=min(max(length, saved), positions_max),
             )
         with engine:
             with screen.step(f"Storing {format_count(len(prompt.chunks), 'chunk')}"):

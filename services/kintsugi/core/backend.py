@@ -37,6 +37,9 @@ class EngineBackend(ABC):
     ) -> list[SaveOutcome]:
         """Prefill chunks in isolation and store them; returns once each is committed or has failed.
 
+        With a context a chunk is saved once all its copies are, and the reason of a failure is the first
+        copy's that failed.
+
         ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: as the
         engine's configuration of the store says. A tier that the store lacks fails the chunk.
         """

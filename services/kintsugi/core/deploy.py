@@ -68,6 +68,9 @@ class ModelSpec(Settings):
     template's own, if it has one."""
     codec: str = "raw"
     """How chunk KV is encoded."""
+    context: str = setting("none", minLength=1)
+    """Natural text that chunks are prefilled behind, after the system prompt: `none`, `bundled` (the first
+    two passages that ship with Kintsugi) or the path of a text file. It is the same for every tenant."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class EngineSettings(Settings):
     shadow_share: float = setting(0.005, minimum=0, maximum=1)
     """Share of blended requests that are computed again in full while nobody waits, to see whether blends are
     still as good as when they were calibrated. 0: none."""
-    connector: Mapping[str, Any] = setting(dict, reserved=("store", "prefix_token_ids"))
+    connector: Mapping[str, Any] = setting(dict, reserved=("store", "prefix_token_ids", "context_token_ids"))
     """More of the plugin's configuration."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
     """More of vLLM's engine arguments."""

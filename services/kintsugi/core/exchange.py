@@ -117,3 +117,7 @@ class EngineInfo:
     """Name of the form that prompts are written in (`core.prompt.FormName`); empty: not known."""
     question_foot: str = ""
     """What the form writes behind a question of text."""
+    context_token_ids: tuple[int, ...] = ()
+    """The context between the prefix and each chunk while the chunk is prefilled."""
+    plain_copies: bool = True
+    """With a context: whether a plain copy of each chunk is stored, too."""

@@ -102,12 +102,14 @@ class BlendPlan:
 def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:
     """First position whose KV is approximate once every span is a hit.
 
-    A chunk directly behind the prefix that it was prefilled behind is exact, and so is all that comes
-    before the next chunk. `len(prompt)` when nothing is approximate.
+    A chunk directly behind its prefix is exact as a plain copy, which its key tells where the space has a
+    context. So is all that comes before the next chunk. `len(prompt)` when nothing is approximate.
     """
-    behind_prefix = len(space.prefix_token_ids)
     for span in spans:
-        if not (span.start == behind_prefix and space.prefix_matches(prompt_token_ids)):
+        if span.start != space.first_place(prompt_token_ids):
+            return span.start
+        tokens = prompt_token_ids[span.start : span.end]
+        if space.context_token_ids and span.key != ChunkKey.of(space.plain, tokens):
             return span.start
     return len(prompt_token_ids)
 

@@ -51,13 +51,23 @@ class Binding:
     codec: str
     vllm: str
     kintsugi: str
+    context: str = ""
+    """Digest of the context between the prefix and each chunk; empty: none."""
 
     @staticmethod
     def of(
-        fingerprint: ModelFingerprint, prefix_token_ids: Sequence[int], codec: str, vllm: str, kintsugi: str
+        fingerprint: ModelFingerprint,
+        prefix_token_ids: Sequence[int],
+        codec: str,
+        vllm: str,
+        kintsugi: str,
+        context_token_ids: Sequence[int] = (),
     ) -> Binding:
         prefix = blake3.blake3(b"kintsugi-prefix\0" + token_bytes(prefix_token_ids)).hexdigest()[:32]
-        return Binding(fingerprint.hex, prefix, codec, vllm, kintsugi)
+        context = blake3.blake3(b"kintsugi-context\0" + token_bytes(context_token_ids)).hexdigest()[:32]
+        return Binding(
+            fingerprint.hex, prefix, codec, vllm, kintsugi, context if len(context_token_ids) else ""
+        )
 
     @property
     def model(self) -> ModelFingerprint:
@@ -68,14 +78,15 @@ class Binding:
         """The name under which a store keeps the report. Engines of two versions keep two reports, so that
         upgrading one does not take the other's away."""
         version = blake3.blake3(f"{self.vllm}\0{self.kintsugi}".encode()).hexdigest()[:16]
-        return f"calibration/{self.codec}/{self.prefix}/{version}"
+        context = f"/{self.context}" if self.context else ""
+        return f"calibration/{self.codec}/{self.prefix}{context}/{version}"
 
     def difference(self, other: Binding) -> str | None:
         """The first field that differs, in words; None where none does."""
         for one in dataclasses.fields(self):
             mine, theirs = getattr(self, one.name), getattr(other, one.name)
             if mine != theirs:
-                return f"{one.name} is {theirs[:16]}, not {mine[:16]}"
+                return f"{one.name} is {theirs[:16] or 'none'}, not {mine[:16] or 'none'}"
         return None
 
 
@@ -220,10 +231,18 @@ class CalibrationReport:
     @property
     def digest(self) -> str:
         """Over the canonical JSON of every other field."""
-        return _digest(dataclasses.asdict(self))
+        return _digest(self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        """Every field as JSON. A binding without a context is written as before there were contexts, so that
+        earlier builds read it and its digest stays."""
+        fields = dataclasses.asdict(self)
+        if not self.binding.context:
+            del fields["binding"]["context"]
+        return fields
 
     def to_bytes(self) -> bytes:
-        document = {**dataclasses.asdict(self), "digest": self.digest}
+        document = {**self._fields(), "digest": self.digest}
         return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
 
     @staticmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import blake3
@@ -81,7 +81,9 @@ class ModelFingerprint:
 class ChunkSpace:
     """The set of chunks that one request may use: model, tenant, and what chunks were prefilled behind.
 
-    The prefix (the head of the service's prompts) is only context: its own KV is not stored.
+    A chunk is *prepared* where the space has a context: it was prefilled behind the prefix (the head of the
+    service's prompts) and the context. Its *plain copy* was prefilled behind the prefix alone. The KV of
+    prefix and context is not stored. See docs/adr/0010.
     """
 
     fingerprint: ModelFingerprint
@@ -89,14 +91,34 @@ class ChunkSpace:
     prefix_token_ids: tuple[int, ...] = ()
     portable: bool = True
     """Whether its chunks may be used behind a prompt that does not start with the prefix."""
+    context_token_ids: tuple[int, ...] = ()
+    """Natural text between the prefix and each chunk: the same for all chunks, and not part of prompts."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
         token_bytes(self.prefix_token_ids)
+        token_bytes(self.context_token_ids)
+
+    @cached_property
+    def plain(self) -> ChunkSpace:
+        """The space of the plain copies; this space itself where it has no context."""
+        return replace(self, context_token_ids=()) if self.context_token_ids else self
+
+    def copies(self, plain: bool = True) -> tuple[ChunkSpace, ...]:
+        """The spaces in which a chunk is stored, this one first. ``plain`` False: without plain copies."""
+        return (self, self.plain) if plain and self.context_token_ids else (self,)
+
+    @cached_property
+    def lead_token_ids(self) -> tuple[int, ...]:
+        """What a chunk of this space is prefilled behind: the prefix and the context."""
+        return self.prefix_token_ids + self.context_token_ids
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes over every field."""
+        """32 bytes over every field. Without a context it is what it was before contexts existed."""
+        if self.context_token_ids:
+            context = token_bytes(self.context_token_ids)
+            return blake3.blake3(b"kintsugi-context\0" + self.plain.digest + context).digest()
         name = self.namespace.encode()
         hasher = blake3.blake3(b"kintsugi-space\0" + self.fingerprint.digest)
         hasher.update(len(name).to_bytes(4, "little") + name + bytes([self.portable]))
@@ -109,6 +131,15 @@ class ChunkSpace:
 
     def prefix_matches(self, prompt_token_ids: Sequence[int]) -> bool:
         return tuple(prompt_token_ids[: len(self.prefix_token_ids)]) == self.prefix_token_ids
+
+    def first_place(self, prompt_token_ids: Sequence[int]) -> int | None:
+        """Where a chunk of the prompt stands directly behind the prefix; None if the prefix is another."""
+        return len(self.prefix_token_ids) if self.prefix_matches(prompt_token_ids) else None
+
+    def space_at(self, start: int, prompt_token_ids: Sequence[int]) -> ChunkSpace:
+        """The space of the copy that is used for a chunk at ``start``: the plain one in first place, where
+        it is exact."""
+        return self.plain if start == self.first_place(prompt_token_ids) else self
 
 
 @dataclass(frozen=True, order=True)
@@ -128,7 +159,12 @@ class ChunkKey:
     @staticmethod
     def of_bytes(space: ChunkSpace, tokens: bytes) -> ChunkKey:
         """From what `token_bytes` makes."""
-        return ChunkKey(blake3.blake3(space.digest + tokens).digest())
+        return ChunkKey.in_space(space.digest, tokens)
+
+    @staticmethod
+    def in_space(space_digest: bytes, tokens: bytes) -> ChunkKey:
+        """Where only the digest of the chunk space is known."""
+        return ChunkKey(blake3.blake3(space_digest + tokens).digest())
 
     @staticmethod
     def from_hex(text: str) -> ChunkKey:

@@ -38,10 +38,18 @@ from kintsugi.core.spaces import check_namespace
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import LoadMeter, LoadStats
-from kintsugi.engine.local import KV_CACHE_BYTES, Generation, Prompt, save_prompt, transfer_config
+from kintsugi.engine.local import (
+    KV_CACHE_BYTES,
+    Generation,
+    Prompt,
+    leads_of,
+    save_prompt,
+    transfer_config,
+)
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.watching import WatchedClient, Watcher, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
+from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
@@ -76,6 +84,7 @@ class AsyncSpec:
     """How prompts are written."""
     system_prompt: str | None = None
     """The system prompt; None: the chat template's own, if it has one."""
+    context_token_ids: tuple[int, ...] = ()
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     """More of `engine.config.EngineConfig`."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +93,8 @@ class AsyncSpec:
 
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
-        """The engine that a service's configuration asks for. Raises as `reference.fetch_model` does."""
+        """The engine that a service's configuration asks for. Reads the tokenizer where there is a context.
+        Raises as `tokenize_context` and `reference.fetch_model`."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
         if engines.allow_uncalibrated:
             connector["allow_uncalibrated"] = True
@@ -99,6 +109,7 @@ class AsyncSpec:
             store,
             form=FormName(model.form),
             system_prompt=model.system_prompt,
+            context_token_ids=tokenize_context(model.context, model.path),
             extra_config=connector,
             vllm_args=arguments,
             openai=engines.openai,
@@ -116,6 +127,8 @@ class AsyncSpec:
         values: dict[str, Any] = {**self.extra_config, "store": self.store}
         if self.form is not FormName.AUTO or self.system_prompt is not None:
             values["prefix_token_ids"] = list(self.prompt_form.head)
+        if self.context_token_ids:
+            values["context_token_ids"] = list(self.context_token_ids)
         return values
 
     @property
@@ -194,6 +207,7 @@ class AsyncEngine(EngineBackend):
         """Tokens of prompt and answer together that a request may have."""
         self._portable = spec.config.portable
         self._form = spec.prompt_form
+        self._context = tuple(spec.config.context_token_ids)
         self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
         self._load = LoadMeter()
@@ -238,6 +252,8 @@ class AsyncEngine(EngineBackend):
             tokenizer=self._tokenizer,
             form=self._form.name.value,
             question_foot=self._form.foot,
+            context_token_ids=self._context,
+            plain_copies=self._spec.config.plain_copies,
         )
 
     @property
@@ -362,26 +378,31 @@ class AsyncEngine(EngineBackend):
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
         async def one(index: int, chunk: TokenIds) -> SaveOutcome:
-            try:
-                prompt = save_prompt(self.prefix_token_ids, chunk, namespace, tier=kept_in)
-            except InvalidField as error:
-                return SaveOutcome(SaveState.FAILED, str(error))
-            assert prompt.params is not None
-            request = EngineRequest(
-                f"{request_id}-{index}",
-                TokenIds.of(prompt.token_ids),
-                prompt.params,
-                {"max_tokens": 1, "temperature": 0.0},
-                priority,
-            )
-            async with turn:
-                return await self._save_chunks(request)
+            outcome = SaveOutcome(SaveState.FAILED)
+            for copy, lead in enumerate(leads_of(self._spec.config, self.prefix_token_ids)):
+                try:
+                    prompt = save_prompt(lead, chunk, namespace, tier=kept_in)
+                except InvalidField as error:
+                    return SaveOutcome(SaveState.FAILED, str(error))
+                assert prompt.params is not None
+                request = EngineRequest(
+                    f"{request_id}-{index}-{copy}",
+                    TokenIds.of(prompt.token_ids),
+                    prompt.params,
+                    {"max_tokens": 1, "temperature": 0.0},
+                    priority,
+                )
+                async with turn:
+                    outcome = await self._save_copy(request)
+                if outcome.state is not SaveState.SAVED:
+                    break
+            return outcome
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(index, chunk)) for index, chunk in enumerate(chunks)]
         return [task.result() for task in tasks]
 
-    async def _save_chunks(self, request: EngineRequest) -> SaveOutcome:
+    async def _save_copy(self, request: EngineRequest) -> SaveOutcome:
         accounting: Mapping[str, Any] = {}
         try:
             async for delta in self.generate(request):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
@@ -26,6 +26,14 @@ class EngineConfig:
 
     portable: bool = True
     """Whether chunks prefilled behind the prefix may be used behind another one."""
+
+    context_token_ids: list[int] = field(default_factory=list)
+    """Natural text between the prefix and each chunk while the chunk is prefilled. Empty: none."""
+
+    plain_copies: bool = True
+    """With a context: whether saving a chunk also stores a plain copy, prefilled behind the prefix alone, for
+    prompts that begin with the chunk. Without plain copies, a prompt's first chunk is computed. Half of the
+    stored bytes are plain copies."""
 
     report: str | None = None
     """Path of a calibration report. None: the store's, by the model's fingerprint."""

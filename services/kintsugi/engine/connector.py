@@ -86,6 +86,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 engine=_engine_of(vllm_config, config),
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),
+                caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             )
         else:
             self._side = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)

@@ -17,12 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.core.tokens import TokenIds
+from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.models.reference import resolve_model
 
@@ -78,6 +80,11 @@ class Generation:
     """Prompt tokens that the engine did not compute itself: prefix cache and connector."""
     accounting: dict[str, Any] | None
     """The response's `kv_transfer_params["kintsugi"]`."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether this request stored a chunk."""
+        return (self.accounting or {}).get("outcome") == Outcome.SAVED.value
 
 
 @dataclass
@@ -216,8 +223,15 @@ class LocalEngine:
     def save(
         self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
     ) -> list[Generation]:
-        """Prefill chunks in isolation behind the prefix and store their KV, all in one batch."""
-        return self.generate([save_prompt(prefix_token_ids, chunk, namespace) for chunk in chunks])
+        """Prefill chunks in isolation behind the prefix and store their KV, all in one batch.
+
+        With a context, every copy of a chunk is stored. One result per chunk: of its copies, the first that
+        could not be stored, else the prepared one.
+        """
+        leads = leads_of(self._scheduler.config, prefix_token_ids)
+        saved = self.generate([save_prompt(lead, chunk, namespace) for chunk in chunks for lead in leads])
+        copies = [saved[start : start + len(leads)] for start in range(0, len(saved), len(leads))]
+        return [next((one for one in some if not one.is_saved), some[0]) for some in copies]
 
     @property
     def binding(self) -> Binding:
@@ -232,6 +246,11 @@ class LocalEngine:
     def prefix_token_ids(self) -> tuple[int, ...]:
         """What chunks are prefilled behind."""
         return self._scheduler.prefix_token_ids
+
+    @property
+    def context_token_ids(self) -> tuple[int, ...]:
+        """The context between the prefix and each chunk while the chunk is prefilled."""
+        return tuple(self._scheduler.config.context_token_ids)
 
     @property
     def num_layers(self) -> int:
@@ -326,22 +345,32 @@ def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
     }
 
 
+def leads_of(config: EngineConfig, prefix_token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """What each copy of a chunk is prefilled behind, the prepared chunk's first."""
+    prefix = tuple(prefix_token_ids)
+    if not config.context_token_ids:
+        return [prefix]
+    prepared = prefix + tuple(config.context_token_ids)
+    return [prepared, prefix] if config.plain_copies else [prepared]
+
+
 def save_prompt(
-    prefix_token_ids: Sequence[int],
+    lead_token_ids: Sequence[int],
     chunk: Sequence[int],
     namespace: str,
     key: ChunkKey | None = None,
     priority: int = 0,
     tier: str = "",
 ) -> Prompt:
-    """The request that stores one chunk. With a ``key``, an engine of another chunk space declines it.
+    """The request that stores one copy of a chunk, which is prefilled behind ``lead_token_ids``: the prefix,
+    or prefix and context. With a ``key``, an engine of another chunk space declines it.
 
     One token follows the chunk: the connector claims what it computes itself as external, and vLLM has
     to be left at least one token to forward.
     """
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
-    start, end = len(prefix_token_ids), len(prefix_token_ids) + len(chunk)
+    start, end = len(lead_token_ids), len(lead_token_ids) + len(chunk)
     params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end, key),), tier=tier)
-    token_ids = TokenIds.join(map(TokenIds.of, (prefix_token_ids, chunk, chunk[-1:])))
+    token_ids = TokenIds.join(map(TokenIds.of, (lead_token_ids, chunk, chunk[-1:])))
     return Prompt(token_ids, params, max_tokens=1, priority=priority)

@@ -1,7 +1,8 @@
-"""The save pass: prefill several chunks at once, each alone behind the prefix, and capture their KV.
+"""The save pass: prefill several chunks at once, each alone behind prefix and context, and capture their KV.
 
 Every token passes through every layer; nothing is selected or loaded. The pass captures V and K before RoPE.
-It is the only source of stored chunk KV (isolated prefill), so stored KV never saw another chunk.
+It is the only source of stored chunk KV (isolated prefill), so stored KV never saw another chunk. The KV of
+prefix and context is not captured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kintsugi.fusor.stack import DecoderStack, Hidden, LayerBatch
 
 @dataclass(frozen=True)
 class SaveItem:
-    """One chunk behind its prefix."""
+    """One chunk behind the prefix, or behind prefix and context."""
 
     token_ids: Tensor
     """int64: the tokens to compute, at positions `[start, start + len)`."""

@@ -19,8 +19,8 @@ from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.saves import Saver, ToSave
-from kintsugi.gateway.threaded_store import ThreadedStore
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Filler:
 
     def __init__(
         self,
-        store: ThreadedStore,
+        copies: Copies,
         saver: Saver,
         idle: Callable[[], bool],
         config: FillConfig | None = None,
@@ -172,7 +172,7 @@ class Filler:
     ) -> None:
         """``idle``: whether no answer is under way. ``observe`` is called with each decision and outcome."""
         self.queue = FillQueue(config)
-        self._store = store
+        self._copies = copies
         self._saver = saver
         self._idle = idle
         self._observe = observe
@@ -234,16 +234,13 @@ class Filler:
             await self._check_namespace(namespace, chunks)
 
     async def _check_namespace(self, namespace: str, chunks: Sequence[ToSave]) -> None:
-        keys = [key for key, _ in chunks]
         try:
-            # Not `lookup`: a shard that does not answer would make all it holds look missing.
-            tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
+            missing = await self._copies.find_missing(namespace, chunks)
         except KintsugiError as error:
             log.debug("%d misses are not filled: the store does not answer (%s)", len(chunks), error)
             return
-        for (key, tokens), tier in zip(chunks, tiers, strict=True):
-            if tier is None:
-                self._observe(self.queue.record_miss((namespace, key), tokens, time.monotonic()))
+        for key, tokens in missing:
+            self._observe(self.queue.record_miss((namespace, key), tokens, time.monotonic()))
 
     async def _fill(self) -> None:
         batch = self.queue.take()

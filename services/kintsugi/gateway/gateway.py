@@ -21,6 +21,7 @@ from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.access import Access, Caller, open_access
 from kintsugi.gateway.answers import AnswerPipeline
+from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved
@@ -134,6 +135,7 @@ class Gateway:
             allow_negative_priority=allow_negative_priority,
         )
         self._saver = Saver(backend)
+        self._copies = Copies(self.spaces, self._store)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
             self._learner = Learner(documents, self.known, tokenize, detokenize, self.spaces.info)
@@ -141,7 +143,7 @@ class Gateway:
         self._filler: Filler | None = None
         if fill is not None and not read_only:
             self._filler = Filler(
-                self._store, self._saver, lambda: not self.answers.under_way, fill, self.metrics.count_fill
+                self._copies, self._saver, lambda: not self.answers.under_way, fill, self.metrics.count_fill
             )
             self._filler.start()
             queue = self._filler.queue
@@ -207,15 +209,13 @@ class Gateway:
         info = await self.spaces.info()
         space = await self.spaces.find(namespace)
         pieces = await self._resolver.pieces(space, chunks, "chunks")
-        room = min(info.max_model_len - len(info.prefix_token_ids) - 1, TOKENS_MAX)
+        room = min(info.max_model_len - len(space.lead_token_ids) - 1, TOKENS_MAX)
         for index, piece in enumerate(pieces):
             if piece.num_tokens > room:
                 raise InvalidField(
                     f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
                 )
-        keys = [piece.key for piece in pieces]
-        tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
-        missing = [(p.key, p.token_ids) for p, held in zip(pieces, tiers, strict=True) if held is None]
+        missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
         futures = self._saver.submit(namespace, missing, tier=tier or "auto")
         await self._resolver.learn(space, chunks, pieces)
         states: dict[ChunkKey, tuple[PutState, str]] = {}
@@ -247,12 +247,13 @@ class Gateway:
         return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
 
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> bool:
-        """Deletes a chunk and forgets its tokens; whether the store had it. Raises `Unavailable` if a shard
-        that may hold it does not answer."""
+        """Deletes every copy of a chunk and forgets its tokens; whether the store had any. Raises
+        `Unavailable` if a shard that may hold some does not answer."""
         caller.authorize(namespace)
         self._check_writable("chunks cannot be deleted")
         try:
-            return await self._store.run(lambda store: store.delete(namespace, [key])) > 0
+            tokens = await asyncio.to_thread(self.known.token_ids, namespace, key)
+            return await self._copies.delete(namespace, key, tokens) > 0
         finally:  # even if a shard still holds it: it must not be found or filled meanwhile
             await asyncio.to_thread(self.known.forget, namespace, [key])
             if self._filler is not None:

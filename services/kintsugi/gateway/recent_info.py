@@ -109,11 +109,17 @@ class Spaces:
     async def find(self, namespace: str) -> ChunkSpace:
         """The namespace's chunk space. Raises `Unavailable`."""
         info = await self.info()
-        return _make_space(info.fingerprint, namespace, tuple(info.prefix_token_ids), info.portable)
+        context = tuple(info.context_token_ids)
+        return _make_space(info.fingerprint, namespace, tuple(info.prefix_token_ids), info.portable, context)
 
 
 @lru_cache(SPACES_MAX)
 def _make_space(
-    fingerprint: str, namespace: str, prefix_token_ids: tuple[int, ...], portable: bool
+    fingerprint: str,
+    namespace: str,
+    prefix_token_ids: tuple[int, ...],
+    portable: bool,
+    context_token_ids: tuple[int, ...],
 ) -> ChunkSpace:
-    return ChunkSpace(ModelFingerprint(bytes.fromhex(fingerprint)), namespace, prefix_token_ids, portable)
+    model = ModelFingerprint(bytes.fromhex(fingerprint))
+    return ChunkSpace(model, namespace, prefix_token_ids, portable, context_token_ids)

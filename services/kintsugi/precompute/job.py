@@ -144,7 +144,12 @@ class Job:
             self._check_model()
             spec = self.spec
             edition = self._ledger.open_edition(
-                spec.corpus_name, self.facts.space, spec.source, spec.model, spec.chunking.identity
+                spec.corpus_name,
+                self.facts.space,
+                spec.source,
+                spec.model,
+                spec.chunking.identity,
+                spec.plain_copies,
             )
             run = self._ledger.begin_run(edition, spec.workers)
             self._fill_store(edition, run)

@@ -9,6 +9,10 @@ KV: its compressed token ids, which requests that name a document need.
 
 Terms: an *edition* is a corpus as chunked for one chunk space. A new model makes a new edition; the old one
 stays until it is retired. A chunk is *checked* in a run once it was looked up in the store.
+
+In a space with a context the ledger lists a chunk once, by its prepared key, and gives out both copies to
+look up, fill, pin and delete. A plain copy is deleted when the last prepared chunk that has it is (two
+contexts share the plain copies of one text), unless a corpus without a context has the same chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import blake3
@@ -60,6 +64,8 @@ CREATE TABLE IF NOT EXISTS run (
     id INTEGER PRIMARY KEY, edition INTEGER NOT NULL, started_s REAL NOT NULL, ended_s REAL,
     tokens_filled INTEGER NOT NULL DEFAULT 0, fill_s REAL NOT NULL DEFAULT 0,
     workers INTEGER NOT NULL DEFAULT 1);
+CREATE TABLE IF NOT EXISTS prepared_space (
+    space BLOB PRIMARY KEY, plain BLOB NOT NULL, plain_copies INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS failure (
     run INTEGER NOT NULL, url TEXT, place INTEGER, document_id TEXT, reason TEXT);
 """
@@ -120,7 +126,7 @@ class Recorded:
     """The result of recording a batch of documents."""
 
     fresh: list[PendingChunk]
-    """Distinct chunks that were not yet checked in this run."""
+    """Distinct chunks that were not yet checked in this run, each with its plain copy."""
     duplicates: list[Failure]
     unchanged: int
     chunks: int
@@ -160,9 +166,22 @@ class Ledger(DocumentIndex):
         with lock_state(path, f"another job is running on corpus {corpus!r}; wait for it"):
             yield
 
-    def open_edition(self, corpus: str, space: ChunkSpace, source: str, model: str, chunking: str) -> int:
-        """Return the edition's number, creating the edition on first use."""
+    def open_edition(
+        self,
+        corpus: str,
+        space: ChunkSpace,
+        source: str,
+        model: str,
+        chunking: str,
+        plain_copies: bool = True,
+    ) -> int:
+        """Return the edition's number, creating the edition on first use.
+
+        ``plain_copies``: whether its chunks have plain copies from now on, where the space has a context."""
         with self._database.transaction() as db:
+            if space.context_token_ids:
+                row = (space.digest, space.plain.digest, plain_copies)
+                db.execute("INSERT OR REPLACE INTO prepared_space VALUES (?,?,?)", row)
             db.execute(
                 "INSERT INTO edition (corpus, space, namespace, fingerprint, source, model, chunking)"
                 " VALUES (?,?,?,?,?,?,?) ON CONFLICT (corpus, space) DO UPDATE SET source=excluded.source,"
@@ -232,6 +251,7 @@ class Ledger(DocumentIndex):
         duplicates: list[Failure] = []
         unchanged = chunks = 0
         with self._database.transaction() as db:
+            plain = _find_plain_space(db, edition)
             for document in documents:
                 failure, same = self._record_one(db, edition, run, document)
                 duplicates += [failure] if failure else []
@@ -239,7 +259,7 @@ class Ledger(DocumentIndex):
                 if failure is None or failure.url != document.url or failure.place != document.place:
                     chunks += len(document.chunks)
                     fresh += _claim_document_chunks(db, run, namespace, document)
-        return Recorded(fresh, duplicates, unchanged, chunks)
+        return Recorded(_add_copies(fresh, plain), duplicates, unchanged, chunks)
 
     def _record_one(
         self, db: sqlite3.Connection, edition: int, run: int, document: ScannedDocument
@@ -310,10 +330,12 @@ class Ledger(DocumentIndex):
         return int(vanished)
 
     def claim_unchecked(self, edition: int, run: int) -> Iterator[list[PendingChunk]]:
-        """Yield pages of the edition's chunks that the run has not checked yet, and mark them as checked."""
+        """Yield pages of the edition's chunks that the run has not checked yet, each with its plain copy, and
+        mark them as checked."""
         last = 0
         while True:
             with self._database.transaction() as db:
+                plain = _find_plain_space(db, edition)
                 rows = db.execute(
                     "SELECT id, key, tokens, num_tokens FROM chunk WHERE id>? AND checked!=? AND EXISTS"
                     " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY id LIMIT ?",
@@ -323,37 +345,49 @@ class Ledger(DocumentIndex):
             if not rows:
                 return
             last = rows[-1][0]
-            yield [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
+            chunks = [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
+            yield _add_copies(chunks, plain)
 
     def keys(self, edition: int) -> Iterator[list[ChunkKey]]:
-        """Yield pages of the edition's distinct chunk keys."""
+        """Yield pages of the keys of the edition's distinct chunks and of their plain copies."""
         last = b""
         while True:
             with self._database.open_read() as db:
+                plain = _find_plain_space(db, edition)
                 rows = db.execute(
-                    "SELECT DISTINCT key FROM span WHERE key>? AND edition=? ORDER BY key LIMIT ?",
+                    "SELECT key, tokens FROM chunk WHERE key>? AND EXISTS"
+                    " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY key LIMIT ?",
                     (last, edition, PAGE),
                 ).fetchall()
             if not rows:
                 return
             last = rows[-1][0]
-            yield [ChunkKey(key) for (key,) in rows]
+            chunks = [PendingChunk(ChunkKey(key), tokens, 0) for key, tokens in rows]
+            yield [chunk.key for chunk in _add_copies(chunks, plain)]
 
     @contextmanager
     def orphans(self, namespace: str) -> Iterator[list[ChunkKey]]:
-        """A page of chunks that no document of any corpus has, deleted when the body ends without an error.
+        """A page of chunks that no document of any corpus has, and of their plain copies.
+
+        They are deleted when the body ends without an error. The page is empty only when none are left.
 
         The transaction blocks other writers: a document that gets one of these chunks is recorded after the
         store has deleted the chunk, and so finds it missing.
         """
         with self._database.transaction() as db:
-            rows = db.execute(
-                "SELECT key FROM chunk WHERE namespace=? AND NOT EXISTS"
-                " (SELECT 1 FROM span WHERE span.key=chunk.key) LIMIT ?",
-                (namespace, PAGE),
-            ).fetchall()
-            yield [ChunkKey(key) for (key,) in rows]
-            db.executemany("DELETE FROM chunk WHERE key=?", rows)
+            spaces = db.execute("SELECT space, plain, plain_copies FROM prepared_space").fetchall()
+            while True:
+                rows = db.execute(
+                    "SELECT key, tokens FROM chunk WHERE namespace=? AND NOT EXISTS"
+                    " (SELECT 1 FROM span WHERE span.key=chunk.key) LIMIT ?",
+                    (namespace, PAGE),
+                ).fetchall()
+                orphans = [key for row in rows for key in _find_orphaned_copies(db, spaces, *row)]
+                if orphans or not rows:
+                    yield orphans
+                db.executemany("DELETE FROM chunk WHERE key=?", [(key,) for key, _ in rows])
+                if orphans or not rows:
+                    return
 
     def empty(self, edition: int) -> None:
         """Delete an edition's documents. Chunks that no other edition has become orphans."""
@@ -422,6 +456,50 @@ class Ledger(DocumentIndex):
             IndexedChunk(number, namespace, ChunkKey(key), tuple(_unpack_tokens(tokens)))
             for number, namespace, key, tokens in rows
         ]
+
+
+def _find_plain_space(db: sqlite3.Connection, edition: int) -> bytes | None:
+    """The digest of the space of an edition's plain copies; None if it has none."""
+    row = db.execute(
+        "SELECT plain FROM prepared_space JOIN edition USING (space) WHERE edition.id=? AND plain_copies",
+        (edition,),
+    ).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+def _add_copies(chunks: Sequence[PendingChunk], plain: bytes | None) -> list[PendingChunk]:
+    """The chunks, each with its plain copy behind it where there is a space for them."""
+    if plain is None:
+        return list(chunks)
+    return [
+        copy
+        for chunk in chunks
+        for copy in (
+            chunk,
+            replace(chunk, key=ChunkKey.in_space(plain, zlib.decompress(chunk.tokens))),
+        )
+    ]
+
+
+def _find_orphaned_copies(
+    db: sqlite3.Connection, spaces: Sequence[tuple[bytes, bytes, int]], key: bytes, tokens: bytes
+) -> list[ChunkKey]:
+    """The keys to delete with an orphan: its own, and that of its plain copy, except what is in use.
+
+    An orphan may itself be the plain copy of a chunk in use. ``spaces``: the rows of `prepared_space`."""
+    text = zlib.decompress(tokens) if spaces else b""
+    keys = [
+        (ChunkKey.in_space(space, text), ChunkKey.in_space(plain, text), has) for space, plain, has in spaces
+    ]
+    mine = ChunkKey(key)
+    candidates = [mine, *{plain for prepared, plain, _ in keys if prepared == mine}]
+
+    def is_in_use(one: ChunkKey) -> bool:
+        users = {one, *(prepared for prepared, plain, has in keys if plain == one and has)}
+        query = "SELECT 1 FROM span WHERE key=? LIMIT 1"
+        return any(db.execute(query, (user.digest,)).fetchone() for user in users)
+
+    return [one for one in candidates if not is_in_use(one)]
 
 
 def _resolve_document(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownChunk | None:

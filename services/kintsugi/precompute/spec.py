@@ -54,6 +54,10 @@ class JobSpec:
     prefix_token_ids: list[int] | None = None
     """As in the engine's configuration; None means the head of the model's own prompt form."""
     portable: bool = True
+    context_token_ids: list[int] = field(default_factory=list)
+    """What chunks are prefilled behind after the prefix, as in the engines' configuration."""
+    plain_copies: bool = True
+    """With a context: whether a plain copy of each chunk is stored, too. As in the engines' configuration."""
     codec: str = "raw"
     """Name of the codec, as configured for the serving engines."""
     workers: int = 1
@@ -158,13 +162,14 @@ class ModelFacts:
         if prefix is None:
             prefix = list(load_form(folder, vllm_args=spec.engine).head)
         # One token follows the chunk, and one is generated.
-        longest = positions - len(prefix) - 2
+        longest = positions - len(prefix) - len(spec.context_token_ids) - 2
         if spec.chunking.tokens_max > longest:
             raise InvalidField(
                 "chunking.tokens_max",
                 f"{spec.chunking.tokens_max} exceeds {longest}, the longest chunk that the model can read",
             )
-        space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable)
+        context = tuple(spec.context_token_ids)
+        space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable, context)
         return ModelFacts(dtype, space, layout, codec_named(spec.codec))
 
 

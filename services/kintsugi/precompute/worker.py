@@ -42,6 +42,11 @@ class WorkerSpec:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
+def find_copy(space: ChunkSpace, chunk: PendingChunk) -> ChunkSpace:
+    """The space of which the chunk is a copy: that of the plain copies, or ``space`` itself."""
+    return space.plain if chunk.key == ChunkKey.of(space.plain, chunk.token_ids) else space
+
+
 class Prefiller(ABC):
     """Prefills chunks in isolation and puts them into the store."""
 
@@ -72,6 +77,7 @@ class EnginePrefiller(Prefiller):
                 "store": spec.store,
                 "prefix_token_ids": list(spec.space.prefix_token_ids),
                 "portable": spec.space.portable,
+                "context_token_ids": list(spec.space.context_token_ids),
                 "codec": spec.codec,
                 "save_only": True,
             },
@@ -97,10 +103,10 @@ class EnginePrefiller(Prefiller):
         from kintsugi.engine.local import save_prompt
 
         space = self._spec.space
-        prompts = [
-            save_prompt(space.prefix_token_ids, chunk.token_ids, space.namespace, chunk.key, PRIORITY)
-            for chunk in chunks
-        ]
+        prompts = []
+        for chunk in chunks:
+            lead = find_copy(space, chunk).lead_token_ids
+            prompts.append(save_prompt(lead, chunk.token_ids, space.namespace, chunk.key, PRIORITY))
         answers = [generation.accounting or {} for generation in self._engine.generate(prompts)]
         return [
             FILLED

@@ -30,11 +30,18 @@ class MeasuringEngineSpec:
     """URL of the chunk store. None: in this process's memory, for the lifetime of the engine."""
     form: PromptForm | None = None
     """How prompts are written; its head is what chunks are prefilled behind. None: the model's own."""
+    context_token_ids: tuple[int, ...] = ()
     extra_config: Mapping[str, object] = field(default_factory=dict)
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         codec_named(self.codec)
+        if self.extra_config.get("plain_copies") is False:
+            raise InvalidField(
+                "connector.plain_copies",
+                "must stay on while a model is measured: without plain copies every prompt's first chunk is "
+                "a miss. Blends are equally good without them, and cost that chunk more",
+            )
 
 
 def read_context_length(model: str) -> int:
@@ -86,6 +93,8 @@ def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
     }
     if spec.form is not None:
         extra["prefix_token_ids"] = list(spec.form.head)
+    if spec.context_token_ids:
+        extra["context_token_ids"] = list(spec.context_token_ids)
     arguments: dict[str, Any] = {
         "disable_log_stats": True,
         **spec.vllm_args,

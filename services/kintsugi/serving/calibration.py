@@ -67,6 +67,7 @@ class Calibrator:
             serving.model,
             codec=self._model.codec,
             form=form,
+            context_token_ids=serving.context_token_ids,
             extra_config=connector,
             vllm_args=serving.vllm_args,
         )

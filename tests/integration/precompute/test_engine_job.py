@@ -23,10 +23,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.m
 ENGINE = {"max_model_len": 4096, "block_size": 32, "kv_cache_memory_bytes": 128 << 20}
 
 
-def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
+@pytest.mark.parametrize("context", [[], pytest.param([*range(40, 90)], marks=pytest.mark.full)])
+def test_requests_hit_every_chunk_of_the_corpus(bench: Bench, context: list[int]) -> None:
     pytest.importorskip("vllm")
     write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(8))})
-    spec = bench.spec(engine=ENGINE, batch_tokens=2048)
+    spec = bench.spec(engine=ENGINE, batch_tokens=2048, context_token_ids=context)
     job = Job(spec, bench.ledger)
     progress = job.run()
     assert (progress.chunks_failed, progress.coverage) == (0, 1.0), progress.failures
@@ -35,6 +36,7 @@ def test_requests_hit_every_chunk_of_the_corpus(bench: Bench) -> None:
     config = {
         "store": spec.store,
         "prefix_token_ids": list(space.prefix_token_ids),
+        "context_token_ids": context,
         "lookup_deadline_ms": 60_000,
         "allow_uncalibrated": True,
     }

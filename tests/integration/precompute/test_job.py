@@ -52,6 +52,48 @@ def test_a_corpus_is_filled_once_and_then_found(bench: Bench) -> None:
     assert (third.chunks_filled, third.documents_unchanged) == (0, 30)
 
 
+def test_with_a_context_both_copies_are_filled_found_and_deleted(bench: Bench) -> None:
+    write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(6))})
+    context = {"context_token_ids": [7, 8, 9]}
+    single, first = bench.job(**context, plain_copies=False), bench.job(**context)
+    alone = single.run()
+    assert alone.chunks == alone.chunks_filled == len(bench.stored())
+    both = first.run()
+    assert (both.chunks, both.chunks_resident, both.chunks_filled) == (
+        2 * alone.chunks,
+        alone.chunks,
+        alone.chunks,
+    )
+    assert both.bytes_total == 2 * alone.bytes_total, "sizes count both copies"
+    store = GrpcStore(bench.server.address)
+    space = first.facts.space
+    digests = [manifest.space_digest for manifest in store.list("acme", 1000)]
+    assert collections.Counter(digests) == {
+        space.digest: alone.chunks,
+        space.plain.digest: alone.chunks,
+    }
+    plain = next(one.key for one in store.list("acme", 1000) if one.space_digest == space.plain.digest)
+    store.delete("acme", [plain])
+    assert bench.run(**context).chunks_filled == 1
+    assert plain.hex in bench.stored()
+    chunks, pinned = pin(bench.ledger, f"grpc://{bench.server.address}", "tea", 60.0)
+    assert (chunks, pinned) == (both.chunks, both.chunks)
+    store.close()
+    write_corpus(bench.source, {"p0": passages(6)[0]})
+    rest = bench.run(**context)
+    assert len(bench.stored()) == rest.chunks < both.chunks, "an orphan takes its plain copy with it"
+
+
+def test_turning_a_context_on_keeps_what_becomes_a_plain_copy(bench: Bench) -> None:
+    write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(4))})
+    plain = bench.run()
+    prepared = bench.run(context_token_ids=[7, 8, 9])
+    assert prepared.chunks_filled == plain.chunks, "the plain copies are there already"
+    retire(bench.ledger, f"grpc://{bench.server.address}", "tea")
+    assert len(bench.stored()) == 2 * plain.chunks
+    assert bench.run(context_token_ids=[7, 8, 9]).chunks_filled == 0
+
+
 def test_what_is_stored_is_what_a_request_looks_up(bench: Bench) -> None:
     write_corpus(bench.source, TEXTS)
     bench.run()

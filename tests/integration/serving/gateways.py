@@ -29,6 +29,8 @@ class Setup:
     delays: StubDelays = field(default_factory=StubDelays)
     spec: GatewaySpec = field(default_factory=lambda: GatewaySpec(grpc_port=0))
     max_model_len: int = 4096
+    context_token_ids: tuple[int, ...] = ()
+    plain_copies: bool = True
     down: bool = False
     """As if no engine answered yet."""
     gateway: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +93,13 @@ def running(setup: Setup | None = None) -> Iterator[Running]:
 
     async def start() -> Running:
         store = RamStore()
-        backend = StubBackend(setup.delays, store=store, max_model_len=setup.max_model_len)
+        backend = StubBackend(
+            setup.delays,
+            store=store,
+            max_model_len=setup.max_model_len,
+            context_token_ids=setup.context_token_ids,
+            plain_copies=setup.plain_copies,
+        )
         backend.down = setup.down
         gateway = Gateway(backend, store, bundled_tokenize(), **setup.gateway)
         server = GatewayServer(gateway, setup.spec)

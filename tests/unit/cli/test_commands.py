@@ -46,6 +46,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
         namespace: str,
         length: int,
         trust: Trust,
+        context: str = "none",
     ) -> Iterator[Session]:
         trusted.append(trust)
         form = PromptForm.of(FakeTokenizer(), asked.form)

@@ -19,6 +19,8 @@ from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import figures as drawing
 from kintsugi.quality import reports
@@ -154,6 +156,25 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "start_measuring_engine", started)
 
 
+@pytest.mark.parametrize("command", ["calibrate", "eval"])
+def test_a_context_reaches_the_engine_that_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    seen: list[MeasuringEngineSpec] = []
+
+    def started(spec: MeasuringEngineSpec) -> None:
+        seen.append(spec)
+        raise Unavailable("by the test")
+
+    for module in (calibrate, evaluate):
+        monkeypatch.setattr(module, "start_measuring_engine", started)
+    model = str(BUNDLED_CHECKPOINT)
+    arguments = [command, "--model", model, "--questions", str(questions(tmp_path)), "--context", "bundled"]
+    out = ["--out", str(tmp_path / "report.json")] if command == "calibrate" else []
+    RUNNER.invoke(app, [*arguments, *out])
+    assert [spec.context_token_ids for spec in seen] == [tokenize_context("bundled", model)]
+
+
 @pytest.mark.usefixtures("no_engine")
 def test_a_store_that_does_not_answer_is_found_before_minutes_are_spent(tmp_path: Path) -> None:
     result = calibrated(tmp_path, "--store", "grpc://127.0.0.1:1")
@@ -205,6 +226,8 @@ def test_a_system_prompt_that_is_no_text_or_of_no_model_is_explained(tmp_path: P
 def test_calibrating_in_a_codec_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidField, match="codec"):
         MeasuringEngineSpec("m", codec="int9")
+    with pytest.raises(InvalidField, match="plain_copies"):
+        MeasuringEngineSpec("m", extra_config={"plain_copies": False})
 
 
 def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, tmp_path: Path) -> None:

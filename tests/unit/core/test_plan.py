@@ -48,11 +48,23 @@ def test_without_a_prefix_a_chunk_at_the_start_is_exact() -> None:
     assert exact_end([Span(1, 5)], BARE, PROMPT) == 1
 
 
+def test_with_a_context_only_a_plain_copy_is_exact() -> None:
+    prepared = dataclasses.replace(SPACE, context_token_ids=(7, 7))
+    plain = ChunkKey.of(SPACE, PROMPT[2:8])
+    assert exact_end([Span(2, 8, plain)], prepared, PROMPT) == 20
+    assert (
+        exact_end([Span(2, 8, plain), Span(8, 12, ChunkKey.of(SPACE, PROMPT[8:12]))], prepared, PROMPT) == 8
+    )
+    assert exact_end([Span(2, 8, ChunkKey.of(prepared, PROMPT[2:8]))], prepared, PROMPT) == 2
+    assert exact_end([Span(2, 8)], prepared, PROMPT) == 2
+
+
 def test_every_argument_decides_the_digest() -> None:
     spans = [Span(2, 8), Span(8, 12)]
     digests = [
         plan_digest(SPACE, spans, Selection(0.15)),
         plan_digest(BARE, spans, Selection(0.15)),
+        plan_digest(dataclasses.replace(SPACE, context_token_ids=(7,)), spans, Selection(0.15)),
         plan_digest(SPACE, spans[:1], Selection(0.15)),
         plan_digest(SPACE, [Span(2, 9), Span(9, 12)], Selection(0.15)),
         plan_digest(SPACE, spans, Selection(0.16)),

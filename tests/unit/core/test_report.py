@@ -278,3 +278,19 @@ def test_a_binding_names_its_report_and_what_differs() -> None:
 def test_impossible_values_are_refused(build: object) -> None:
     with pytest.raises(InvalidField):
         build()  # type: ignore[operator]
+
+
+def test_a_context_is_part_of_the_binding_and_of_the_reports_name() -> None:
+    with_context = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0", (4, 5))
+    other = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0", (4, 6))
+    names = {BINDING.report_name, with_context.report_name, other.report_name}
+    assert len(names) == 3
+    assert BINDING.difference(with_context) == f"context is {with_context.context[:16]}, not none"
+    assert with_context.difference(BINDING) == f"context is none, not {with_context.context[:16]}"
+    document = dataclasses.replace(report(entry()), binding=with_context).to_bytes()
+    assert CalibrationReport.from_bytes(document).binding == with_context
+
+
+def test_without_a_context_name_and_document_are_as_before() -> None:
+    assert BINDING.report_name == "calibration/raw/03f79bf01f1b022ca63c907c5e471678/76d4e78c7ec55c4f"
+    assert "context" not in json.loads(report(entry()).to_bytes())["binding"]

@@ -27,6 +27,7 @@ from kintsugi.core.spaces import (
 
 FINGERPRINT = ModelFingerprint.of({"weights": "abc", "rope": "theta=10000"})
 SPACE = ChunkSpace(FINGERPRINT, "acme/docs", (1, 2, 3))
+PREPARED = dataclasses.replace(SPACE, context_token_ids=(4, 5))
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 
@@ -39,6 +40,11 @@ class TestGoldenVectors:
 
     def test_space(self) -> None:
         assert SPACE.digest.hex() == "1f8fafe95250117194d2ffbd98d0c4941afa2e6f0167151f214e527b3eb27d4c"
+
+    def test_space_with_a_context(self) -> None:
+        digest = "989e14288aedcd07b9b3987147850bf7d6ffb46533c03989edb4eaac6582275f"
+        assert PREPARED.digest.hex() == digest
+        assert PREPARED.plain.digest == SPACE.digest, "a space without a context is what it always was"
 
     def test_key(self) -> None:
         key = ChunkKey.of(SPACE, [0, 1, 65536, 2**32 - 1])
@@ -75,6 +81,7 @@ class TestSpace:
             {"prefix_token_ids": (1, 2, 4)},
             {"prefix_token_ids": ()},
             {"portable": False},
+            {"context_token_ids": (4,)},
         ],
     )
     def test_every_field_decides_the_key(self, change: dict[str, Any]) -> None:
@@ -96,6 +103,29 @@ class TestSpace:
     def test_a_prefix_of_impossible_ids_is_refused(self) -> None:
         with pytest.raises(InvalidField, match="token_ids"):
             ChunkSpace(FINGERPRINT, "acme", (-1,))
+        with pytest.raises(InvalidField, match="token_ids"):
+            ChunkSpace(FINGERPRINT, "acme", (), context_token_ids=(-1,))
+
+    def test_prefix_and_context_do_not_run_together(self) -> None:
+        spaces = [
+            ChunkSpace(FINGERPRINT, "acme", (1, 2, 3), context_token_ids=(4, 5)),
+            ChunkSpace(FINGERPRINT, "acme", (1, 2, 3, 4), context_token_ids=(5,)),
+            ChunkSpace(FINGERPRINT, "acme", (1, 2, 3, 4, 5)),
+        ]
+        assert len({space.digest for space in spaces}) == 3
+        assert len({space.lead_token_ids for space in spaces}) == 1
+
+    def test_a_chunk_has_two_copies_where_there_is_a_context(self) -> None:
+        assert PREPARED.copies() == (PREPARED, SPACE)
+        assert PREPARED.copies(plain=False) == (PREPARED,)
+        assert SPACE.copies() == (SPACE,)
+        assert SPACE.plain is SPACE
+
+    def test_the_plain_copy_is_used_directly_behind_the_prefix_alone(self) -> None:
+        assert PREPARED.space_at(3, [1, 2, 3, 9]) == SPACE
+        assert PREPARED.space_at(4, [1, 2, 3, 9]) is PREPARED
+        assert PREPARED.space_at(3, [1, 2, 9, 9]) is PREPARED, "another prefix"
+        assert SPACE.space_at(3, [1, 2, 3, 9]) is SPACE
 
 
 class TestNamespace:

@@ -86,8 +86,8 @@ class ScriptedClient:
             self.running -= 1
 
 
-def engine_over(client: ScriptedClient) -> AsyncEngine:
-    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "mine", "grpc://127.0.0.1:1")
+def engine_over(client: ScriptedClient, **values: Any) -> AsyncEngine:
+    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "mine", "grpc://127.0.0.1:1", **values)
     return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.open_regardless(BINDING), None))
 
 
@@ -183,6 +183,29 @@ def test_chunks_are_saved_one_by_one_and_fail_one_by_one() -> None:
     wanted = sampling.extra_args["kv_transfer_params"]["kintsugi"]
     assert (wanted["op"], wanted["spans"], wanted["tier"]) == ("save", [[1, 3]], "ram")
     assert more["priority"] == 9
+
+
+def test_with_a_context_both_copies_are_saved_or_the_chunk_has_failed() -> None:
+    context: dict[str, Any] = {"context_token_ids": (3, 4)}
+    for more, spans in (
+        ({}, [[[3, 5]], [[1, 3]]]),
+        ({"extra_config": {"plain_copies": False}}, [[[3, 5]]]),
+    ):
+        client = ScriptedClient((7,), SAVED)
+        engine = engine_over(client, **context, **more)
+        (outcome,) = asyncio.run(engine.save("s", "acme", [TokenIds.of([5, 6])]))
+        assert outcome.state is SaveState.SAVED
+        prompts = [list(prompt["prompt_token_ids"]) for prompt, *_ in client.asked]
+        assert prompts == [[0, 3, 4, 5, 6, 6], [0, 5, 6, 6]][: len(spans)]
+        wanted = [sampling.extra_args["kv_transfer_params"]["kintsugi"] for _, sampling, *_ in client.asked]
+        assert [one["spans"] for one in wanted] == spans
+        info = asyncio.run(engine.info())
+        assert (info.context_token_ids, info.plain_copies) == ((3, 4), len(spans) == 2)
+    # The plain copy of this chunk fits, what is prepared does not.
+    client = ScriptedClient((7,), SAVED)
+    (outcome,) = asyncio.run(engine_over(client, **context).save("s", "acme", [TokenIds.of(range(13))]))
+    assert outcome.state is SaveState.FAILED
+    assert "exceed the model's 16" in outcome.reason
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

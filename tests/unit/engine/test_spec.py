@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.core.deploy import EngineSpec, ModelSpec
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.deploy import EngineSpec, ModelSpec, ServiceSpec
+from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.context import tokenize_context
 from kintsugi.models.reference import REFERENCE
 
 STORE = "grpc://127.0.0.1:1"
@@ -55,6 +56,18 @@ def test_a_system_prompt_is_the_prefix_of_chunks(form: str) -> None:
     assert spec.config.prefix_token_ids == list(spec.prompt_form.head)
     assert len(spec.prompt_form.head) > 1
     assert spec.prompt_form.name.value == form.replace("auto", "chat")
+
+
+def test_a_context_reaches_the_connector() -> None:
+    path = str(BUNDLED_CHECKPOINT)
+    spec = AsyncSpec.of(ModelSpec(path, context="bundled"), EngineSpec(), STORE)
+    assert spec.context_token_ids == tokenize_context("bundled", path)
+    assert spec.config.context_token_ids == list(spec.context_token_ids)
+    with pytest.raises(NotFound, match=r"absent\.txt is not a file"):
+        AsyncSpec.of(ModelSpec(path, context="absent.txt"), EngineSpec(), STORE)
+    reserved = "connector.context_token_ids: follows from the rest"
+    with pytest.raises(InvalidField, match=reserved):
+        ServiceSpec(ModelSpec(path), EngineSpec(connector={"context_token_ids": [1]}))
 
 
 def test_a_store_of_another_process_is_asked_for() -> None:

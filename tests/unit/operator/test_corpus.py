@@ -99,11 +99,12 @@ def test_the_command_line_knows_what_jobs_say() -> None:
             "codec": "int8",
             "maxModelLen": 8192,
             "form": "plain",
+            "context": "bundled",
         },
         engines={
             "gpus": 2,
             "vllm": {"kv_cache_dtype": "fp8", "max_num_seqs": 4, "trust_remote_code": True},
-            "connector": {"portable": False, "slice_tokens": 64},
+            "connector": {"portable": False, "plain_copies": False, "slice_tokens": 64},
         },
     )
     asked = corpus_of(retireOldEditions=True, format="csv", workers={"gpus": 4, "vllm": {"seed": 1}})
@@ -116,7 +117,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         "int8",
         True,
     )
-    assert told["portable"] is False
+    assert (told["portable"], told["plain_copies"], told["context"]) == (False, False, "bundled")
     # What the service's chunks are bound to, and not its other arguments.
     assert json.loads(told["engine"]) == {
         "kv_cache_dtype": "fp8",
@@ -145,11 +146,21 @@ def test_the_command_line_knows_what_jobs_say() -> None:
     assert json.loads(measured["connector"]) == {"portable": False}
     assert measured["system"] == told["system"]
     assert measured["form"] == told["form"] == "plain"
+    assert measured["context"] == told["context"] == "bundled"
 
 
 def test_nothing_is_said_that_goes_without_saying() -> None:
     command = shlex.split(job_of(decide(corpus_of()))["spec"]["entrypoint"])
-    assert not {"--system", "--form", "--codec", "--no-portable", "--retire", "--dtype"} & set(command)
+    assert not {
+        "--system",
+        "--form",
+        "--context",
+        "--no-plain-copies",
+        "--codec",
+        "--no-portable",
+        "--retire",
+        "--dtype",
+    } & set(command)
 
 
 def test_a_source_cannot_smuggle_options_or_a_shell() -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
+from kintsugi.precompute import ledger as ledger_module
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
 from kintsugi.precompute.sources.readers import Failure
@@ -30,7 +31,7 @@ def document(
         ScannedChunk(ChunkKey.of(space, [word]).digest, pack_tokens(token_bytes([word])), 1, n, n + 1)
         for n, word in enumerate(words)
     )
-    return ScannedDocument(url, place, name, "", bytes(words), "{}", chunks)
+    return ScannedDocument(url, place, name, "", repr(words).encode(), "{}", chunks)
 
 
 def key(word: int, space: ChunkSpace = SPACE) -> ChunkKey:
@@ -272,3 +273,63 @@ def test_a_document_cannot_take_up_an_orphan_while_it_is_deleted(tmp_path: Path)
     assert seen == [key(1)], "and then asks for it anew"
     assert orphans(ledger, "acme") == []
     assert other.resolve("coffee", [DocumentRef("b", 0)])[0] is not None
+
+
+PREPARED = ChunkSpace(ModelFingerprint(bytes(32)), "acme", context_token_ids=(8, 9))
+OTHER_CONTEXT = ChunkSpace(ModelFingerprint(bytes(32)), "acme", context_token_ids=(9,))
+
+
+def prepared(*words: int, space: ChunkSpace = PREPARED) -> list[ChunkKey]:
+    return [key(word, copy) for word in words for copy in (space, SPACE)]
+
+
+def test_with_a_context_both_copies_are_looked_up(ledger: Ledger) -> None:
+    corpus = Corpus(ledger, space=PREPARED)
+    fresh, _, _ = corpus.run(document("a", 1, 2, space=PREPARED))
+    assert fresh == prepared(1, 2)
+    again, _, _ = corpus.run(stamps={"a.jsonl": "s"}, failed=("a.jsonl",))
+    assert again == prepared(1, 2), "also of documents that were not read again"
+    (edition,) = ledger.editions("tea")
+    assert {one for page in ledger.keys(edition.id) for one in page} == set(prepared(1, 2))
+    assert edition.chunks == 2
+
+
+def test_plain_copies_follow_the_newest_job(ledger: Ledger) -> None:
+    corpus = Corpus(ledger, space=PREPARED)
+    corpus.run(document("a", 1, space=PREPARED))
+    edition = ledger.open_edition("tea", PREPARED, "src", "model", "cut", plain_copies=False)
+    assert [one for page in ledger.keys(edition) for one in page] == [key(1, PREPARED)]
+
+
+def test_an_orphan_takes_its_plain_copy_with_it(ledger: Ledger) -> None:
+    corpus = Corpus(ledger, space=PREPARED)
+    corpus.run(document("a", 1, 2, space=PREPARED))
+    corpus.run(document("a", 2, space=PREPARED))
+    assert orphans(ledger, "acme") == prepared(1)
+
+
+def test_a_plain_copy_that_another_edition_needs_stays(ledger: Ledger) -> None:
+    plain, first = Corpus(ledger, "tea", SPACE), Corpus(ledger, "tea", PREPARED)
+    second = Corpus(ledger, "tea", OTHER_CONTEXT)
+    for corpus in (plain, first, second):
+        corpus.run(document("a", 1, space=corpus.space))
+    editions = ledger.editions("tea")
+    for edition, deleted in zip(
+        editions, ([], [key(1, PREPARED)], prepared(1, space=OTHER_CONTEXT)), strict=True
+    ):
+        ledger.empty(edition.id)
+        with ledger.orphans("acme") as found:
+            assert found == deleted
+        ledger.retire(edition.id)
+
+
+def test_orphans_that_are_all_in_use_as_plain_copies_do_not_hide_others(ledger: Ledger) -> None:
+    words = range(ledger_module.PAGE + 1)
+    plain, first = Corpus(ledger, "tea", SPACE), Corpus(ledger, "tea", PREPARED)
+    plain.run(document("a", *words), document("b", 9999, place=1))
+    first.run(document("a", *words, space=PREPARED))
+    ledger.empty(ledger.editions("tea")[0].id)
+    with ledger.orphans("acme") as found:
+        assert found == [key(9999)]
+    with ledger.orphans("acme") as found:
+        assert found == []

@@ -176,3 +176,13 @@ def test_puts_are_durable_where_the_store_has_a_disk() -> None:
     assert durable_url("grpc://h:1", True) == "grpc://h:1?ack=durable"
     assert durable_url("grpc://h:1?tier=ssd0", True) == "grpc://h:1?tier=ssd0&ack=durable"
     assert durable_url("grpc://h:1?ack=ram", True) == "grpc://h:1?ack=ram"
+
+
+def test_a_context_is_part_of_the_space_and_shortens_the_longest_chunk() -> None:
+    facts = ModelFacts.of(spec(context_token_ids=[5, 6]))
+    assert facts.space.context_token_ids == (5, 6)
+    assert facts.space.plain == ModelFacts.of(spec()).space
+    engine = {"max_model_len": 70}
+    ModelFacts.of(spec(chunking=ChunkingConfig(64), engine=engine))
+    with pytest.raises(InvalidField, match="64 exceeds 62"):
+        ModelFacts.of(spec(chunking=ChunkingConfig(64), engine=engine, context_token_ids=[1] * 5))

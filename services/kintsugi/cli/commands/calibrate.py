@@ -16,6 +16,7 @@ from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import CalibrationReport, ReportEntry, Thresholds, describe_selection, shortfalls
+from kintsugi.models.context import tokenize_context
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
 from kintsugi.quality.questions import read_questions
@@ -44,6 +45,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         codec=task.codec,
         store=task.chunk_store,
         form=form,
+        context_token_ids=tokenize_context(task.context, task.model),
         extra_config=connector,
         vllm_args={**arguments, "dtype": task.dtype},
     )

@@ -17,6 +17,7 @@ from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.prompt import FormName
+from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import REFERENCE, is_reference
 from kintsugi.quality import grid, plots
@@ -80,11 +81,18 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     settings = list(_axes(task, num_layers=2).engines())
     with screen.step("Reading the tokenizer"):
         form = load_form(task.model, task.form)
+        context = tokenize_context(task.context, task.model)
     found.form = form.name.value
     for number, (codec, speed) in enumerate(settings):
         store = task.chunk_store or _memory(speed)
-        arguments = {"dtype": task.dtype}
-        spec = MeasuringEngineSpec(task.model, codec=codec, store=store, form=form, vllm_args=arguments)
+        spec = MeasuringEngineSpec(
+            task.model,
+            codec=codec,
+            store=store,
+            form=form,
+            context_token_ids=context,
+            vllm_args={"dtype": task.dtype},
+        )
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
                 engine = stack.enter_context(start_measuring_engine(spec))

@@ -48,10 +48,11 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
         reports.read(task.report)
     asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
     model = resolve_model_argument(task.model)
-    with open_session(screen, model, asked, task.namespace, task.max_tokens, trust) as session:
+    given = (asked, task.namespace, task.max_tokens, trust, task.context)
+    with open_session(screen, model, *given) as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
-            given = session.engine, session.prompt, choice, task.max_tokens
-            measurements = compare(*given, task.repeat, say) if task.compare else [blend_once(*given)]
+            request = session.engine, session.prompt, choice, task.max_tokens
+            measurements = compare(*request, task.repeat, say) if task.compare else [blend_once(*request)]
         page = _page(model, session, task, measurements) if task.html is not None else None
     if task.html is not None and page is not None:
         task.html.write_text(html.render_page(page), encoding="utf-8")

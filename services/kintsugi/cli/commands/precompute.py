@@ -22,12 +22,21 @@ from typer.core import TyperGroup
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
-from kintsugi.cli.options import Codec, EngineArguments, Form, SystemPrompt, parse_engine_arguments
+from kintsugi.cli.options import (
+    Codec,
+    Context,
+    EngineArguments,
+    Form,
+    PlainCopies,
+    SystemPrompt,
+    parse_engine_arguments,
+)
 from kintsugi.cli.render import format_bytes, format_count
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName
+from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.reference import REFERENCE
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
@@ -92,6 +101,8 @@ class CorpusOptions:
     form: Form = FormName.AUTO
     system: SystemPrompt = None
     portable: Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")] = True
+    context: Context = NONE
+    plain_copies: PlainCopies = True
 
     def job_spec(self, version_column: str = "version", **options: Any) -> JobSpec:
         """The job over these documents, with further fields of `JobSpec`. Raises `InvalidField`."""
@@ -101,6 +112,7 @@ class CorpusOptions:
 
             engine = options.get("engine", {})
             prefix = list(load_form_behind(self.model, self.form, self.system, engine).head)
+        context = tokenize_context(self.context, self.model)
         return JobSpec(
             source=self.source,
             model=self.model,
@@ -112,6 +124,8 @@ class CorpusOptions:
             dtype=self.dtype,
             prefix_token_ids=prefix,
             portable=self.portable,
+            context_token_ids=list(context),
+            plain_copies=self.plain_copies,
             **options,
         )
 

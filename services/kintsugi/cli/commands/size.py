@@ -115,6 +115,9 @@ def size(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks per prompt.")] = 6,
     replication: Annotated[int, typer.Option(min=1, help="Shards that hold each chunk.")] = 1,
+    copies: Annotated[
+        int, typer.Option(min=1, max=2, help="Copies of each chunk: 2 with a context and plain copies.")
+    ] = 1,
     hot: Annotated[float, typer.Option(help="Share of the corpus to hold in RAM.")] = 0.1,
     cost: Annotated[
         float, typer.Option(help="Share of a full prefill that a blend computes; see kintsugi calibrate.")
@@ -129,7 +132,7 @@ def size(
 ) -> None:
     """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
     work = SizingWorkload(
-        parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost
+        parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost, copies
     )
     bytes_per_s = parse_speed(bandwidth)
     prepare_model(screen, model)
@@ -142,6 +145,7 @@ def size(
         "corpus_tokens": work.corpus_tokens,
         "prompt_tokens": work.prompt_tokens,
         "replication": work.replication,
+        "copies": work.copies,
         "hot_share": work.hot_share,
         "cost": work.cost,
         "bandwidth_bytes_per_s": bytes_per_s,

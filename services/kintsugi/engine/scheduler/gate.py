@@ -166,7 +166,12 @@ def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate
 def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
     """The binding that a report about this engine must have."""
     return Binding.of(
-        fingerprint_of(vllm_config), prefix_of(config, vllm_config), config.codec, vllm_version, __version__
+        fingerprint_of(vllm_config),
+        prefix_of(config, vllm_config),
+        config.codec,
+        vllm_version,
+        __version__,
+        config.context_token_ids,
     )
 
 

@@ -46,18 +46,27 @@ def match_spans(store: ChunkStore, space: ChunkSpace, spans: Sequence[Span]) -> 
 
 
 def match_content(store: ChunkStore, space: ChunkSpace, prompt_token_ids: Sequence[int]) -> Match:
-    """Find known chunks at any offset, left to right, the longest candidate first.
+    """Find known chunks at any offset, left to right, the longest candidate first: plain copies directly
+    behind the prefix, prepared chunks elsewhere.
 
-    Cost: one anchor per offset, one batched lookup, one blake3 per candidate. An anchor only proposes:
-    a candidate counts when the key of the prompt's own tokens is its key.
+    Cost: one anchor per offset, one batched lookup (two with a context), one blake3 per candidate. An anchor
+    only proposes: a candidate counts when the key of the prompt's own tokens is its key.
     """
     anchors = anchors_at_every_offset(prompt_token_ids)
-    candidates = store.lookup_anchors(space.namespace, space.digest, list(dict.fromkeys(anchors)))
+    first = space.first_place(prompt_token_ids)
+    wanted = {space: list(dict.fromkeys(anchors))}
+    if space.context_token_ids and first is not None:
+        wanted[space.plain] = anchors[first : first + 1]
+    candidates = {
+        copy: store.lookup_anchors(copy.namespace, copy.digest, some) for copy, some in wanted.items() if some
+    }
     spans: list[Span] = []
     manifests: dict[ChunkKey, ChunkManifest] = {}
     offset = 0
     while offset < len(anchors):
-        manifest = _longest_at(space, prompt_token_ids, offset, candidates.get(anchors[offset], ()))
+        copy = space.plain if offset == first else space
+        proposed = candidates[copy].get(anchors[offset], ())
+        manifest = _longest_at(copy, prompt_token_ids, offset, proposed)
         if manifest is None:
             offset += 1
             continue

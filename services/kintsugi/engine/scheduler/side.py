@@ -99,8 +99,12 @@ class SchedulerSide:
     """Whether some layers keep the KV of a window only. vLLM lets go of what lies before the window of the
     last claimed token, also where the claim's first tokens still see it: so nothing may be claimed behind
     cached tokens, and prefixes are computed again."""
+    caches_prefixes: bool = True
+    """Whether vLLM's prefix cache is on."""
     _states: dict[str, _State] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
+    _leads: dict[bytes, str] = field(default_factory=dict)
+    """By the digest of a chunk space, the save that computes its context for all that wait."""
     _metadata: StepMetadata = field(default_factory=StepMetadata)
     _stats: BlendStats = field(default_factory=BlendStats)
     _timing: Timing = field(default_factory=Timing)
@@ -132,8 +136,10 @@ class SchedulerSide:
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
         if sum(s.lookup is not None and s.lookup.is_waiting for s in self._states.values()) >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
-        space = ChunkSpace(self.fingerprint, params.namespace, self.prefix_token_ids, self.config.portable)
+        space = self._space(params.namespace)
         prompt = TokenIds.of(request.prompt_token_ids)
+        if params.op is Op.SAVE:
+            space = _saved_copy(params, space, prompt)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
         planner = self.planner if params.op is Op.SAVE else self._resolve_planner(params)
@@ -142,7 +148,7 @@ class SchedulerSide:
             spans = _add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
         if params.op is Op.SAVE:
-            _check_save(state.params, space, prompt)
+            _check_save(params, space, prompt)
         elif not space.admits(prompt):
             raise NotBlendable("foreign_prefix", "the prompt does not start with the prefix of its chunks")
         state.ordinary_hasher = request._block_hasher
@@ -150,13 +156,18 @@ class SchedulerSide:
         if params.op is Op.SAVE:
             # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
             # computing it; `_settle` gives the blocks their exact names.
-            self._fork_behind(len(self.prefix_token_ids), request, state, os.urandom(16))
+            self._fork_behind(len(space.lead_token_ids), request, state, os.urandom(16))
         elif state.params.spans is not None:
             self._fork(request, state, state.params.spans)
             state.lookup = self._lookups.start(match_spans, space, state.params.spans)
         else:
             hashing.set_salt(request, params.namespace)
             state.lookup = self._lookups.start(match_content, space, prompt)
+
+    def _space(self, namespace: str) -> ChunkSpace:
+        config = self.config
+        context = tuple(config.context_token_ids)
+        return ChunkSpace(self.fingerprint, namespace, self.prefix_token_ids, config.portable, context)
 
     def _codecs(self) -> frozenset[Codec] | None:
         """The codecs in which a chunk counts as found: the calibrated one and `raw`; None: all."""
@@ -248,11 +259,20 @@ class SchedulerSide:
         manifests = {hit.key: match.manifests[hit.key] for hit in by_source.values()}
         return ProbeJob(tuple(by_source.values()), manifests, state.space.namespace)
 
-    def _claim_save(self, state: _State, num_computed: int) -> tuple[int, bool]:
-        """Prefix and chunk; the fork sees to it that no token of the chunk was found cached."""
+    def _claim_save(self, state: _State, num_computed: int) -> tuple[int | None, bool]:
+        """What precedes the chunk, and the chunk; the fork sees to it that no token of the chunk was found
+        cached.
+
+        While another save computes the same context, wait: it is found cached as soon as that save has ended.
+        """
         assert state.params.spans is not None
         (span,) = state.params.spans
         assert num_computed <= span.start
+        blocks = 0 if self.has_windows or not self.caches_prefixes else span.start // self.hash_block_size
+        if state.space.context_token_ids and num_computed < blocks * self.hash_block_size:
+            request_id = state.request.request_id
+            if self._leads.setdefault(state.space.digest, request_id) != request_id:
+                return None, False
         return span.end - num_computed, True
 
     def _take_match(self, request: Request, state: _State) -> Match | None:
@@ -457,6 +477,8 @@ class SchedulerSide:
         accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is not None:
+            if self._leads.get(state.space.digest) == request.request_id:
+                del self._leads[state.space.digest]
             if state.lookup is not None:
                 state.lookup.future.cancel()
             if state.in_flight:
@@ -490,19 +512,31 @@ def _decline(error: Exception) -> Accounting:
 
 
 def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
-    """The spans with their tokens' keys. Raises `ForeignChunkKey` for a span with another key."""
+    """The spans with the keys of the copies that are used where they stand.
+
+    A span may have the prepared chunk's key wherever it stands: that is the name that clients know. Raises
+    `ForeignChunkKey` for a span with another key.
+    """
     check_spans(spans, len(prompt))
     keyed = []
     for index, span in enumerate(spans):
-        key = ChunkKey.of(space, prompt[span.start : span.end])
-        if span.key is not None and span.key != key:
+        tokens = prompt[span.start : span.end]
+        key = ChunkKey.of(space.space_at(span.start, prompt), tokens)
+        if span.key is not None and span.key != key and span.key != ChunkKey.of(space, tokens):
             raise ForeignChunkKey(
                 f"spans[{index}].key",
                 f"{span.key} is not the key of these tokens in namespace {space.namespace!r} for this "
-                f"model and prefix ({key}); put the chunk again, or correct the span",
+                f"model, prefix and context ({key}); put the chunk again, or correct the span",
             )
         keyed.append(Span(span.start, span.end, key))
     return tuple(keyed)
+
+
+def _saved_copy(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> ChunkSpace:
+    """The space of the copy that a save makes, by what stands before the chunk."""
+    assert params.spans is not None
+    before = tuple(prompt[: params.spans[0].start])
+    return next((copy for copy in space.copies() if copy.lead_token_ids == before), space)
 
 
 def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:
@@ -510,9 +544,11 @@ def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> 
     (span,) = params.spans
     if span.end >= len(prompt):
         raise InvalidSpan("spans[0]", "op=save needs one token behind the chunk; its own KV is not kept")
-    if not space.prefix_matches(prompt) or span.start != len(space.prefix_token_ids):
+    if tuple(prompt[: span.start]) != space.lead_token_ids:
+        behind = f"prefix of {len(space.prefix_token_ids)} tokens"
+        if space.context_token_ids:
+            behind += f", with or without its context of {len(space.context_token_ids)} tokens"
         raise InvalidSpan(
             "spans[0]",
-            f"op=save needs the chunk directly behind the space's prefix of {len(space.prefix_token_ids)} "
-            "tokens, or it would see other text",
+            f"op=save needs the chunk directly behind the space's {behind}, or it would see other text",
         )

@@ -89,6 +89,7 @@ class HttpFront:
                 "prefix_token_ids": list(info.prefix_token_ids),
                 "portable": info.portable,
                 "form": info.form,
+                "context_token_ids": list(info.context_token_ids),
                 "blending": info.blending,
             },
         }

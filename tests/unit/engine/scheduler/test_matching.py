@@ -53,6 +53,26 @@ def test_a_manifest_that_lies_about_its_anchor_is_no_match() -> None:
     assert match_content(store, SPACE, list(range(500, 600))).spans == ()
 
 
+def test_with_a_context_the_plain_copy_is_found_in_first_place_and_the_prepared_chunk_elsewhere() -> None:
+    space = dataclasses.replace(SPACE, prefix_token_ids=(1, 2), context_token_ids=(3,))
+    chunk = list(range(100, 140))
+    prompt = [1, 2, *chunk, *chunk]
+    prepared, plain = ChunkKey.of(space, chunk), ChunkKey.of(space.plain, chunk)
+    for copies, expected in (
+        ((space, space.plain), [(2, plain), (42, prepared)]),
+        ((space,), [(42, prepared)]),
+        ((space.plain,), [(2, plain)]),
+    ):
+        store = RamStore()
+        for copy in copies:
+            store.put(*make_chunk(chunk, copy))
+        match = match_content(store, space, prompt)
+        assert [(span.start, span.key) for span in match.spans] == expected
+        assert set(match.manifests) == {key for _, key in expected}
+    behind_another_prefix = match_content(store, space, [1, 9, *chunk])
+    assert behind_another_prefix.spans == ()
+
+
 def test_short_prompts_and_short_chunks_match_by_span_only() -> None:
     tokens = list(range(ANCHOR_TOKENS - 1))
     store = store_of(tokens)

@@ -16,15 +16,16 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import ForeignChunkKey, Unavailable
 from kintsugi.core.plan import BlendPlan, Selection
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.gate import Gate
-from kintsugi.engine.scheduler.side import SchedulerSide
+from kintsugi.engine.scheduler.side import SchedulerSide, _add_span_keys
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import Planner, PlanRequest
@@ -165,3 +166,86 @@ def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide
         heard_back(side, store)
         assert side._lookups._breaker.is_closed is not was_down
     assert said(side, asked(side, "later"))["reason"].startswith("no_chunk_cached")
+
+
+CONTEXT = list(range(500, 540))
+
+
+def save_of(side: SchedulerSide, name: str, lead: Sequence[int], key: ChunkKey | None = None) -> Any:
+    """A request that saves 20 tokens behind `lead`; it has been admitted."""
+    chunk = list(range(700, 720))
+    span = Span(len(lead), len(lead) + len(chunk), key)
+    params = KintsugiParams("acme", op=Op.SAVE, spans=(span,))
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params.to_mapping()})
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request = Request(name, [*lead, *chunk, 1], sampling, None, block_hasher=hasher)
+    side.on_new_request(request)
+    return request
+
+
+def test_a_save_is_of_the_copy_whose_tokens_stand_before_it(side: SchedulerSide) -> None:
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    for lead in (CONTEXT, []):
+        request = save_of(side, f"behind {len(lead)}", lead)
+        state = side._states[request.request_id]
+        assert list(state.space.lead_token_ids) == lead
+        assert state.params.spans is not None
+        assert state.params.spans[0].key == ChunkKey.of(state.space, list(range(700, 720)))
+    foreign = said(side, save_of(side, "foreign", CONTEXT[:-1]))
+    assert foreign["reason"].startswith("InvalidSpan: spans[0]")
+    assert "with or without its context of 40 tokens" in foreign["reason"]
+    plain = ChunkKey.of(side._space("acme").plain, list(range(700, 720)))
+    assert said(side, save_of(side, "key", CONTEXT, plain))["reason"].startswith("ForeignChunkKey")
+
+
+def test_one_save_computes_the_context_and_the_others_wait_for_it(side: SchedulerSide) -> None:
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    first, second, third = (save_of(side, name, CONTEXT) for name in ("a", "b", "c"))
+    plain = save_of(side, "plain", [])
+    assert side.get_num_new_matched_tokens(first, 0) == (60, True)
+    assert side.get_num_new_matched_tokens(second, 0) == (None, False)
+    assert side.get_num_new_matched_tokens(plain, 0) == (20, True)
+    assert side.get_num_new_matched_tokens(first, 0) == (60, True), "it had no blocks"
+    side.request_finished(first)
+    assert side.get_num_new_matched_tokens(second, 32) == (28, True), "two blocks of the context are cached"
+    assert side.get_num_new_matched_tokens(third, 0) == (60, True), "they are gone again: it computes them"
+    side.request_finished(third)
+    assert side._leads == {}
+
+
+def test_without_a_prefix_cache_no_save_waits(side: SchedulerSide) -> None:
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    side.caches_prefixes = False
+    for name in ("a", "b"):
+        assert side.get_num_new_matched_tokens(save_of(side, name, CONTEXT), 0) == (60, True)
+
+
+def test_only_the_context_of_a_save_is_found_in_the_prefix_cache(side: SchedulerSide) -> None:
+    """Its blocks have the names of a plain prompt, the chunk's have not until they are computed."""
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    request = save_of(side, "saves", CONTEXT)
+    plain = Request(
+        "plain",
+        request.prompt_token_ids,
+        SamplingParams(max_tokens=1),
+        None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+    hashing.set_salt(plain, "acme")
+    same = [a == b for a, b in zip(plain.block_hashes, request.block_hashes, strict=True)]
+    assert same == [True, True, False]
+    side.update(WorkerReport({"saves": Accounting(Outcome.SAVED)}))
+    assert plain.block_hashes == request.block_hashes
+
+
+def test_with_a_context_the_first_chunk_has_the_plain_copys_key(side: SchedulerSide) -> None:
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    space = side._space("acme")
+    names = [ChunkKey.of(space, PROMPT[:32]), ChunkKey.of(space, PROMPT[32:64])]
+    for keys in ([None, None], names, [ChunkKey.of(space.plain, PROMPT[:32]), names[1]]):
+        spans = (Span(0, 32, keys[0]), Span(32, 64, keys[1]))
+        keyed = _add_span_keys(spans, space, TokenIds.of(PROMPT))
+        assert [span.key for span in keyed] == [ChunkKey.of(space.plain, PROMPT[:32]), names[1]]
+    plain_elsewhere = (Span(0, 32), Span(32, 64, ChunkKey.of(space.plain, PROMPT[32:64])))
+    with pytest.raises(ForeignChunkKey, match="prefix and context"):
+        _add_span_keys(plain_elsewhere, space, TokenIds.of(PROMPT))

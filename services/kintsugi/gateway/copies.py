@@ -1,0 +1,81 @@
+"""The copies of a chunk: clients know it by one key, the store holds it as prepared chunk and plain copy.
+
+Without a context a chunk has one copy, and nothing here asks the store more than once. See docs/adr/0010.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway.recent_info import Spaces
+from kintsugi.gateway.saves import ToSave
+from kintsugi.gateway.threaded_store import ThreadedStore
+from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX, ChunkStore
+
+PAGE = 1000
+"""Chunks in one page of a namespace, which is searched where an anchor does not find a chunk's copies."""
+
+
+class Copies:
+    """For one event loop."""
+
+    def __init__(self, spaces: Spaces, store: ThreadedStore) -> None:
+        self._spaces = spaces
+        self._store = store
+
+    async def find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
+        """The chunks of which the store lacks a copy that saving would make. Raises `Unavailable`."""
+        info, space = await self._spaces.info(), await self._spaces.find(namespace)
+        copies = space.copies(info.plain_copies)
+        keys = [
+            key if copy is space else ChunkKey.of(copy, tokens) for copy in copies for key, tokens in chunks
+        ]
+        # Not `lookup`: a shard that does not answer would make all it holds look missing.
+        tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
+        return [chunk for index, chunk in enumerate(chunks) if None in tiers[index :: len(chunks)]]
+
+    async def delete(self, namespace: str, key: ChunkKey, tokens: TokenIds | None) -> int:
+        """Delete all copies of a chunk, which is named by the key of any; returns how many there were.
+
+        Without its ``tokens``, the other copy is looked for by anchor and length in the store, and every
+        candidate counts. Raises `Unavailable`.
+        """
+        space = await self._spaces.find(namespace)
+
+        def delete(store: ChunkStore) -> int:
+            others = _find_others(store, space, key, tokens)
+            # The named copy last: while it is there, a call that failed can be repeated.
+            deleted = store.delete(namespace, others) if others else 0
+            return deleted + store.delete(namespace, [key])
+
+        return await self._store.run(delete)
+
+
+def _find_others(
+    store: ChunkStore, space: ChunkSpace, key: ChunkKey, tokens: TokenIds | None
+) -> list[ChunkKey]:
+    """The keys of what may be the other copy of a chunk."""
+    if not space.context_token_ids:
+        return []
+    if tokens is not None:
+        return [other for copy in space.copies() if (other := ChunkKey.of(copy, tokens)) != key]
+    (manifest,) = store.lookup(space.namespace, [key])
+    spaces = {copy.digest for copy in space.copies()} - {manifest.space_digest if manifest else b""}
+    if manifest is None or len(spaces) > 1:
+        return []  # not there, or of a space that is no longer served
+    (digest,) = spaces
+    anchor = manifest.anchor
+    found = [] if anchor is None else store.lookup_anchors(space.namespace, digest, [anchor]).get(anchor, [])
+    if anchor is None or len(found) >= ANCHOR_CANDIDATES_MAX:
+        found = [one for one in _list_all(store, space.namespace) if one.space_digest == digest]
+    return [one.key for one in found if (one.num_tokens, one.anchor) == (manifest.num_tokens, anchor)]
+
+
+def _list_all(store: ChunkStore, namespace: str) -> Iterator[ChunkManifest]:
+    page = store.list(namespace, PAGE)
+    while page:
+        yield from page
+        page = store.list(namespace, PAGE, page[-1].key)

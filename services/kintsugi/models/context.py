@@ -1,0 +1,64 @@
+"""The context: natural text that chunks are prefilled behind, so that their KV is that of chunks in a prompt.
+
+Everybody who needs the context's tokens gets them here: engines, calibration and precompute must agree on
+every token, because the context is part of the chunk space (docs/adr/0010).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.models.passages import read_bundled_passages
+from kintsugi.models.prompt_form import load_tokenizer
+
+NONE, BUNDLED = "none", "bundled"
+BUNDLED_PASSAGES = 2
+"""A third and fourth passage gained nothing when this was measured; one passage alone gives less."""
+BUNDLED_TOKENS = 320
+"""Tokens of each bundled passage. Half as many helped less."""
+CONTEXT_TOKENS_MAX = 4096
+"""A longer context is most likely the wrong file: every chunk is prefilled behind it."""
+
+
+def tokenize_context(context: str, model: str) -> tuple[int, ...]:
+    """The token ids of a context for the tokenizer of `model`, without special tokens.
+
+    ``context``: `none`, `bundled` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
+    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. Raises `NotFound` for a file or
+    model that is not there, `InvalidField` for a file that is not text, empty or too long.
+    """
+    if context == NONE:
+        return ()
+    texts = _bundled_texts() if context == BUNDLED else [_read(Path(context))]
+    tokenizer = load_tokenizer(model)
+    ids = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    if context == BUNDLED:
+        ids = [some[:BUNDLED_TOKENS] for some in ids]
+    tokens = sum(ids, ())
+    if not tokens:
+        raise InvalidField(
+            "context", f"{context} has no tokens; name a file with a passage or two, or `none`"
+        )
+    if len(tokens) > CONTEXT_TOKENS_MAX:
+        raise InvalidField(
+            "context",
+            f"{context} has {len(tokens)} tokens; at most {CONTEXT_TOKENS_MAX} are read: one or two passages "
+            "of a chunk's length are enough",
+        )
+    return tokens
+
+
+def _bundled_texts() -> list[str]:
+    return [passage.text for passage in read_bundled_passages()[:BUNDLED_PASSAGES]]
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise NotFound(
+            f"{path} is not a file; as context give `{NONE}`, `{BUNDLED}` or the path of a text file"
+        )
+    try:
+        return path.read_bytes().decode()  # reading as text would translate line endings
+    except UnicodeDecodeError:
+        raise InvalidField("context", f"{path} is not UTF-8 text; convert it first") from None
