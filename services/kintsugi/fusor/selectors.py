@@ -37,6 +37,10 @@ question attends to most. Their deviation then decides, so no layer is computed 
 HYBRID_HEAD_SHARE = 0.05
 """Share of its quota that `hybrid` spends on chunk heads, whatever the signals say."""
 
+QUERY_DEPTHS = (0.3, 0.8)
+"""Where the question's attention counts by default, as shares of the model's depth: from the first up to,
+but not including, the second."""
+
 
 class Signal(Flag):
     """What a selector compares at a layer: the squared deviation of loaded from fresh K, V or both."""
@@ -236,10 +240,13 @@ class HybridSelector(QuerySelector):
 
 
 def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
-    """The selection's query layers, limited to the model's depth; by default the model's second quarter. The
-    first layers attend to neighbours, and deeper ones rank no better but delay the pass until their KV has
-    been loaded."""
-    wanted = selection.query_layers or range(num_layers // 4, num_layers // 2 + 1)
+    """The selection's query layers, limited to the model's depth; by default those within `QUERY_DEPTHS`.
+
+    Layers before and behind these rank tokens worse on the models that were measured (docs/QUALITY.md). The
+    blend starts once the KV of the last query layer has been loaded.
+    """
+    first, end = (round(depth * num_layers) for depth in QUERY_DEPTHS)
+    wanted = selection.query_layers or range(first, max(end, first + 1))
     return tuple(sorted({min(layer, num_layers - 1) for layer in wanted}))
 
 

@@ -237,10 +237,11 @@ def test_hybrid_weighs_attention_by_deviation_and_keeps_heads() -> None:
 @pytest.mark.parametrize(
     ("layers", "wanted", "expected"),
     [
-        (32, (), tuple(range(8, 17))),
-        (8, (), (2, 3, 4)),
+        (32, (), tuple(range(10, 26))),
+        (30, (), tuple(range(9, 24))),
+        (8, (), (2, 3, 4, 5)),
         (4, (), (1, 2)),
-        (2, (), (0, 1)),
+        (2, (), (1,)),
         (1, (), (0,)),
         (8, (2,), (2,)),
         (8, (0, 5, 7, 9, 12), (0, 5, 7)),
