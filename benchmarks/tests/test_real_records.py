@@ -197,6 +197,7 @@ def test_a_prompt_whose_questions_are_not_all_answered_does_not_count(records: R
         for question in answered:
             add_answer(records, JUDGED, number, question, number == 0, QUERY)
             add_answer(records, JUDGED, number, question, number == 0, REUSE)
+    assert figures.task_figures(records, CHEAP, ["kind0", "kind1"], bars=False) == []
     share, gap = figures.task_figures(records, QUERY, ["kind0", "kind1"], bars=False)
     assert (share.value, gap.value, share.holds) == (1.0, 0.0, None)
 

@@ -99,6 +99,16 @@ def real_engine(model: str, store: str, form: ChatForm, context: Sequence[int]) 
         yield running
 
 
+def build_prompt(form: ChatForm, one: PassageSet, question: str | int) -> RagPrompt:
+    """The passages, the question in the user's message, and how the answer begins."""
+    chunks = [PromptChunk("", form.tokenize(text + CHUNK_END)) for text in one.passages]
+    if isinstance(question, str):
+        return form.build(chunks, one.open_question)
+    asked = one.asked[question]
+    prompt = form.build(chunks, asked.user)
+    return replace(prompt, question=(*prompt.question, *form.tokenize(asked.opening)))
+
+
 @dataclass
 class RealBench:
     """Measures items on a running engine, chunks prepared behind one context."""
@@ -108,16 +118,6 @@ class RealBench:
     sets: Sets
     records: Records
     context: str = PLAIN
-
-    def prompt(self, item: Item) -> RagPrompt:
-        """The passages, the question in the user's message, and how the answer begins."""
-        one = self.sets[item.part][item.number]
-        chunks = [PromptChunk("", self.form.tokenize(text + CHUNK_END)) for text in one.passages]
-        if isinstance(item.question, str):
-            return self.form.build(chunks, one.open_question)
-        asked = one.asked[item.question]
-        prompt = self.form.build(chunks, asked.user)
-        return replace(prompt, question=(*prompt.question, *self.form.tokenize(asked.opening)))
 
     def measure(self, items: Iterable[Item], clock: Clock) -> bool:
         """Add what the records lack. Returns whether nothing is left."""
@@ -169,7 +169,7 @@ class RealBench:
         return {**values, "kind": asked.kind, "right": asked.is_right(answer.text)}
 
     def _request(self, item: Item, params: bool = False) -> Prompt:
-        prompt = self.prompt(item)
+        prompt = build_prompt(self.form, self.sets[item.part][item.number], item.question)
         given = KintsugiParams(NAMESPACE, spans=prompt.spans) if params else None
         if item.question != OPEN:
             return Prompt(prompt.token_ids, given, ANSWER_TOKENS)

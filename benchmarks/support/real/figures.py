@@ -49,10 +49,6 @@ def _mean(rows: Rows, numbers: Sequence[int], field: str) -> float:
     return statistics.mean(rows[number][field] for number in numbers)
 
 
-def has_answers(records: Records, one: Configuration) -> bool:
-    return bool(open_answers(records, JUDGED, one))
-
-
 def kl_figures(records: Records, choice: Choice, bars: bool) -> list[Figure]:
     figures = []
     for budget, (name, bar) in KL_BARS.items():
@@ -67,11 +63,14 @@ def kl_figures(records: Records, choice: Choice, bars: bool) -> list[Figure]:
 
 
 def task_figures(records: Records, blend: Configuration, kinds: Sequence[str], bars: bool) -> list[Figure]:
-    """What the blend and full reuse answer rightly of what full prefill is asked, prompts resampled whole."""
+    """What the blend and full reuse answer rightly of what full prefill is asked, prompts resampled whole.
+    Empty where no prompt's questions were all answered."""
     full = _right(records.below("full", JUDGED), kinds)
     mine = _right(_of(records, blend), kinds)
     reuse = _right(_of(records, REUSE), kinds)
     numbers = sorted(number for number in full if _asked(full, number) == _asked(mine, number))
+    if not numbers or not reuse:
+        return []
     share = metrics.ratio_bootstrap(_sums(mine, numbers), _sums(full, numbers))
     count = sum(len(full[number]) for number in numbers)
     cost = statistics.mean(values["cost"] for values in _of(records, blend).values())

@@ -58,6 +58,11 @@ class Item:
     configuration: Configuration | None = None
 
     @property
+    def context(self) -> str:
+        """The context of the engine that answers."""
+        return PLAIN if self.configuration is None else self.configuration.context
+
+    @property
     def key(self) -> Key:
         place = (self.part, self.number, self.question)
         return ("full", *place) if self.configuration is None else ("blend", *place, self.configuration.name)

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.real import figures as found
 from benchmarks.support.real.corpus import PassageSet, bundled_context, read_corpus
-from benchmarks.support.real.engine import Clock, RealBench, chunk_store, context_ids, real_engine
+from benchmarks.support.real.engine import (
+    Clock,
+    RealBench,
+    build_prompt,
+    chunk_store,
+    context_ids,
+    real_engine,
+)
 from benchmarks.support.real.form import ChatForm
 from benchmarks.support.real.questions import KINDS
 from benchmarks.support.real.records import Records
@@ -40,9 +47,11 @@ from benchmarks.support.real.rows import (
     full_items,
     kinds_right,
     kinds_that_stay,
+    open_answers,
     questions_per_kind,
 )
 from benchmarks.support.real.speed import measure_ttft, write_context
+from kintsugi.core.errors import InvalidField
 from kintsugi.fusor.control.cost import PassWorkload
 from kintsugi.quality import grid
 from kintsugi.quality.measure import Case
@@ -91,6 +100,10 @@ class RealSetup:
     details: dict[str, Any] = field(default_factory=dict)
     """Tables, for the report's configuration."""
 
+    def __post_init__(self) -> None:
+        if PLAIN not in self.contexts or set(self.contexts) - set(CONTEXTS):
+            raise InvalidField("contexts", f"must be {PLAIN} and any others of {', '.join(CONTEXTS)}")
+
     @property
     def size(self) -> Size:
         return QUICK if self.quick else FULL
@@ -98,12 +111,15 @@ class RealSetup:
 
 def measure(setup: RealSetup) -> list[Figure]:
     """As far as the time allows. Figures that the records do not give yet are left out."""
-    with tempfile.TemporaryDirectory(prefix="kintsugi-real-") as temporary:
-        return Run(setup, setup.records or Path(temporary)).measure()
+    with ExitStack() as stack:
+        folder = setup.records
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kintsugi-real-")))
+        return stack.enter_context(Run(setup, folder)).measure()
 
 
 class Run:
-    """One part of the measurement."""
+    """One part of the measurement. A context manager: it keeps an engine while that is of use."""
 
     def __init__(self, setup: RealSetup, folder: Path) -> None:
         self._setup, self._size, self._folder = setup, setup.size, folder
@@ -114,103 +130,108 @@ class Run:
         tokenizer, _ = load_tokenizer(setup.model)
         self._form = ChatForm.of(tokenizer)
         self._records = Records(folder / "records.jsonl", _header(setup, self._choosing, self._judged))
-        self._sets = {
-            part: {one.number: one for one in sets}
-            for part, sets in ((CHOOSING, self._choosing), (JUDGED, self._judged))
-        }
+        self._engine = ExitStack()
+        self._bench: RealBench | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_engine()
 
     def measure(self) -> list[Figure]:
-        """Choose, judge, time; then the figures."""
-        choice = self._choose()
-        if choice is None:
+        """Full prefill, choose, judge, time; then the figures."""
+        kinds = self._measure_full()
+        choice = None if kinds is None else self._choose()
+        if kinds is None or choice is None:
             say("not finished: nothing is chosen yet; run again with the same --records")
             return []
-        kinds = kinds_that_stay(kinds_right(self._records))
         served = choice.by_budget[found.SERVED_BUDGET]
-        finished = self._judge(choice, served, kinds) and self._time(served)
-        if not finished:
+        if not (self._judge(choice, served, kinds) and self._time(served)):
             say("not finished: run again with the same --records")
         return self._figures(choice, served, kinds)
 
+    def _measure_full(self) -> list[str] | None:
+        """Full prefill's answers. Returns the kinds of questions that stay; None if time was up."""
+        every = [kind.name for kind in KINDS]
+        if not self._measure(full_items(CHOOSING, self._choosing, every, self._size.per_kind)):
+            return None
+        kinds = kinds_that_stay(kinds_right(self._records))
+        items = self._judged_items(kinds)
+        some = {one.number for one in self._judged[: self._size.uncached_sets]}
+        again = [item for item in items if item.question != OPEN and item.number in some]
+        is_checked = all(("uncached", *item.key[1:]) in self._records for item in again)
+        done = self._measure(items) and (
+            is_checked or self._bench_of(PLAIN).check_prefix_cache(again, self._clock)
+        )
+        return kinds if done else None
+
+    def _judged_items(self, kinds: Sequence[str]) -> list[Item]:
+        per_kind = min(self._size.per_kind, questions_per_kind(len(self._judged), len(kinds)))
+        return full_items(JUDGED, self._judged, kinds, per_kind)
+
     def _choose(self) -> Choice | None:
         """The configurations to judge; None if time was up before all were tried."""
-        items = full_items(CHOOSING, self._choosing, [kind.name for kind in KINDS], self._size.per_kind)
-        open_items = [item for item in items if item.question == OPEN][: self._size.choosing_sets]
-        if not self._measure_full(items, []):
-            return None
+        some = self._choosing[: self._size.choosing_sets]
         work = self._workload()
         tried = candidates(self._setup.contexts, work)
-        if not self._measure_blends(blend_items(open_items, tried)):
+        if not self._measure(blend_items(full_items(CHOOSING, some, (), 0), tried)):
             return None
         choice = choose(self._records, tried, work)
         self._setup.details["chosen"] = [one.name for one in choice.configurations]
         return choice
 
     def _judge(self, choice: Choice, served: Configuration, kinds: Sequence[str]) -> bool:
-        per_kind = min(self._size.per_kind, questions_per_kind(len(self._judged), len(kinds)))
-        items = full_items(JUDGED, self._judged, kinds, per_kind)
-        some = {one.number for one in self._judged[: self._size.uncached_sets]}
-        uncached = [item for item in items if item.question != OPEN and item.number in some]
-        if not self._measure_full(items, uncached):
-            return False
+        items = self._judged_items(kinds)
         opened = [item for item in items if item.question == OPEN]
         asked = [item for item in items if item.question != OPEN]
-        blends = blend_items(opened, choice.configurations) + blend_items(asked, [REUSE, served])
-        return self._measure_blends(list(dict.fromkeys(blends)))
+        return self._measure(blend_items(opened, choice.configurations) + blend_items(asked, [REUSE, served]))
 
     def _time(self, served: Configuration) -> bool:
-        passages = self._context(served.context)
-        context = write_context(passages, self._folder, served.context)
+        self._stop_engine()
+        context = write_context(self._context(served.context), self._folder, served.context)
         sets = self._judged[: self._size.ttft_sets]
-        warm_up = self._choosing[0]
         return measure_ttft(
-            Path(self._setup.model), served, context, sets, warm_up, self._records, self._clock
+            self._setup.model, served, context, sets, self._choosing[0], self._records, self._clock
         )
 
-    def _measure_full(self, items: Sequence[Item], uncached: Sequence[Item]) -> bool:
-        left = [item for item in items if item.key not in self._records]
-        if not left and all(("uncached", *item.key[1:]) in self._records for item in uncached):
-            return True
-        with self._bench(PLAIN) as bench:
-            return bench.measure(left, self._clock) and bench.check_prefix_cache(uncached, self._clock)
-
-    def _measure_blends(self, items: Sequence[Item]) -> bool:
-        """Context by context: each has an engine of its own."""
-        for context in self._setup.contexts:
-            left = [
-                item
-                for item in items
-                if item.configuration is not None
-                and item.configuration.context == context
-                and item.key not in self._records
-            ]
-            if not left:
-                continue
-            if self._clock.is_over:
+    def _measure(self, items: Sequence[Item]) -> bool:
+        """Add what the records lack, context by context, the running engine's first. Returns whether nothing
+        is left."""
+        left = [item for item in dict.fromkeys(items) if item.key not in self._records]
+        running = self._bench and self._bench.context
+        for context in sorted(self._setup.contexts, key=lambda one: one != running):
+            mine = [item for item in left if item.context == context]
+            if mine and (self._clock.is_over or not self._bench_of(context).measure(mine, self._clock)):
                 return False
-            with self._bench(context) as bench:
-                if not bench.measure(left, self._clock):
-                    return False
         return True
 
-    @contextmanager
-    def _bench(self, context: str) -> Iterator[RealBench]:
-        ids = context_ids(self._form, self._context(context))
-        say(f"starting {self._setup.model}, chunks prepared behind {context} ({len(ids)} tokens)")
-        with (
-            chunk_store(self._folder / "store") as store,
-            real_engine(self._setup.model, store, self._form, ids) as running,
-        ):
-            yield RealBench(running, self._form, self._sets, self._records, context)
+    def _bench_of(self, context: str) -> RealBench:
+        """A bench on an engine whose chunks are prepared behind the context."""
+        if self._bench is None or self._bench.context != context:
+            self._stop_engine()
+            ids = context_ids(self._form, self._context(context))
+            say(f"starting {self._setup.model}, chunks prepared behind {context} ({len(ids)} tokens)")
+            store = self._engine.enter_context(chunk_store(self._folder / "store"))
+            running = self._engine.enter_context(real_engine(self._setup.model, store, self._form, ids))
+            sets = {
+                part: {one.number: one for one in some}
+                for part, some in ((CHOOSING, self._choosing), (JUDGED, self._judged))
+            }
+            self._bench = RealBench(running, self._form, sets, self._records, context)
+        return self._bench
+
+    def _stop_engine(self) -> None:
+        self._bench = None
+        self._engine.close()
 
     def _context(self, name: str) -> tuple[str, ...]:
         return {PLAIN: (), SAMPLE: self._corpus.context, BUNDLED: bundled_context()}[name]
 
     def _workload(self) -> PassWorkload:
         """The mean choosing prompt's."""
-        bench = RealBench(None, self._form, self._sets, self._records)  # type: ignore[arg-type]
         cases = [
-            Case(Question(one.passages, one.open_question), bench.prompt(Item(CHOOSING, one.number, OPEN)))
+            Case(Question(one.passages, one.open_question), build_prompt(self._form, one, OPEN))
             for one in self._choosing
         ]
         return grid.workload_of(cases, _num_layers(self._setup.model))
@@ -218,11 +239,10 @@ class Run:
     def _figures(self, choice: Choice, served: Configuration, kinds: Sequence[str]) -> list[Figure]:
         """Those that the records give."""
         records, bars = self._records, not self._setup.quick
-        figures = found.kind_figures(kinds_right(records), kinds)
-        if all(found.has_answers(records, one) for one in choice.configurations):
+        figures = [*found.kind_figures(kinds_right(records), kinds), found.cache_figure(records)]
+        if all(open_answers(records, JUDGED, one) for one in choice.configurations):
             figures += found.kl_figures(records, choice, bars)
-            figures += found.task_figures(records, served, kinds, bars)
-            figures.append(found.cache_figure(records))
+        figures += found.task_figures(records, served, kinds, bars)
         speed = found.speed_figure(records, served, bars)
         return figures if speed is None else [*figures, speed]
 

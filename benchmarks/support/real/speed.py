@@ -62,7 +62,7 @@ def write_context(passages: Sequence[str], folder: Path, name: str) -> str:
 
 
 def measure_ttft(
-    model: Path,
+    model: str,
     configuration: Configuration,
     context: str,
     sets: Sequence[PassageSet],
@@ -78,7 +78,7 @@ def measure_ttft(
     left = [one for one in sets if _key(configuration, one) not in records]
     if not left:
         return True
-    with our_server(model, setting_of(configuration, context)) as server, _client(server) as client:
+    with our_server(Path(model), setting_of(configuration, context)) as server, _client(server) as client:
         _ask_both(server, client, warm_up)
         for one in left:
             if clock.is_over:
