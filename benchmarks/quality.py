@@ -14,6 +14,7 @@ The last may be called again and again with the same folder: it goes on until ev
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ def main() -> None:
     real.add_argument("--musique", type=Path, default=MUSIQUE, help="MuSiQue's file; default: %(default)s")
     real.add_argument("--contexts", default=",".join(section.CONTEXTS), help="default: %(default)s")
     arguments = parser.parse_args()
+    # Told to stop, servers are stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     setup = Setups(
         checkpoint(arguments.model),
         arguments.quick,

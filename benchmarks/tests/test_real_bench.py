@@ -169,4 +169,4 @@ def test_answers_without_the_prefix_cache_are_compared(bench: RealBench, engine:
     before = engine.resets
     assert bench.check_prefix_cache(items(bench)[1:3], AHEAD)
     assert engine.resets == before + 2
-    assert bench.records["uncached", JUDGED, 0, 1] == {"same": True}
+    assert bench.records["uncached", JUDGED, 0, 1] == {"same": True, "same_right": True}

@@ -139,8 +139,8 @@ class RealBench:
         return True
 
     def check_prefix_cache(self, items: Iterable[Item], clock: Clock) -> bool:
-        """Answer some of full prefill's questions again without its prefix cache. Returns whether nothing is
-        left."""
+        """Answer some of full prefill's questions with known answers again, without its prefix cache. Returns
+        whether nothing is left."""
         for item in items:
             key = ("uncached", *item.key[1:])
             if clock.is_over:
@@ -148,8 +148,14 @@ class RealBench:
             if key not in self.records:
                 self.running.reset_prefix_cache()
                 (answer,) = self.running.generate([self._request(item)])
-                same = list(answer.token_ids) == self.records[item.key]["token_ids"]
-                self.records.add(key, {"same": same})
+                cached, again = self.records[item.key], self._full_values(item, answer)
+                self.records.add(
+                    key,
+                    {
+                        "same": again["token_ids"] == cached["token_ids"],
+                        "same_right": again["right"] == cached["right"],
+                    },
+                )
         return True
 
     def _add_full(self, items: list[Item]) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.support.quality_curve import SAFETY, at_budget
+from benchmarks.support.quality_curve import at_budget
 from benchmarks.support.real.corpus import PassageSet
 from benchmarks.support.real.records import Key, Records
 from kintsugi.core.plan import Selection
@@ -27,6 +27,9 @@ PLAIN, SAMPLE, BUNDLED = "none", "sample", "bundled"
 BUDGETS = (0.1, 0.2)
 QUESTIONS_MIN = 300
 """Judged questions with known answers."""
+SAFETY = 0.95
+"""Share of a budget that a configuration is predicted to cost: prompts differ, and predictions take a typical
+projection."""
 RIGHT_MIN = 0.7
 """A kind of question stays if full prefill is right in at least this share of the choosing prompts'."""
 

@@ -51,7 +51,7 @@ from benchmarks.support.real.rows import (
     questions_per_kind,
 )
 from benchmarks.support.real.speed import measure_ttft, write_context
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.fusor.control.cost import PassWorkload
 from kintsugi.quality import grid
 from kintsugi.quality.measure import Case
@@ -60,6 +60,8 @@ from kintsugi.quality.session import load_tokenizer
 
 MODEL = "smollm2-135m"
 """The reference model: SmolLM2-135M-Instruct, dequantised Q4_1."""
+NUM_LAYERS = ("num_layers",)
+"""Key of a record about the model."""
 MINUTES = 24 * 60.0
 CONTEXTS = (PLAIN, SAMPLE, BUNDLED)
 
@@ -110,25 +112,29 @@ class RealSetup:
 
 
 def measure(setup: RealSetup) -> list[Figure]:
-    """As far as the time allows. Figures that the records do not give yet are left out."""
+    """As far as the time allows. Figures that the records do not give yet are left out, and all of them where
+    the model cannot be had."""
+    try:
+        tokenizer, _ = load_tokenizer(setup.model)
+    except NotFound as error:
+        say(f"the section real is left out: {error}")
+        return []
     with ExitStack() as stack:
         folder = setup.records
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kintsugi-real-")))
-        return stack.enter_context(Run(setup, folder)).measure()
+        return stack.enter_context(Run(setup, folder, ChatForm.of(tokenizer))).measure()
 
 
 class Run:
     """One part of the measurement. A context manager: it keeps an engine while that is of use."""
 
-    def __init__(self, setup: RealSetup, folder: Path) -> None:
-        self._setup, self._size, self._folder = setup, setup.size, folder
+    def __init__(self, setup: RealSetup, folder: Path, form: ChatForm) -> None:
+        self._setup, self._size, self._folder, self._form = setup, setup.size, folder, form
         self._clock = Clock.start(setup.minutes)
         self._corpus = read_corpus(setup.musique)
         self._choosing = self._corpus.choosing_sets(self._size.kind_sets, self._size.per_kind)
         self._judged = self._corpus.judged_sets(self._size.judged_sets, self._size.per_kind)
-        tokenizer, _ = load_tokenizer(setup.model)
-        self._form = ChatForm.of(tokenizer)
         self._records = Records(folder / "records.jsonl", _header(setup, self._choosing, self._judged))
         self._engine = ExitStack()
         self._bench: RealBench | None = None
@@ -214,6 +220,8 @@ class Run:
             say(f"starting {self._setup.model}, chunks prepared behind {context} ({len(ids)} tokens)")
             store = self._engine.enter_context(chunk_store(self._folder / "store"))
             running = self._engine.enter_context(real_engine(self._setup.model, store, self._form, ids))
+            if NUM_LAYERS not in self._records:
+                self._records.add(NUM_LAYERS, {"count": running.num_layers})
             sets = {
                 part: {one.number: one for one in some}
                 for part, some in ((CHOOSING, self._choosing), (JUDGED, self._judged))
@@ -234,7 +242,7 @@ class Run:
             Case(Question(one.passages, one.open_question), build_prompt(self._form, one, OPEN))
             for one in self._choosing
         ]
-        return grid.workload_of(cases, _num_layers(self._setup.model))
+        return grid.workload_of(cases, self._records[NUM_LAYERS]["count"])
 
     def _figures(self, choice: Choice, served: Configuration, kinds: Sequence[str]) -> list[Figure]:
         """Those that the records give."""
@@ -245,12 +253,6 @@ class Run:
         figures += found.task_figures(records, served, kinds, bars)
         speed = found.speed_figure(records, served, bars)
         return figures if speed is None else [*figures, speed]
-
-
-def _num_layers(model: str) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers)
 
 
 def _header(setup: RealSetup, *parts: Sequence[PassageSet]) -> Mapping[str, Any]:
