@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from benchmarks.support.real.corpus import PassageSet
-from benchmarks.support.real.engine import ANSWER_TOKENS, BATCH, CONTINUATION_TOKENS, Clock, RealBench
+from benchmarks.support.real.engine import (
+    ANSWER_TOKENS,
+    BATCH,
+    BUNDLED_PASSAGES,
+    BUNDLED_TOKENS,
+    CONTINUATION_TOKENS,
+    Clock,
+    RealBench,
+    context_ids,
+)
 from benchmarks.support.real.form import ChatForm
 from benchmarks.support.real.questions import QUOTE, Asked
 from benchmarks.support.real.records import Records
@@ -162,6 +171,14 @@ def test_a_prompt_that_was_not_blended_ends_the_run(
     engine.outcome = outcome
     with pytest.raises(NotBlendable, match="not blended as it should be"):
         bench.measure(blend_items(items(bench), [REUSE]), AHEAD)
+
+
+def test_a_context_is_nothing_a_text_or_the_bundled_passages(tmp_path: Path) -> None:
+    form = ChatForm.of(Letters())
+    (tmp_path / "sample.txt").write_text("ab")
+    assert context_ids(form, "none") == []
+    assert context_ids(form, str(tmp_path / "sample.txt")) == [ord("a"), ord("b")]
+    assert len(context_ids(form, "bundled")) == BUNDLED_PASSAGES * BUNDLED_TOKENS
 
 
 def test_answers_without_the_prefix_cache_are_compared(bench: RealBench, engine: RecordingEngine) -> None:

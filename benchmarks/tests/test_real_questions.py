@@ -14,7 +14,6 @@ from benchmarks.support.real.corpus import (
     PER_PROMPT,
     Corpus,
     PassageSet,
-    bundled_context,
     drop_overlapping,
     read_corpus,
     runs_of,
@@ -118,11 +117,10 @@ def test_parts_of_musique_share_no_passage() -> None:
     if not MUSIQUE.is_file():
         pytest.skip(f"{MUSIQUE} is not here")
     corpus = read_corpus(MUSIQUE)
-    parts = [corpus.context, corpus.choosing, corpus.judged]
-    every = [passage for part in parts for passage in part]
+    every = [*corpus.choosing, *corpus.judged]
     assert len(every) == len(set(every))
     assert len(corpus.choosing) == CHOOSING_PASSAGES
-    others = {run for passage in (*corpus.context, *corpus.choosing) for run in runs_of(passage)}
+    others = {run for passage in (corpus.sample, *corpus.choosing) for run in runs_of(passage)}
     assert all(len(runs_of(passage) & others) < 0.2 * len(runs_of(passage)) for passage in corpus.judged)
     assert not corpus.is_small
 
@@ -152,6 +150,5 @@ def test_each_round_uses_every_passage_once(tmp_path: Path) -> None:
 def test_without_musique_the_passages_that_ship_are_read() -> None:
     corpus = read_corpus(NOWHERE)
     assert corpus.is_small
-    assert corpus.context == bundled_context()
-    assert not set(corpus.context) & {*corpus.choosing, *corpus.judged}
+    assert not runs_of(corpus.sample) & {run for passage in corpus.judged for run in runs_of(passage)}
     assert {len(one.passages) for one in corpus.judged_sets(3, 1)} == {PER_PROMPT}

@@ -15,6 +15,8 @@ from kintsugi.models.passages import read_bundled_passages
 
 PER_PROMPT = 6
 CONTEXT_PASSAGES = 2
+CONTEXT_WORDS = 210
+"""Of each passage of the context: about 320 tokens. Longer contexts were no better, and cost more to save."""
 CHOOSING_PASSAGES = 54
 OVERLAP_MAX = 0.1
 """Highest share of a passage's runs of `RUN_WORDS` words that earlier passages hold. MuSiQue's passages are
@@ -39,7 +41,7 @@ class Corpus:
     """Passages in three parts that share no passage, except where ``is_small``."""
 
     name: str
-    context: tuple[str, ...]
+    sample: str
     """A public sample in the style of the corpus: what prepared chunks are prefilled behind."""
     choosing: tuple[str, ...]
     judged: tuple[str, ...]
@@ -88,24 +90,23 @@ def _read_musique(path: Path) -> Corpus:
     random.Random(SEED).shuffle(passages)
     context, rest = passages[:CONTEXT_PASSAGES], passages[CONTEXT_PASSAGES:]
     choosing, judged = rest[:CHOOSING_PASSAGES], rest[CHOOSING_PASSAGES:]
-    return Corpus("musique", tuple(context), tuple(choosing), tuple(judged), questions)
+    return Corpus("musique", _sample_of(context), tuple(choosing), tuple(judged), questions)
 
 
 @functools.cache
 def _read_bundled() -> Corpus:
     bundled = read_bundled_passages()
-    context = tuple(passage.text.strip() for passage in bundled[:CONTEXT_PASSAGES])
+    sample = _sample_of([passage.text.strip() for passage in bundled[:CONTEXT_PASSAGES]])
     questions = {
         passage.text.strip(): f"What does the passage about {passage.title.lower()} say?"
         for passage in bundled[CONTEXT_PASSAGES:]
     }
     rest = tuple(questions)
-    return Corpus("bundled", context, rest, rest, questions, is_small=True)
+    return Corpus("bundled", sample, rest, rest, questions, is_small=True)
 
 
-def bundled_context() -> tuple[str, ...]:
-    """The first passages that ship with Kintsugi: ordinary prose, in another style than MuSiQue's."""
-    return tuple(passage.text.strip() for passage in read_bundled_passages()[:CONTEXT_PASSAGES])
+def _sample_of(passages: Sequence[str]) -> str:
+    return "".join(" ".join(passage.split()[:CONTEXT_WORDS]) + "\n\n" for passage in passages)
 
 
 def drop_overlapping(passages: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import FORCING, Generation, LocalEngine, Prompt
+from kintsugi.models.passages import read_bundled_passages
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import NAMESPACE, TOP_LOGPROBS
 from kintsugi.quality.session import PATIENCE_MS
@@ -34,6 +35,8 @@ ANSWER_TOKENS = 8
 """Enough for every answer with known wording."""
 BATCH = 4
 """Blends that share the engine's steps: decoding them together takes little longer than decoding one."""
+BUNDLED_PASSAGES, BUNDLED_TOKENS = 2, 320
+"""How many of Kintsugi's passages, and how many tokens of each, are the context `bundled`."""
 MODEL_TOKENS_MAX = 8192
 SHARD_RAM_BYTES = 1 << 30
 SHARD_SSD_BYTES = 24 << 30
@@ -70,9 +73,14 @@ def chunk_store(folder: Path) -> Iterator[str]:
         yield f"grpc://{server.address}"
 
 
-def context_ids(form: ChatForm, passages: Sequence[str]) -> list[int]:
-    """The token ids of a context, written as chunks are."""
-    return list(form.tokenize("".join(passage + CHUNK_END for passage in passages)))
+def context_ids(form: ChatForm, context: str) -> list[int]:
+    """The token ids of a context, named as the setting `model.context` does: `none`, `bundled`, a file."""
+    if context == "none":
+        return []
+    if context != "bundled":
+        return list(form.tokenize(Path(context).read_text()))
+    passages = read_bundled_passages()[:BUNDLED_PASSAGES]
+    return [token for passage in passages for token in form.tokenize(passage.text)[:BUNDLED_TOKENS]]
 
 
 @contextmanager

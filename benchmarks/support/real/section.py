@@ -18,7 +18,7 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.real import figures as found
-from benchmarks.support.real.corpus import PassageSet, bundled_context, read_corpus
+from benchmarks.support.real.corpus import read_corpus
 from benchmarks.support.real.engine import (
     Clock,
     RealBench,
@@ -50,7 +50,7 @@ from benchmarks.support.real.rows import (
     open_answers,
     questions_per_kind,
 )
-from benchmarks.support.real.speed import measure_ttft, write_context
+from benchmarks.support.real.speed import measure_ttft
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.fusor.control.cost import PassWorkload
 from kintsugi.quality import grid
@@ -133,9 +133,13 @@ class Run:
         self._setup, self._size, self._folder, self._form = setup, setup.size, folder, form
         self._clock = Clock.start(setup.minutes)
         self._corpus = read_corpus(setup.musique)
+        setup.details["passages"] = self._corpus.name
+        setup.details["prompts_share_passages"] = self._corpus.is_small
         self._choosing = self._corpus.choosing_sets(self._size.kind_sets, self._size.per_kind)
         self._judged = self._corpus.judged_sets(self._size.judged_sets, self._size.per_kind)
-        self._records = Records(folder / "records.jsonl", _header(setup, self._choosing, self._judged))
+        self._records = Records(
+            folder / "records.jsonl", _header(setup, self._corpus.sample, self._choosing, self._judged)
+        )
         self._engine = ExitStack()
         self._bench: RealBench | None = None
 
@@ -195,10 +199,14 @@ class Run:
 
     def _time(self, served: Configuration) -> bool:
         self._stop_engine()
-        context = write_context(self._context(served.context), self._folder, served.context)
-        sets = self._judged[: self._size.ttft_sets]
         return measure_ttft(
-            self._setup.model, served, context, sets, self._choosing[0], self._records, self._clock
+            self._setup.model,
+            served,
+            self._context(served.context),
+            self._judged[: self._size.ttft_sets],
+            self._choosing[0],
+            self._records,
+            self._clock,
         )
 
     def _measure(self, items: Sequence[Item]) -> bool:
@@ -233,8 +241,13 @@ class Run:
         self._bench = None
         self._engine.close()
 
-    def _context(self, name: str) -> tuple[str, ...]:
-        return {PLAIN: (), SAMPLE: self._corpus.context, BUNDLED: bundled_context()}[name]
+    def _context(self, name: str) -> str:
+        """The setting `model.context`: `none`, `bundled`, or the file of the corpus's sample."""
+        if name != SAMPLE:
+            return name
+        path = self._folder / "sample.txt"
+        path.write_text(self._corpus.sample)
+        return str(path)
 
     def _workload(self) -> PassWorkload:
         """The mean choosing prompt's."""
@@ -255,7 +268,7 @@ class Run:
         return figures if speed is None else [*figures, speed]
 
 
-def _header(setup: RealSetup, *parts: Sequence[PassageSet]) -> Mapping[str, Any]:
+def _header(setup: RealSetup, *texts: object) -> Mapping[str, Any]:
     """What records must have in common to be joined."""
-    prompts = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    return {"model": setup.model, "prompts": prompts, "version": 1}
+    digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+    return {"model": setup.model, "texts": digest, "version": 1}

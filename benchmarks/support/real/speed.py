@@ -52,15 +52,6 @@ def connector_of(selection: Selection) -> dict[str, Any]:
     return {"selector": selection.selector.value, "check_layer": selection.check_layer, **layers}
 
 
-def write_context(passages: Sequence[str], folder: Path, name: str) -> str:
-    """The setting `model.context` for these passages: the path of a file, or `none`."""
-    if not passages:
-        return "none"
-    path = folder / f"context-{name}.txt"
-    path.write_text("".join(passage + CHUNK_END for passage in passages))
-    return str(path)
-
-
 def measure_ttft(
     model: str,
     configuration: Configuration,
