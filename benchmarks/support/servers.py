@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,10 @@ class Setting:
     """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
     ram_gib: float = 6.0
     ssd_gib: float = 8.0
+    connector: Mapping[str, Any] = field(default_factory=dict)
+    """More of the connector's configuration; `model` and `vllm` likewise, of the service's."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    vllm: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -149,6 +153,7 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         "loading_controller": setting.loading_controller,
         "lookup_deadline_ms": patience_ms,
         "layer_deadline_ms": patience_ms,
+        **setting.connector,
     }
     return {
         "model": {
@@ -156,12 +161,14 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
             "name": NAME,
             "dtype": "bfloat16",
             "max_model_len": setting.max_model_len,
+            **setting.model,
         },
         "engines": {
             "kv_cache_gib": setting.kv_cache_bytes / (1 << 30),
             "allow_uncalibrated": True,
             "connector": connector,
             "env": ONE_THREAD,
+            "vllm": dict(setting.vllm),
         },
         "store": {
             "ram_gib": setting.ram_gib,

@@ -1,0 +1,1 @@
+"""The measurements on a real model: questions over passages, rows of configurations, figures."""

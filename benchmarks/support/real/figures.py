@@ -1,0 +1,161 @@
+"""The real model's figures, from the records. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.support.figures import Figure, spread
+from benchmarks.support.real.records import Records
+from benchmarks.support.real.rows import JUDGED, OPEN, REUSE, Choice, Configuration, KindRight, open_answers
+from benchmarks.support.real.speed import BLEND, FULL
+from kintsugi.quality import metrics
+from kintsugi.quality.metrics import Interval
+
+KL_BARS = {0.2: ("real_kl_share_cost20", 0.25), 0.1: ("real_kl_share_cost10", 0.42)}
+NOTHING_BAR = ("real_kl_share_r0", 0.55)
+TASK_BAR, TASK_LOW_BAR = 0.97, 0.93
+SPEED_BAR = 3.5
+SERVED_BUDGET = 0.2
+"""The budget whose configuration answers the questions and is served."""
+
+Rows = Mapping[int, Mapping[str, float]]
+_Right = dict[int, dict[int, bool]]
+"""Whether an answer is right, by set and question."""
+
+
+def kl_share(records: Records, one: Configuration) -> tuple[Interval, str]:
+    """KL to full prefill ÷ that of full reuse on the same judged prompts, and a detail with the cost."""
+    mine, reuse = open_answers(records, JUDGED, one), open_answers(records, JUDGED, REUSE)
+    common = sorted(set(mine) & set(reuse))
+    interval = metrics.ratio_bootstrap(
+        [mine[number]["kl"] for number in common], [reuse[number]["kl"] for number in common]
+    )
+    detail = f"{one.name}, cost {_mean(mine, common, 'cost'):.3f}, {interval}, n={len(common)}; "
+    return interval, detail + f"{describe(mine, common)}; full reuse {describe(reuse, common)}"
+
+
+def describe(rows: Rows, numbers: Sequence[int]) -> str:
+    """Mean KL per position and top-1 agreement over all positions."""
+    positions = sum(rows[number]["positions"] for number in numbers)
+    kl = sum(rows[number]["kl"] for number in numbers) / positions
+    top = sum(rows[number]["same_top"] for number in numbers) / positions
+    return f"KL {kl:.4f}, top-1 {top:.3f} over {positions:.0f} positions"
+
+
+def _mean(rows: Rows, numbers: Sequence[int], field: str) -> float:
+    return statistics.mean(rows[number][field] for number in numbers)
+
+
+def kl_figures(records: Records, choice: Choice, bars: bool) -> list[Figure]:
+    figures = []
+    for budget, (name, bar) in KL_BARS.items():
+        interval, detail = kl_share(records, choice.by_budget[budget])
+        figures.append(Figure.at_most(name, interval.mean, bar if bars else None, "", detail))
+        if budget in choice.baselines:
+            interval, detail = kl_share(records, choice.baselines[budget])
+            figures.append(Figure(f"{name}_hkvd", interval.mean, "", detail=detail))
+    interval, detail = kl_share(records, choice.nothing)
+    name, bar = NOTHING_BAR
+    return [*figures, Figure.at_most(name, interval.mean, bar if bars else None, "", detail)]
+
+
+def task_figures(records: Records, blend: Configuration, kinds: Sequence[str], bars: bool) -> list[Figure]:
+    """What the blend and full reuse answer rightly of what full prefill is asked, prompts resampled whole.
+    Empty where no prompt's questions were all answered."""
+    full = _right(records.below("full", JUDGED), kinds)
+    mine = _right(_of(records, blend), kinds)
+    reuse = _right(_of(records, REUSE), kinds)
+    numbers = sorted(number for number in full if _asked(full, number) == _asked(mine, number))
+    if not numbers or not reuse:
+        return []
+    share = metrics.ratio_bootstrap(_sums(mine, numbers), _sums(full, numbers))
+    count = sum(len(full[number]) for number in numbers)
+    cost = statistics.mean(values["cost"] for values in _of(records, blend).values())
+    detail = f"{blend.name}, cost {cost:.3f}, {share}, {count} questions on {len(numbers)} prompts; "
+    detail += f"full/blend by kind {_by_kind(records, blend, kinds)}"
+    holds = share.mean >= TASK_BAR and share.low >= TASK_LOW_BAR
+    bar = f"≥ {TASK_BAR}, lower bound ≥ {TASK_LOW_BAR}"
+    first = Figure("real_task_share", share.mean, "", *((bar, holds) if bars else ()), detail=detail)
+    return [first, _gap_figure(records, full, reuse, kinds)]
+
+
+def _gap_figure(records: Records, full: _Right, reuse: _Right, kinds: Sequence[str]) -> Figure:
+    numbers = sorted(number for number in full if _asked(full, number) == _asked(reuse, number))
+    lost = [f - r for f, r in zip(_sums(full, numbers), _sums(reuse, numbers), strict=True)]
+    count = [float(len(full[number])) for number in numbers]
+    gap = metrics.ratio_bootstrap([100 * one for one in lost], count)
+    detail = f"{gap}, {sum(count):.0f} questions; full/reuse by kind {_by_kind(records, REUSE, kinds)}"
+    return Figure("real_reuse_gap", gap.mean, "points", detail=detail)
+
+
+def _of(records: Records, one: Configuration) -> dict[Any, dict[str, Any]]:
+    """A configuration's answers to questions with known wording, by set and question."""
+    return {
+        (number, question): values
+        for (number, question, name), values in records.below("blend", JUDGED).items()
+        if question != OPEN and name == one.name
+    }
+
+
+def _right(answers: Mapping[Any, Mapping[str, Any]], kinds: Sequence[str]) -> _Right:
+    found: _Right = defaultdict(dict)
+    for (number, question), values in answers.items():
+        if question != OPEN and values["kind"] in kinds:
+            found[number][question] = bool(values["right"])
+    return found
+
+
+def _asked(right: _Right, number: int) -> set[int]:
+    return set(right.get(number, ()))
+
+
+def _sums(right: _Right, numbers: Sequence[int]) -> list[float]:
+    return [float(sum(right[number].values())) for number in numbers]
+
+
+def _by_kind(records: Records, one: Configuration, kinds: Sequence[str]) -> str:
+    """Right answers of full prefill and of a configuration to the questions that both answered."""
+    parts = []
+    for kind in kinds:
+        full, mine = records.below("full", JUDGED), _of(records, one)
+        both = [key for key, values in mine.items() if values["kind"] == kind and key in full]
+        counts = (sum(bool(answers[key]["right"]) for key in both) for answers in (full, mine))
+        parts.append(f"{kind} {'/'.join(map(str, counts))} of {len(both)}")
+    return ", ".join(parts)
+
+
+def kind_figures(right: Mapping[str, KindRight], kept: Sequence[str]) -> list[Figure]:
+    """How well full prefill answers each kind on the choosing prompts."""
+    return [
+        Figure(
+            f"real_full_right_{kind}",
+            one.share,
+            "",
+            detail=f"{one.right} of {one.asked}, {'stays' if kind in kept else 'is left out'}",
+        )
+        for kind, one in right.items()
+    ]
+
+
+def speed_figure(records: Records, one: Configuration, bars: bool) -> Figure | None:
+    """Full prefill's median time to first token ÷ the blend's; None if nothing was measured."""
+    found = list(records.below("ttft", one.name).values())
+    if not found:
+        return None
+    full, blend = [values[FULL] for values in found], [values[BLEND] for values in found]
+    cost = statistics.mean(values["cost"] for values in found)
+    speedup = statistics.median(full) / statistics.median(blend)
+    detail = f"{spread(full)} ÷ {spread(blend)}, {len(found)} prompts, {one.name}, cost {cost:.3f}"
+    return Figure.at_least("real_ttft_speedup", speedup, SPEED_BAR if bars else None, detail=detail)
+
+
+def cache_figure(records: Records) -> Figure:
+    """Greedy answers of full prefill that are right or wrong only without the prefix cache."""
+    found = list(records.below("uncached").values())
+    changed = sum(not values["same_right"] for values in found)
+    other = sum(not values["same"] for values in found)
+    detail = f"of {len(found)} answers; {other} differ in some token"
+    return Figure("real_prefix_cache_changes", changed, "", detail=detail)
