@@ -83,7 +83,7 @@ class Calibrator:
         budget, thresholds = Budget(), Thresholds()
         file = questions_file(self._model, self._engines)
         given = None if file is None else read_questions(file)
-        bench, _ = prepare_bench(engine, given, budget, self._say)
+        bench, _ = prepare_bench(engine, given, budget)
         calibration = calibrate(
             bench,
             engine.num_layers,
