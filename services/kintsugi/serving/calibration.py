@@ -16,7 +16,8 @@ from kintsugi.core.report import Binding, CalibrationReport, Thresholds, describ
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncSpec
 
-NOT_CALIBRATED = "not_calibrated"
+NEEDS_CALIBRATION = ("not_calibrated", "calibration_outdated")
+"""Reasons of a closed gate that a calibration ends."""
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 BOUND = ("portable", "query_layers")
