@@ -50,7 +50,14 @@ def judged_by_codec(
             found[codec] = found[codec].join_scores(scores) if codec in found else scores
             entry = scores.entry
             setup.details.setdefault("judged_by_codec", []).append(
-                [task, codec.name.lower(), entry.cost, entry.accuracy, entry.accuracy_full, entry.kl_mean]
+                [
+                    task,
+                    codec.name.lower(),
+                    entry.cost,
+                    entry.exact_match,
+                    entry.exact_match_full,
+                    entry.kl_mean,
+                ]
             )
         store.delete(NAMESPACE, [chunk.manifest.key for chunk in chunks])
         say(f"judged {task}: " + ", ".join(f"{metrics.mean(exact(s)):.3f}" for s in found.values()))

@@ -196,12 +196,20 @@ def _stale_check_layer(setup: Setup) -> str | None:
         chosen = next(selection for selection in passed if selection and selection.check_layer > 1)
         stale = dataclasses.replace(chosen, check_layer=1, ratio=min(chosen.ratio, 0.15))
         entries = [
-            dataclasses.replace(entry, selection=stale)
+            dataclasses.replace(entry, selection=stale, place=0, error=0.0)
             for entry in report.entries
             if entry.selection == chosen
         ]
         forged = type(report).of(
-            running.binding, report.created, "stale", 0, report.noise, report.thresholds, entries
+            running.binding,
+            report.created,
+            "stale",
+            0,
+            report.noise,
+            report.thresholds,
+            report.domain,
+            report.search,
+            entries,
         )
         reports.publish(store, forged)
         running.refresh_gate()

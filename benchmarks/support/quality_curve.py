@@ -139,13 +139,16 @@ def choose(setup: Setup, bench: Bench, num_layers: int, budget: float) -> tuple[
             continue
         scores = measure_selection(bench, selection, range(len(bench.cases)))
         entry = scores.entry
-        say(f"cost ≤ {budget}: {describe_selection(selection)}: EM {entry.accuracy:.3f} at {entry.cost:.3f}")
+        say(
+            f"cost ≤ {budget}: {describe_selection(selection)}: "
+            f"EM {entry.exact_match:.3f} at {entry.cost:.3f}"
+        )
         curve.append((entry, selection))
         setup.details.setdefault("chosen_on", []).append(
-            [describe_selection(selection), entry.cost, entry.accuracy, entry.kl_mean]
+            [describe_selection(selection), entry.cost, entry.exact_match, entry.kl_mean]
         )
     fitting = [(entry, selection) for entry, selection in curve if entry.cost <= budget]
-    fitting.sort(key=lambda pair: (-(pair[0].accuracy or 0.0), pair[0].kl_mean))
+    fitting.sort(key=lambda pair: (-(pair[0].exact_match or 0.0), pair[0].kl_mean))
     of_hkvd = [selection for _, selection in fitting if selection.selector in HKVD]
     return fitting[0][1], of_hkvd[0]
 
@@ -188,8 +191,8 @@ def judged(
                 task,
                 describe_selection(selection),
                 entry.cost,
-                entry.accuracy,
-                entry.accuracy_full,
+                entry.exact_match,
+                entry.exact_match_full,
                 entry.kl_mean,
             ]
             setup.details.setdefault("judged_by_task", []).append(row)

@@ -23,7 +23,7 @@ from benchmarks.testbed.generator import TASKS, Example, Shape, eval_example
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 
 QUESTIONS_FROM = 200_000
-QUESTIONS_PER_TASK = 40
+QUESTIONS_PER_TASK = 200
 SHOWCASE_FROM = 500_000
 SHOWCASE_TASK = "relay"
 SHOWCASE_SHAPE = Shape(chunks=(6, 6), facts_per_chunk=(2, 3), fillers_per_chunk=(36, 38))

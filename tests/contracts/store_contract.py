@@ -11,7 +11,8 @@ import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
-from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Thresholds
+from kintsugi.core.prompt import Domain, LengthRange
+from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Search, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 
@@ -20,10 +21,16 @@ FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
 SPACE = ChunkSpace(FINGERPRINT, "acme")
 
 
+ANY = LengthRange(1, 9)
+DOMAIN, SEARCH = Domain("plain", ANY, ANY, ANY, ANY), Search(0, 0, 0.0)
+
+
 def make_report(created: str) -> CalibrationReport:
     """What a calibration writes that measured nothing."""
     binding = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0")
-    return CalibrationReport.of(binding, created, "contract", 0, Noise(0.0, 0.0, 1.0), Thresholds(), [])
+    return CalibrationReport.of(
+        binding, created, "contract", 0, Noise(0.0, 0.0, 1.0), Thresholds(), DOMAIN, SEARCH, []
+    )
 
 
 def make_chunk(

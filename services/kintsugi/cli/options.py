@@ -110,7 +110,12 @@ class CalibrateTask:
     ] = None
     out: Annotated[Path | None, typer.Option(help="Write the report to this file, for --report.")] = None
     codec: Codec = "raw"
-    prompts: Annotated[int, typer.Option(help="Questions per confirmed configuration; at least 32.")] = 96
+    prompts: Annotated[
+        int, typer.Option(help="Use at most so many questions; at least 32. Only as many as needed are run.")
+    ] = 2000
+    minutes: Annotated[
+        float, typer.Option(help="End the search after so many; what is undecided then does not pass.")
+    ] = 12.0
     seed: Annotated[int, typer.Option(help="Seed for choosing questions. Same seed, same report.")] = 0
     dtype: Dtype = "auto"
     chunk_store: Annotated[

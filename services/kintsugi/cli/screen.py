@@ -16,6 +16,23 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kintsugi.core.errors import Unavailable
 
+PART_S = 15.0
+"""Without a terminal, one line of progress in so many seconds."""
+
+
+class _EveryFewSeconds:
+    """Prints lines, but not more often than `PART_S`."""
+
+    def __init__(self, console: Console, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock_s = clock_s
+        self._due_s = clock_s() + PART_S
+
+    def print(self, line: str) -> None:
+        if self._clock_s() >= self._due_s:
+            self._due_s = self._clock_s() + PART_S
+            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+
 
 class Screen:
     """The output of one command."""
@@ -28,12 +45,13 @@ class Screen:
     def step(self, text: str) -> Iterator[Callable[[str], None]]:
         """Show `text`, a spinner and the elapsed time while the body runs, and a tick afterwards.
 
-        Yields a function with which the body can name its current part; only a terminal shows it.
+        Yields a function with which the body can name its current part. Without a terminal, parts are printed
+        as lines, at most one in `PART_S`.
         """
         if not self._progress.is_terminal:
             started_s = time.monotonic()
             self._progress.print(f"{text} …", highlight=False)
-            yield lambda part: None
+            yield _EveryFewSeconds(self._progress).print
             self._progress.print(f"  done in {time.monotonic() - started_s:.1f} s", highlight=False)
             return
         columns = (

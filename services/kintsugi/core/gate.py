@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kintsugi.core.errors import BelowMinimum, Corrupted, NotBlendable, VersionMismatch
 from kintsugi.core.plan import Selection, apply_options
+from kintsugi.core.prompt import Domain, PromptShape
 from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport
 from kintsugi.core.request import BlendOptions
 
@@ -24,6 +25,8 @@ class GateState:
     """What a request without wishes gets; None: the engine's configuration decides."""
     limits: Mapping[str, Selection] | None = None
     """By selector; None: anything goes."""
+    domain: Domain | None = None
+    """The prompts that the report speaks about; None: any."""
 
     @property
     def is_open(self) -> bool:
@@ -34,7 +37,8 @@ class GateState:
 
         `fallback` is the engine's own, for where no report decides. Raises `NotBlendable` where the gate is
         closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1
-        computes what a full prefill does, and is always allowed.
+        computes what a full prefill does, and is always allowed. Whether the prompt is like those that were
+        calibrated is known later, when its chunks have been found (`check_shape`).
         """
         if self.reason is not None:
             raise NotBlendable(self.reason, self.detail)
@@ -52,6 +56,16 @@ class GateState:
         if limit is not None:
             _check_minimum(wanted, limit, options.adaptive_mass)
         return wanted
+
+    def check_shape(self, shape: PromptShape) -> None:
+        """Raise `NotBlendable` for a prompt unlike those that were calibrated. Not for one that a blend gets
+        exactly: with a ratio of 1, or without an approximate chunk."""
+        departure = None if self.domain is None else self.domain.departure(shape)
+        if departure is not None:
+            raise NotBlendable(
+                "outside_calibration",
+                f"the prompt has {departure}; calibrate on prompts like those you serve",
+            )
 
 
 def _check_minimum(wanted: Selection, limit: Selection, adaptive_mass: float | None) -> None:
@@ -75,7 +89,9 @@ def decide(document: bytes | None, binding: Binding) -> GateState:
         return GateState("not_calibrated", f"no calibration report for this model; {CALIBRATE}")
     try:
         report = CalibrationReport.from_bytes(document)
-    except (Corrupted, VersionMismatch) as error:
+    except VersionMismatch as error:
+        return GateState("calibration_outdated", f"{error}; {CALIBRATE}")
+    except Corrupted as error:
         return GateState("calibration_unreadable", f"{error}; {CALIBRATE}")
     difference = binding.difference(report.binding)
     if difference is not None:
@@ -86,4 +102,4 @@ def decide(document: bytes | None, binding: Binding) -> GateState:
     choice = report.choice
     if choice.selection is None:
         return GateState("calibration_failed", choice.why)
-    return GateState(None, choice.why, choice.selection, choice.limits)
+    return GateState(None, choice.why, choice.selection, choice.limits, report.domain)

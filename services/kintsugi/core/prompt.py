@@ -1,11 +1,18 @@
-"""A RAG prompt as token ids: what the chunks stand behind, the chunks, the question; and where each lies."""
+"""A RAG prompt as token ids: what the chunks stand behind, the chunks, the question, and where each lies. And
+which prompts a calibration speaks about. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import Span
+
+LENGTH_TOLERANCE = 1.25
+"""How far a prompt's lengths may lie outside those that were measured, as a factor: no file holds the very
+shortest and longest prompt that will come."""
 
 
 class FormName(StrEnum):
@@ -58,3 +65,58 @@ class RagPrompt:
     def warm_up(self) -> list[int]:
         """Prefix and first chunk: what an earlier request may have left in a prefix cache."""
         return self.token_ids[: self.spans[0].end]
+
+
+@dataclass(frozen=True)
+class LengthRange:
+    """The least and the greatest that was measured."""
+
+    __pydantic_config__ = STRICT
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise InvalidField("domain", f"{self.low} to {self.high} is no range of lengths")
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """What decides whether a prompt is like those of a calibration."""
+
+    num_tokens: int
+    chunk_tokens: tuple[int, ...]
+    """The lengths of the chunks that would be blended."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The prompts that a report speaks about."""
+
+    __pydantic_config__ = STRICT
+
+    form: str
+    """Name of the prompt form: what stands around chunks and question."""
+    prompt_tokens: LengthRange
+    chunks: LengthRange
+    chunk_tokens: LengthRange
+    """Mean length of a prompt's chunks."""
+    answer_tokens: LengthRange
+    """Positions compared per prompt."""
+
+    def departure(self, shape: PromptShape) -> str | None:
+        """What about a prompt lies outside, in words; None where nothing does.
+
+        Lengths may depart by `LENGTH_TOLERANCE`. Fewer chunks than measured are inside: what is not loaded is
+        computed.
+        """
+        mean = sum(shape.chunk_tokens) / max(1, len(shape.chunk_tokens))
+        for name, value, measured, low in (
+            ("tokens", shape.num_tokens, self.prompt_tokens, self.prompt_tokens.low),
+            ("chunks", len(shape.chunk_tokens), self.chunks, 0),
+            ("tokens per chunk", mean, self.chunk_tokens, self.chunk_tokens.low),
+        ):
+            if not low / LENGTH_TOLERANCE <= value <= measured.high * LENGTH_TOLERANCE:
+                return f"{value:g} {name}, calibrated with {measured.low} to {measured.high}"
+        return None

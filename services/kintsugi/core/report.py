@@ -1,8 +1,9 @@
 """What calibration measured of one model, and whether blending it may be trusted.
 
 Blending is an approximation, and how good it is depends on the model. A `CalibrationReport` holds what was
-measured against full prefill, the thresholds, and what follows from both; `choose` is the whole decision.
-A report belongs to one `Binding`: another model, prefix, codec or engine version makes it say nothing.
+measured against full prefill, confidence bounds, thresholds, and what follows from them; `choose` is the
+whole decision. A report belongs to one `Binding`: another model, prefix, codec or engine version makes it say
+nothing. It holds for one `Domain`: the prompt form and the lengths that were measured.
 It carries a digest over its canonical JSON, so that one edited by hand is refused. The digest is no
 signature: who may write to the store may write a report.
 
@@ -17,20 +18,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from typing import Any
 
 import blake3
 
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import Domain
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ModelFingerprint, token_bytes
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 REPORT_BYTES_MAX = 1 << 20
 """What a store keeps of one document; a larger one is not even parsed."""
 
 RATIO_TOLERANCE = 1e-9
+LOSS_TOLERANCE = 1e-6
+"""Bounds are kept to six digits."""
+FIRST_SHARE = 0.5
+"""Share of the chance of error that the first, safest configuration of a sequence has."""
+HIGHEST_LOSS = 0.5
+"""Cap of every threshold, however noisy full prefill is: a blend that loses more is not a blend."""
 
 _STEP = timedelta(seconds=1)
 """The resolution of `CalibrationReport.created`."""
@@ -90,17 +99,19 @@ class Binding:
         return None
 
 
-def family(selection: Selection) -> Selection:
-    """What two selections share that differ in ratio alone: within it, more ratio is more quality."""
-    return dataclasses.replace(selection, ratio=1.0)
-
-
 def describe_selection(selection: Selection) -> str:
     """`hkvd r=0.15 @1`: selector, ratio, check layer, and what else is set."""
     text = f"{selection.selector.value} r={selection.ratio:g} @{selection.check_layer}"
     if selection.query_layers:
-        text += f" q={','.join(map(str, selection.query_layers))}"
+        text += f" q={_describe_layers(selection.query_layers)}"
     return text if selection.adaptive_mass is None else f"{text} mass={selection.adaptive_mass:g}"
+
+
+def _describe_layers(layers: Sequence[int]) -> str:
+    """`0-7`, or `2,4` where layers are left out."""
+    if len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1:
+        return f"{layers[0]}-{layers[-1]}"
+    return ",".join(map(str, layers))
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,43 @@ class Noise:
     """Nats."""
     kl_p99: float
     top1_agreement: float
+
+
+class Quantity(StrEnum):
+    """What a blend may lose against full prefill: one number per prompt, at most 1, higher is worse."""
+
+    KL = "kl"
+    """Mean KL over the positions of full prefill's answer, in nats. A prompt counts as at most 1: beyond that
+    it is another answer, which the others count."""
+    DISAGREEMENT = "disagreement"
+    """Share of these positions whose most likely token differs."""
+    EXACT_MATCH = "exact_match"
+    """Full prefill's exact match minus the blend's."""
+    F1 = "f1"
+    """Full prefill's F1 minus the blend's; Rouge-L for tasks that are scored by it."""
+
+
+QUANTITY_NAMES = {
+    Quantity.KL: "KL",
+    Quantity.DISAGREEMENT: "top-1 disagreement",
+    Quantity.EXACT_MATCH: "loss of exact match",
+    Quantity.F1: "loss of F1",
+}
+
+
+@dataclass(frozen=True)
+class LossBound:
+    """One mean loss, and the confidence bound that decides."""
+
+    __pydantic_config__ = STRICT
+
+    quantity: Quantity
+    stratum: str
+    """The kind of prompts: a task, or a range of lengths. Empty: all prompts."""
+    mean: float
+    upper: float
+    """The true mean is below this, up to the entry's `error`."""
+    num_prompts: int
 
 
 @dataclass(frozen=True)
@@ -130,47 +178,104 @@ class ReportEntry:
     top1_agreement: float
     num_prompts: int
     num_positions: int
-    accuracy: float | None = None
+    exact_match: float | None = None
     """Share of prompts answered right; None where the questions have no answers."""
-    accuracy_full: float | None = None
-    """Full prefill's accuracy on the same prompts."""
+    exact_match_full: float | None = None
+    """Full prefill's, on the same prompts."""
+    f1: float | None = None
+    f1_full: float | None = None
+    likelihood_loss: float | None = None
+    """How much less likely the blend finds the given answers, in nats per answer token."""
+    place: int | None = None
+    """In the sequence of configurations that were confirmed, from the safest to the cheapest. None: only
+    screened, which neither passes nor fails."""
+    error: float = 1.0
+    """The chance of error that the bounds leave together."""
+    bounds: list[LossBound] = field(default_factory=list)
+    """From the prompts of the confirmation alone; empty where it was only screened."""
+    prompts_missing: int | None = None
+    """About how many more prompts would decide an entry that is undecided; None where it is decided, or where
+    more prompts like these would not help."""
 
     def __post_init__(self) -> None:
         values = [self.cost, self.kl_mean, self.kl_p99, self.top1_agreement]
-        values += [value for value in (self.accuracy, self.accuracy_full) if value is not None]
+        measured = (self.exact_match, self.exact_match_full, self.f1, self.f1_full)
+        values += [value for value in measured if value is not None]
         if not all(math.isfinite(value) and value >= 0 for value in values):
             raise InvalidField(
                 "entry", f"{describe_selection(self.selection)} has a measurement that is no finite share"
             )
         if self.num_prompts < 1 or self.num_positions < 1:
             raise InvalidField("entry", f"{describe_selection(self.selection)} was measured on nothing")
+        if self.place is not None and not self.bounds:
+            raise InvalidField("entry", f"{describe_selection(self.selection)} is confirmed without bounds")
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a configuration must reach."""
+    """What a configuration must stay below, by confidence bounds."""
 
     __pydantic_config__ = STRICT
 
     kl_mean_max: float = 0.1
-    """Nats, or twice the noise floor where that is higher."""
-    kl_p99_max: float = 5.0
-    """Nats. One answer in a hundred may be another one; more would show in the agreement."""
+    """Nats, or twice the noise floor where that is higher. A prompt counts as at most 1 nat."""
     top1_agreement_min: float = 0.95
-    accuracy_share_min: float = 0.97
-    """Share of full prefill's accuracy that a blend must reach. The paper's own loss is 0.02 F1."""
+    """Or full prefill's agreement with itself where that is lower."""
+    exact_match_loss_max: float = 0.03
+    """Share of prompts. The paper's own loss is 0.02 F1."""
+    f1_loss_max: float = 0.03
+    stratum_factor: float = 2.0
+    """A single task, or one half of the lengths, may lose so many times what all prompts may: fewer prompts
+    speak about it, and no task may hide behind the others."""
+    stratum_prompts_min: int = 50
+    """Kinds of prompts with fewer questions are not judged on their own."""
+    confidence: float = 0.95
+    """That nothing passes whose true means are beyond the thresholds, over all configurations together."""
     prompts_min: int = 32
-    """Entries of fewer prompts were only screened: they neither pass nor fail."""
+    """Fewer prompts cannot be calibrated on."""
 
     def __post_init__(self) -> None:
-        for name in ("top1_agreement_min", "accuracy_share_min"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InvalidField(f"thresholds.{name}", f"{getattr(self, name)} is outside [0, 1]")
-        for name in ("kl_mean_max", "kl_p99_max"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise InvalidField(f"thresholds.{name}", f"{getattr(self, name)} must be above 0")
-        if self.prompts_min < 1:
-            raise InvalidField("thresholds.prompts_min", f"{self.prompts_min} must be at least 1")
+        if not 0.0 <= self.top1_agreement_min <= 1.0:
+            raise InvalidField(
+                "thresholds.top1_agreement_min", f"{self.top1_agreement_min} is outside [0, 1]"
+            )
+        for name in ("kl_mean_max", "exact_match_loss_max", "f1_loss_max"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise InvalidField(f"thresholds.{name}", f"{getattr(self, name)} is outside (0, 1]")
+        if not 0.0 < self.confidence < 1.0:
+            raise InvalidField("thresholds.confidence", f"{self.confidence} is outside (0, 1)")
+        if not (math.isfinite(self.stratum_factor) and self.stratum_factor >= 1.0):
+            raise InvalidField("thresholds.stratum_factor", f"{self.stratum_factor} must be at least 1")
+        for name in ("prompts_min", "stratum_prompts_min"):
+            if getattr(self, name) < 1:
+                raise InvalidField(f"thresholds.{name}", f"{getattr(self, name)} must be at least 1")
+
+    def highest(self, quantity: Quantity, stratum: str, noise: Noise) -> float:
+        """The highest mean loss that passes. Nobody is asked for more than full prefill gives against
+        itself."""
+        highest = {
+            Quantity.KL: max(self.kl_mean_max, 2 * noise.kl_mean),
+            Quantity.DISAGREEMENT: 1 - min(self.top1_agreement_min, noise.top1_agreement),
+            Quantity.EXACT_MATCH: self.exact_match_loss_max,
+            Quantity.F1: self.f1_loss_max,
+        }[quantity]
+        return min(HIGHEST_LOSS, highest * (self.stratum_factor if stratum else 1.0))
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the configurations were found."""
+
+    __pydantic_config__ = STRICT
+
+    candidates: int
+    """Configurations that were tried."""
+    confirmed: int
+    """How many of these were measured again, on prompts of their own."""
+    minutes: float
+    more_minutes: float | None = None
+    """About how much longer the undecided would take; None where nothing is undecided, or where more time
+    would not help."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +288,7 @@ class Choice:
     """The cheapest one that passes; None: do not blend this model."""
     why: str
     limits: dict[str, Selection] = field(default_factory=dict)
-    """By selector name, its layers and the least ratio that passed; one that is missing passed nowhere."""
+    """By selector name, its cheapest configuration that passed; one that is missing passed nowhere."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +314,8 @@ class CalibrationReport:
     seed: int
     noise: Noise
     thresholds: Thresholds
+    domain: Domain
+    search: Search
     entries: list[ReportEntry]
     choice: Choice
     tripped: Tripped | None = None
@@ -222,11 +329,15 @@ class CalibrationReport:
         seed: int,
         noise: Noise,
         thresholds: Thresholds,
+        domain: Domain,
+        search: Search,
         entries: Sequence[ReportEntry],
     ) -> CalibrationReport:
         """The report of these measurements."""
         choice = choose(entries, noise, thresholds)
-        return CalibrationReport(binding, created, questions, seed, noise, thresholds, list(entries), choice)
+        return CalibrationReport(
+            binding, created, questions, seed, noise, thresholds, domain, search, list(entries), choice
+        )
 
     @property
     def digest(self) -> str:
@@ -347,72 +458,83 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def shortfalls(entry: ReportEntry, noise: Noise, thresholds: Thresholds) -> list[str]:
-    """What an entry misses, in words; empty where it passes.
-
-    Nobody is asked for more than full prefill gives against itself.
-    """
+    """What an entry misses, in words; empty where every bound is within its threshold."""
+    if entry.place is None:
+        return ["only screened"]
     missed = []
-    if entry.num_prompts < thresholds.prompts_min:
-        missed.append(f"{entry.num_prompts} prompts, fewer than {thresholds.prompts_min}")
-    for name, value, bar in (
-        ("KL mean", entry.kl_mean, max(thresholds.kl_mean_max, 2 * noise.kl_mean)),
-        ("KL p99", entry.kl_p99, max(thresholds.kl_p99_max, 2 * noise.kl_p99)),
-    ):
-        if value > bar:
-            missed.append(f"{name} {value:.3g} above {bar:.3g}")
-    agreement = min(thresholds.top1_agreement_min, noise.top1_agreement)
-    if entry.top1_agreement < agreement:
-        missed.append(f"top-1 agreement {entry.top1_agreement:.3f} below {agreement:.3f}")
-    if entry.accuracy is not None and entry.accuracy_full is not None:
-        bar = thresholds.accuracy_share_min * entry.accuracy_full
-        if entry.accuracy < bar - RATIO_TOLERANCE:
-            missed.append(f"accuracy {entry.accuracy:.3f} below {bar:.3f}")
+    for bound in entry.bounds:
+        highest = thresholds.highest(bound.quantity, bound.stratum, noise)
+        if bound.upper > highest + LOSS_TOLERANCE:
+            where = f" of {bound.stratum}" if bound.stratum else ""
+            name = QUANTITY_NAMES[bound.quantity]
+            missed.append(
+                f"{name}{where}: {bound.mean:.3f} in {bound.num_prompts} prompts, "
+                f"so up to {bound.upper:.3f}; at most {highest:.3g} passes"
+            )
     return missed
 
 
-def choose(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> Choice:
-    """The cheapest configuration that passes, and each selector's least ratio. Pure.
+def passing(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> list[ReportEntry]:
+    """The confirmed entries that pass, from the safest to the cheapest. Pure.
 
-    A configuration is eligible where it passes and so does every larger ratio of its family that was
-    measured in full: one lucky point below two that fail is luck. One that costs a full prefill or more is
-    none. Ties go to the smaller KL, then to the name, so that the same measurements decide alike.
+    An entry passes if every bound is within its threshold and was computed with no more error than the entry
+    was entitled to (`entitlements`).
     """
-    measured = [entry for entry in entries if entry.num_prompts >= thresholds.prompts_min]
-    failing = [entry.selection for entry in measured if shortfalls(entry, noise, thresholds)]
-    eligible = [
-        entry
-        for entry in measured
-        if entry.cost < 1.0 and not any(_undermines(bad, entry.selection) for bad in failing)
-    ]
+    confirmed = sorted((e for e in entries if e.place is not None), key=lambda entry: entry.place or 0)
+    within = [not shortfalls(entry, noise, thresholds) for entry in confirmed]
+    passed: list[ReportEntry] = []
+    for index, entry in enumerate(confirmed):
+        entitled = entitlements(within[:index], len(confirmed), thresholds)[-1]
+        within[index] = within[index] and entry.error <= entitled * (1 + RATIO_TOLERANCE)
+        if within[index]:
+            passed.append(entry)
+    return passed
+
+
+def entitlements(passed: Sequence[bool], count: int, thresholds: Thresholds) -> list[float]:
+    """The chance of error that each configuration of a sequence of `count` may use, up to the one behind
+    `passed`.
+
+    The first has `FIRST_SHARE` of it, the others share the rest, and one that passes hands its own on to the
+    next (the fallback procedure: Wiens and Dmitrienko, 2005). So the chance that anything wrong passes stays
+    within ``1 - confidence``.
+    """
+    whole = 1 - thresholds.confidence
+    rest = (1 - FIRST_SHARE) * whole / max(1, count - 1)
+    found = [FIRST_SHARE * whole if count > 1 else whole]
+    for has_passed in passed:
+        found.append(rest + (found[-1] if has_passed else 0.0))
+    return found
+
+
+def choose(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> Choice:
+    """The cheapest configuration that passes, and each selector's cheapest. Pure.
+
+    It follows from what passed alone: neither a larger ratio nor a deeper layer is taken to be better. One
+    that costs a full prefill or more is no choice. Ties go to the smaller KL, then to the name, so that the
+    same measurements decide alike.
+    """
+    eligible = [entry for entry in passing(entries, noise, thresholds) if entry.cost < 1.0]
     if not eligible:
         return Choice(None, _why_none(entries, noise, thresholds))
     eligible.sort(key=lambda entry: (entry.cost, entry.kl_mean, describe_selection(entry.selection)))
     limits: dict[str, Selection] = {}
     for entry in eligible:
-        limits.setdefault(entry.selection.selector.value, _least(entry.selection, eligible))
+        limits.setdefault(entry.selection.selector.value, entry.selection)
+    confirmed = sum(entry.place is not None for entry in entries)
     best = eligible[0]
-    why = f"cheapest of {len(eligible)} that pass, of {len(measured)} measured: cost {best.cost:.3f}"
+    why = f"cheapest of {len(eligible)} that pass, of {confirmed} confirmed: cost {best.cost:.3f}"
     return Choice(best.selection, why, limits)
-
-
-def _undermines(failing: Selection, selection: Selection) -> bool:
-    """Whether a failure at a ratio no smaller says that passing was luck. Its own failure does, too."""
-    return family(failing) == family(selection) and failing.ratio >= selection.ratio
-
-
-def _least(of: Selection, eligible: Sequence[ReportEntry]) -> Selection:
-    ratios = [entry.selection.ratio for entry in eligible if family(entry.selection) == family(of)]
-    return dataclasses.replace(of, ratio=min(ratios))
 
 
 def _why_none(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> str:
     """The configuration that misses least, and what it misses."""
-    if not entries:
-        return "nothing was measured"
-    nearest = min(
-        entries,
-        key=lambda entry: (len(shortfalls(entry, noise, thresholds)), -entry.top1_agreement, entry.kl_mean),
-    )
-    missed = shortfalls(nearest, noise, thresholds) or [f"cost {nearest.cost:.3f}, or a larger ratio fails"]
+    confirmed = [entry for entry in entries if entry.place is not None]
+    if not confirmed:
+        return f"none of {len(entries)} looked good enough to confirm" if entries else "nothing was measured"
+    nearest = min(confirmed, key=lambda entry: (len(shortfalls(entry, noise, thresholds)), entry.place))
+    missed = shortfalls(nearest, noise, thresholds) or [f"cost {nearest.cost:.3f}"]
+    more = nearest.prompts_missing
+    hint = "" if more is None else f"; undecided: about {more} more prompts like these would decide it"
     name = describe_selection(nearest.selection)
-    return f"none of {len(entries)} passes; nearest is {name}: {'; '.join(missed)}"
+    return f"none of {len(confirmed)} confirmed passes; nearest is {name}: {'; '.join(missed[:3])}{hint}"

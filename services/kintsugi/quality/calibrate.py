@@ -1,62 +1,84 @@
-"""Calibration: finds configurations of a model that can be trusted, with a fixed budget of prompts.
+"""Calibration: finds configurations of a model that can be trusted, and says how far.
 
-1. The noise floor: compare full prefill with itself.
-2. Screening: measure every affordable configuration on a few prompts.
-3. Confirmation: measure the promising ones on all prompts, cheapest first, until one of each selector passes.
-   Only confirmed entries can open the gate (`core.report.choose`).
+1. Full prefill answers some prompts. A form in which it is rarely right is refused (`quality.form`).
+2. The noise floor: full prefill compared with itself.
+3. A race over configurations (`quality.racing`): screening on some prompts, confirmation on others.
+4. The report: confidence bounds, and the lengths of the prompts that they were measured on.
 
-The result depends only on seed, model and questions, never on timing.
+This module runs prompts for the race and writes down what came of it. The result depends on seed, model and
+questions alone, unless `Budget.minutes` ends the search.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import Domain, FormName, LengthRange
 from kintsugi.core.report import (
     Binding,
     CalibrationReport,
-    Noise,
+    Quantity,
     ReportEntry,
+    Search,
     Thresholds,
     describe_selection,
-    shortfalls,
 )
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 from kintsugi.models.prompt_form import PromptForm
-from kintsugi.quality import grid
+from kintsugi.quality import grid, metrics
+from kintsugi.quality.bounds import prompts_needed
+from kintsugi.quality.form import FullAnswer, check_form
 from kintsugi.quality.measure import (
     Bench,
+    Case,
+    CaseAnswer,
     Notify,
-    Scores,
+    PromptScore,
     answer_tokens,
     measure_selection,
+    summarize,
     tokenize_questions,
 )
-from kintsugi.quality.questions import Question
+from kintsugi.quality.questions import ROUGE_DATASETS, Question
+from kintsugi.quality.racing import Ask, Race, RacePrompt
 
-CONFIRMATIONS_PER_SELECTOR_MAX = 8
-"""Enough to reject two ratios at every check layer and still try a third."""
+ANSWER_TOKENS_MIN = 32
+"""At least so many tokens of full prefill's answer are compared, if it does not end before."""
+FORM_PROMPTS = 32
+NOISE_PROMPTS = 16
 ACCURACY_LOW = 0.5
 """Full prefill's accuracy below this causes a warning."""
+LENGTHS_APART = 1.5
+"""Prompts or answers are judged in two halves, by length, if the longest has so many times the tokens of the
+shortest."""
+DOMAIN_TAIL = 0.02
+"""Share of the prompts at either end that does not widen the domain: single prompts say nothing."""
+PASSAGE_PROMPTS = 400
+"""Most prompts made of the bundled passages."""
 PASSAGE_CHUNKS = 4
 PASSAGE_TOKENS = 192
 """Tokens of each bundled passage in a prompt: enough for attention across chunks, few enough to measure
 often."""
+PROMPTS = 2000
+MINUTES = 12.0
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to measure. More prompts detect smaller losses and take longer."""
+    """How much to measure."""
 
-    prompts: int = 96
-    screened: int = 24
+    prompts: int = PROMPTS
+    """At most so many. Only as many are run as the decision takes."""
+    minutes: float | None = MINUTES
+    """The search ends after so many; what is undecided then does not pass. None: no limit."""
     seed: int = 0
     ratios: Sequence[float] = grid.RATIOS
     selectors: Sequence[SelectorName] = grid.CANDIDATES
@@ -79,6 +101,8 @@ def check_budget(budget: Budget, thresholds: Thresholds) -> None:
             "prompts",
             f"{budget.prompts} prompts are too few; allow at least {thresholds.prompts_min}",
         )
+    if budget.minutes is not None and not budget.minutes > 0:
+        raise InvalidField("minutes", f"{budget.minutes:g} must be above 0")
 
 
 def prepare_bench(
@@ -86,22 +110,18 @@ def prepare_bench(
     form: PromptForm,
     given: Sequence[Question] | None,
     budget: Budget,
-    notify: Notify = lambda text: None,
 ) -> tuple[Bench, list[str]]:
-    """Write the given questions (or some about the bundled passages) in the engine's form and store their
-    chunks. Returns the bench for `calibrate`, and warnings. Raises `InvalidField` if no question fits the
-    model."""
+    """Write the given questions, or prompts of the bundled passages, in the engine's form. Returns the bench
+    for `calibrate`, and warnings. Raises `InvalidField` if no question fits the model."""
     questions = given or make_passage_questions(
         lambda text: len(form.tokenize(text)),
         min(PASSAGE_TOKENS, engine.max_model_len // 6),
-        budget.prompts,
+        min(budget.prompts, PASSAGE_PROMPTS),
         budget.seed,
     )
-    max_tokens = answer_tokens(questions, form.tokenizer)
+    max_tokens = max(ANSWER_TOKENS_MIN, answer_tokens(questions, form.tokenizer))
     cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens)
-    bench = Bench(engine, cases, max_tokens)
-    bench.store_chunks(lambda done, total: notify(f"storing chunks, {done} of {total}"))
-    return bench, warnings
+    return Bench(engine, cases, max_tokens), warnings
 
 
 def calibrate(
@@ -113,74 +133,168 @@ def calibrate(
     source: str,
     created: str,
     notify: Notify = lambda text: None,
+    form: str = FormName.PLAIN.value,
+    clock_s: Callable[[], float] = time.monotonic,
 ) -> Calibration:
-    """Measure configurations and write a report. The chunks of `bench` must be stored (`prepare_bench`).
+    """Measure configurations and write a report.
 
-    Raises `InvalidField` for too few questions or prompts, and if full prefill answers none of them
-    correctly.
+    `form` names the prompt form, for the report. Raises `InvalidField` for too few questions, and for a
+    form in which full prefill is rarely right or says nothing.
     """
-    chosen = _sample_cases(len(bench.cases), budget, thresholds)
-    screening, rest = chosen[: budget.screened], chosen[budget.screened :]
+    started_s = clock_s()
+    order = _sample_cases(len(bench.cases), budget, thresholds)
     notify("full prefill")
-    bench.full(chosen)
-    warnings = _check_full_prefill(bench, chosen)
+    warnings = _check_full_prefill(bench, order[:FORM_PROMPTS], form)
     notify("noise floor")
-    noise = bench.noise(screening)
-    cases = [bench.cases[index] for index in chosen]
-    candidates = grid.affordable(
-        grid.selections(budget.selectors, budget.ratios, num_layers),
+    noise = bench.noise(order[:NOISE_PROMPTS])
+    cases = [bench.cases[index] for index in order]
+    quantities, unjudged = _judged_quantities(cases, thresholds)
+    tried = grid.affordable(
+        grid.candidates(budget.selectors, budget.ratios, num_layers),
         grid.workload_of(cases, num_layers),
         budget.cost_max,
     )
-    screened: dict[Selection, Scores] = {}
-    for number, selection in enumerate(candidates, 1):
-        notify(f"screening {number} of {len(candidates)}, {describe_selection(selection)}")
-        screened[selection] = measure_selection(bench, selection, screening)
-    entries = {selection: scores.entry for selection, scores in screened.items()}
-    promising = _filter_promising(entries, noise, thresholds)
-    entries |= _confirm_selections(bench, promising, screened, rest, noise, thresholds, notify)
+    race = Race(tried, race_prompts(cases), noise, thresholds)
+    warnings += unjudged + _warn_of_few(race, cases, quantities, thresholds)
+    runner = _RaceRunner(bench, order, race, quantities, notify)
+    deadline_s = None if budget.minutes is None else started_s + 60 * budget.minutes
+    runner.run(lambda: deadline_s is None or clock_s() < deadline_s)
+    minutes = (clock_s() - started_s) / 60
     report = CalibrationReport.of(
-        binding, created, source, budget.seed, noise, thresholds, list(entries.values())
+        binding,
+        created,
+        source,
+        budget.seed,
+        noise,
+        thresholds,
+        runner.domain(form),
+        runner.search(len(tried), minutes),
+        runner.entries(),
     )
     return Calibration(report, warnings)
 
 
-def _filter_promising(
-    entries: dict[Selection, ReportEntry], noise: Noise, thresholds: Thresholds
-) -> list[Selection]:
-    """Keep what passed on the screening prompts, cheapest first."""
-    lenient = replace(thresholds, prompts_min=1)
-    passed = [entry for entry in entries.values() if not shortfalls(entry, noise, lenient)]
-    passed.sort(key=lambda entry: (entry.cost, describe_selection(entry.selection)))
-    return [entry.selection for entry in passed]
+class _RaceRunner:
+    """Measures what a race asks for, and keeps every prompt's scores."""
+
+    def __init__(
+        self, bench: Bench, order: Sequence[int], race: Race, quantities: frozenset[Quantity], notify: Notify
+    ) -> None:
+        self.race = race
+        self.scores: dict[Selection, list[PromptScore]] = {}
+        """From each configuration's last phase, on prompts like all."""
+        self.confirmed: list[int] = []
+        """Indices of the cases that the confirmation used."""
+        self._bench = bench
+        self._order = order
+        self._quantities = quantities
+        self._notify = notify
+
+    def run(self, has_time: Callable[[], bool]) -> None:
+        """Until the race is over, or `has_time` says no between two rounds."""
+        while has_time() and (asked := self.race.ask()) is not None:
+            indices = [self._order[number] for number in asked.prompts]
+            self._bench.store_chunks(lambda done, total: None, indices)
+            self._bench.full(indices)
+            if asked.is_confirmation:
+                if not self.confirmed:
+                    self.scores = {s: v for s, v in self.scores.items() if s not in asked.selections}
+                self.confirmed += indices
+            measured = []
+            for number, selection in enumerate(asked.selections, 1):
+                self._notify(self._progress(asked, number))
+                scores = measure_selection(self._bench, selection, indices, asked.is_confirmation).by_prompt
+                if asked.tasks is None:
+                    self.scores.setdefault(selection, []).extend(scores)
+                measured.append([one.losses.only(self._quantities) for one in scores])
+            self.race.tell(asked, measured)
+
+    def _progress(self, asked: Ask, number: int) -> str:
+        now = describe_selection(asked.selections[number - 1])
+        if not asked.is_confirmation:
+            return f"screening {number} of {len(asked.selections)} on {len(asked.prompts)} prompts: {now}"
+        passed = [one.selection for one in self.race.finalists if one.error is not None]
+        leader = f"; {describe_selection(passed[-1])} passes" if passed else ""
+        tasks = sorted(asked.tasks or ())
+        some = f", now of {tasks[0] if len(tasks) == 1 else f'{len(tasks)} tasks'}" if tasks else ""
+        return f"confirming {now} on {len(self.confirmed)} prompts{some}{leader}"
+
+    def entries(self) -> list[ReportEntry]:
+        """One for each configuration that was measured: the finalists, then what was only screened."""
+        found = []
+        for place, finalist in enumerate(self.race.finalists):
+            if not finalist.tests:
+                continue
+            found.append(
+                replace(
+                    summarize(finalist.selection, self.scores[finalist.selection]),
+                    place=place,
+                    error=self.race.error_of(place),
+                    bounds=self.race.bounds_of(place),
+                    prompts_missing=self.race.prompts_missing(place),
+                )
+            )
+        confirmed = {entry.selection for entry in found}
+        return found + [
+            summarize(selection, scores)
+            for selection, scores in self.scores.items()
+            if selection not in confirmed
+        ]
+
+    def domain(self, form: str) -> Domain:
+        """The prompts that the confirmation used; if there was none, those of the screening."""
+        used = self.confirmed or [self._order[number] for number in range(self.race.num_screening)]
+        cases = [self._bench.cases[index] for index in used]
+        chunks = [len(case.prompt.chunks) for case in cases]
+        tokens = [sum(len(c.token_ids) for c in case.prompt.chunks) for case in cases]
+        answers = [len(answer.steps) for answer in self._bench.full(used)]
+        return Domain(
+            form,
+            _range([len(case.prompt.token_ids) for case in cases]),
+            _range(chunks),
+            _range([round(total / count) for total, count in zip(tokens, chunks, strict=True)]),
+            _range(answers),
+        )
+
+    def search(self, candidates: int, minutes: float) -> Search:
+        missing = [self.race.prompts_missing(place) for place in range(len(self.race.finalists))]
+        known = [count for count in missing if count]
+        more = None
+        if known and self.confirmed:
+            more = round(minutes * min(known) / len(self.confirmed), 1)
+        confirmed = sum(bool(one.tests) for one in self.race.finalists)
+        return Search(candidates, confirmed, round(minutes, 2), more)
 
 
-def _confirm_selections(
-    bench: Bench,
-    promising: Sequence[Selection],
-    screened: dict[Selection, Scores],
-    rest: Sequence[int],
-    noise: Noise,
-    thresholds: Thresholds,
-    notify: Notify,
-) -> dict[Selection, ReportEntry]:
-    """Measure each selector's configurations on all prompts, cheapest first, until one passes."""
-    confirmed: dict[Selection, ReportEntry] = {}
-    passed: set[SelectorName] = set()
-    tried: Counter[SelectorName] = Counter()
-    for selection in promising:
-        name = selection.selector
-        if name in passed or tried[name] == CONFIRMATIONS_PER_SELECTOR_MAX:
-            continue
-        notify(f"confirming {describe_selection(selection)}")
-        tried[name] += 1
-        scores = screened[selection]
-        if rest:
-            scores = scores.join_scores(measure_selection(bench, selection, rest))
-        confirmed[selection] = scores.entry
-        if not shortfalls(confirmed[selection], noise, thresholds):
-            passed.add(name)
-    return confirmed
+def _range(lengths: Sequence[int]) -> LengthRange:
+    """From the shortest to the longest, without the tails."""
+    return LengthRange(
+        int(metrics.percentile(lengths, DOMAIN_TAIL)), int(metrics.percentile(lengths, 1 - DOMAIN_TAIL))
+    )
+
+
+def race_prompts(cases: Sequence[Case]) -> list[RacePrompt]:
+    """What the race may judge on its own: tasks, and two halves of the prompts' and the answers' lengths."""
+    tasks = {case.question.task for case in cases}
+    by_prompt = _halves("prompts", [len(case.prompt.token_ids) for case in cases])
+    by_answer = _halves("answers", [len(case.answer_ids) for case in cases])
+    return [
+        RacePrompt(
+            f"task {case.question.task}" if len(tasks) > 1 else "",
+            tuple(name for name in (*mine, *theirs) if name),
+        )
+        for case, mine, theirs in zip(cases, by_prompt, by_answer, strict=True)
+    ]
+
+
+def _halves(what: str, lengths: Sequence[int]) -> list[tuple[str, ...]]:
+    """Name the half that each length belongs to; nothing for a length of 0, or if all are alike."""
+    known = sorted(length for length in lengths if length)
+    if not known or known[-1] < LENGTHS_APART * known[0]:
+        return [()] * len(lengths)
+    middle = known[(len(known) - 1) // 2]
+    names = (f"{what} up to {middle} tokens", f"{what} over {middle} tokens")
+    return [(names[length > middle],) if length else () for length in lengths]
 
 
 def _sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
@@ -196,30 +310,71 @@ def _sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[in
     return order[: budget.prompts]
 
 
-def _check_full_prefill(bench: Bench, indices: Sequence[int]) -> list[str]:
-    """Return warnings about full prefill's accuracy. Raises `InvalidField` if it is never right."""
-    full = bench.full(indices)
-    itself = Scores(Selection(1.0), [bench.cases[index] for index in indices], full, full).entry
-    if itself.accuracy_full is None:
-        return ["no question has an answer, so only agreement with full prefill is measured, not accuracy"]
-    if itself.accuracy_full == 0:
-        raise InvalidField(
-            "questions",
-            f"full prefill answers none of {len(indices)} correctly, so no loss can be detected; check that "
-            "the answers belong to the questions and the format suits the model, or leave the answers out",
-        )
-    unanswered = sum(not bench.cases[index].question.answers for index in indices)
+def _judged_quantities(
+    cases: Sequence[Case], thresholds: Thresholds
+) -> tuple[frozenset[Quantity], list[str]]:
+    """What is judged: accuracy only if enough questions have answers. And warnings."""
+    answered = sum(bool(case.question.answers) for case in cases)
+    if answered >= thresholds.stratum_prompts_min or answered == len(cases):
+        missing = len(cases) - answered
+        warning = f"{missing} of {len(cases)} questions have no answer; accuracy covers only the others"
+        return frozenset(Quantity), [warning] if missing else []
+    few = (
+        f"only {answered} of {len(cases)} questions have an answer"
+        if answered
+        else "no question has an answer"
+    )
+    return (
+        frozenset({Quantity.KL, Quantity.DISAGREEMENT}),
+        [f"{few}, so only agreement with full prefill is judged, not accuracy"],
+    )
+
+
+def _warn_of_few(
+    race: Race, cases: Sequence[Case], quantities: frozenset[Quantity], thresholds: Thresholds
+) -> list[str]:
+    """Warn if nothing can pass, however good, and of tasks that are too small to be judged."""
     warnings = []
-    if unanswered:
+    for name, count in sorted(Counter(case.question.task for case in cases).items()):
+        if race.has_tasks and f"task {name}" not in race.judged:
+            warnings.append(
+                f"task {name} is not judged on its own: {count} questions, of which fewer than "
+                f"{thresholds.stratum_prompts_min} are left for the confirmation"
+            )
+    error = 1 - thresholds.confidence
+    needed = max(
+        prompts_needed(thresholds.highest(quantity, "", race.noise), error) for quantity in quantities
+    )
+    left = len(cases) - race.num_screening
+    if left < needed:
         warnings.append(
-            f"{unanswered} of {len(indices)} questions have no answer; accuracy covers only the others"
-        )
-    if itself.accuracy_full < ACCURACY_LOW:
-        warnings.append(
-            f"full prefill's own accuracy is {itself.accuracy_full:.2f}: where it is wrong, losses stay "
-            "hidden; use easier questions"
+            f"{left} questions are left for the confirmation, but even a blend without any loss needs "
+            f"{needed}; provide about {needed - left + 100} more"
         )
     return warnings
+
+
+def _check_full_prefill(bench: Bench, indices: Sequence[int], form: str) -> list[str]:
+    """Return warnings about full prefill's accuracy. Raises `InvalidField` for a form that does not work."""
+    bench.store_chunks(lambda done, total: None, indices)
+    said = []
+    for index, answer in zip(indices, bench.full(indices), strict=True):
+        question = bench.cases[index].question
+        score = metrics.rouge_l if question.task in ROUGE_DATASETS else metrics.f1
+        scored = score(answer.text, question.answers) if question.answers else 0.0
+        said.append(FullAnswer(answer.text, _ends_at_once(answer), question.answers, scored))
+    check_form(form, said)
+    known = [one.score for one in said if one.answers]
+    if known and metrics.mean(known) < ACCURACY_LOW:
+        return [
+            f"full prefill itself scores {metrics.mean(known):.2f}: where it is wrong, losses stay hidden; "
+            "use easier questions"
+        ]
+    return []
+
+
+def _ends_at_once(answer: CaseAnswer) -> bool:
+    return len(answer.token_ids) == 1 and not answer.text.strip()
 
 
 def make_passage_questions(

@@ -1,13 +1,14 @@
-"""Lists the configurations to measure: every selector at the ratios and check layers worth trying."""
+"""Lists the configurations to measure: every selector at the ratios and layers worth trying."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
-from kintsugi.fusor.selectors import make_selector
+from kintsugi.fusor.selectors import AdaptiveSelector, make_selector
 from kintsugi.quality.measure import Case
 
 RATIOS = (0.05, 0.1, 0.15, 0.25, 0.4)
@@ -20,6 +21,10 @@ CANDIDATES = tuple(
 
 DEPTHS = (0.0, 0.125, 0.25, 0.375)
 """Check layers worth trying, as shares of the model's depth. Deeper ones cost too much."""
+ADAPTIVE_MASS = 0.7
+"""Share of the signal that an adaptive ratio covers, with the largest ratio as its ceiling."""
+LATE_DEPTHS = (0.4, 0.8)
+"""Query layers worth trying beside the fusor's own, as shares of the depth."""
 COST_MAX = 0.6
 """Configurations that cost more than this share of a full prefill are not worth their loss in quality."""
 
@@ -52,6 +57,27 @@ def selections(
     ]
 
 
+def candidates(names: Sequence[SelectorName], ratios: Sequence[float], num_layers: int) -> list[Selection]:
+    """What a calibration tries: `selections`, each of them also with other query layers and with an adaptive
+    ratio, where the selector uses them."""
+    found = []
+    for selection in selections(names, ratios, num_layers):
+        selector = make_selector(selection, num_layers)
+        is_largest = selection.ratio == max(ratios)
+        for layers in query_layer_sets(num_layers) if selector.query_layers else [()]:
+            one = replace(selection, query_layers=layers)
+            found.append(one)
+            if is_largest and isinstance(selector, AdaptiveSelector):
+                found.append(replace(one, adaptive_mass=ADAPTIVE_MASS))
+    return found
+
+
+def query_layer_sets(num_layers: int) -> list[tuple[int, ...]]:
+    """The fusor's own choice, later layers, and all. Which is best differs from model to model."""
+    first, end = (round(depth * num_layers) for depth in LATE_DEPTHS)
+    return [(), tuple(range(first, max(end, first + 1))), tuple(range(num_layers))]
+
+
 def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
     """The workload of the mean prompt. A projection is assumed to cost 0.05 of a layer, which is good enough
     to rank candidates."""
@@ -62,9 +88,7 @@ def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
     return PassWorkload(max(1, hit // count), max(1, other // count), num_layers, 0.05, exact // count)
 
 
-def affordable(
-    candidates: Sequence[Selection], work: PassWorkload, cost_max: float = COST_MAX
-) -> list[Selection]:
-    """The candidates predicted to cost at most `cost_max`, cheapest first."""
-    priced = [(configuration_cost(one, work), index) for index, one in enumerate(candidates)]
-    return [candidates[index] for cost, index in sorted(priced) if cost <= cost_max]
+def affordable(tried: Sequence[Selection], work: PassWorkload, cost_max: float = COST_MAX) -> list[Selection]:
+    """Those predicted to cost at most `cost_max`, cheapest first."""
+    priced = [(configuration_cost(one, work), index) for index, one in enumerate(tried)]
+    return [tried[index] for cost, index in sorted(priced) if cost <= cost_max]

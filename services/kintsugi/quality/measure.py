@@ -3,13 +3,14 @@
 The engine is real vLLM, so what is measured is what serves. Chunks are stored once; every method starts with
 an empty prefix cache, and many prompts share steps. Full prefill's greedy answer is the reference. A blend is
 compared with it token by token and forced to continue like it (teacher forcing), so that one early difference
-does not count again at every later token.
+does not count again at every later token. The token that ends an answer is not compared: once the answer is
+given, both ends agree on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -18,12 +19,13 @@ from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
-from kintsugi.core.report import Noise, ReportEntry
+from kintsugi.core.report import Noise, Quantity, ReportEntry
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
+from kintsugi.quality.racing import PromptLosses
 
 TOP_LOGPROBS = 20
 """vLLM's default limit."""
@@ -36,6 +38,8 @@ NAMESPACE = "quality"
 
 Notify = Callable[[str], None]
 """Receives a line about the current step."""
+Score = Callable[[str, Sequence[str]], float]
+"""Scores a text by the answers."""
 OnProgress = Callable[[int, int], None]
 """Receives the number of items done and their total."""
 
@@ -60,6 +64,8 @@ class Case:
 
     question: Question
     prompt: RagPrompt
+    answer_ids: tuple[int, ...] = ()
+    """The first given answer, tokenised as it would follow the question; empty where none is given."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class CaseAnswer:
     text: str
     token_ids: tuple[int, ...]
     steps: tuple[dict[int, float], ...]
-    """Highest logprobs at each position of the reference answer, by token id."""
+    """Highest logprobs at each position, by token id. Full prefill's own leave out the token that ends the
+    answer, unless it is the only one."""
     cost: float
     ttft_s: float
 
@@ -110,10 +117,17 @@ def tokenize_questions(
         else:
             if any(len(chunk.token_ids) == 1 for chunk in prompt.chunks):
                 warnings.append(f"question {number} has a chunk of one token, which is always recomputed")
-            cases.append(Case(question, prompt))
+            cases.append(Case(question, prompt, _answer_ids(question, form.foot, tokenize)))
     if not cases:
         raise InvalidField("questions", f"none fits the model; {warnings[0]}")
     return cases, warnings
+
+
+def _answer_ids(question: Question, foot: str, tokenize: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
+    if not question.answers:
+        return ()
+    space = "" if (foot or question.tail)[-1:].isspace() else " "
+    return tokenize(space + question.answers[0])
 
 
 class Bench:
@@ -128,12 +142,16 @@ class Bench:
         self.batch = batch
         self._full: dict[int, CaseAnswer] = {}
         """Reference answers by case index."""
+        self._full_given: dict[int, CaseAnswer] = {}
+        self._stored: set[tuple[int, ...]] = set()
 
-    def store_chunks(self, on_progress: OnProgress) -> int:
-        """Prefill and store every distinct chunk. Returns their number. Raises `NotBlendable` if one cannot
-        be stored."""
+    def store_chunks(self, on_progress: OnProgress, indices: Sequence[int] | None = None) -> int:
+        """Prefill and store every distinct chunk, of some cases if `indices` names them. Returns the number
+        of chunks that were new. Raises `NotBlendable` if one cannot be stored."""
         prefix = self.cases[0].prompt.prefix
-        distinct = list(dict.fromkeys(chunk.token_ids for case in self.cases for chunk in case.prompt.chunks))
+        cases = self.cases if indices is None else [self.cases[index] for index in indices]
+        wanted = dict.fromkeys(chunk.token_ids for case in cases for chunk in case.prompt.chunks)
+        distinct = [token_ids for token_ids in wanted if token_ids not in self._stored]
         for start in range(0, len(distinct), SAVE_BATCH):
             for saved in self.engine.save(prefix, distinct[start : start + SAVE_BATCH], NAMESPACE):
                 accounting = saved.accounting or {}
@@ -143,13 +161,17 @@ class Bench:
                     )
                     raise NotBlendable(*(reason.split(": ", 1) if ": " in reason else (reason, "")))
             on_progress(min(start + SAVE_BATCH, len(distinct)), len(distinct))
+        self._stored.update(distinct)
         return len(distinct)
 
     def full(self, indices: Sequence[int]) -> list[CaseAnswer]:
         """Full prefill's answers to some cases; each is computed once."""
         missing = [index for index in indices if index not in self._full]
         for index, generation in self._run(missing, None, {}):
-            self._full[index] = _make_answer(generation, generation)
+            answer = _make_answer(generation, generation)
+            if generation.finish_reason == "stop" and len(answer.steps) > 1:
+                answer = dataclasses.replace(answer, steps=answer.steps[:-1])
+            self._full[index] = answer
         return [self._full[index] for index in indices]
 
     def noise(self, indices: Sequence[int]) -> Noise:
@@ -175,10 +197,27 @@ class Bench:
         free = dict(self._run(indices, selection, {}))
         # Up to the first different token, a free answer equals a forced one.
         parted = [index for index in indices if tuple(free[index].token_ids) != full[index].token_ids]
-        parted = [index for index in parted if len(full[index].token_ids) > 1]
-        forced_ids = {index: full[index].token_ids for index in parted}
+        parted = [index for index in parted if len(full[index].steps) > 1]
+        forced_ids = {index: full[index].token_ids[: len(full[index].steps)] for index in parted}
         forced = dict(self._run(parted, selection, forced_ids))
         return [_make_answer(free[index], forced.get(index, free[index])) for index in indices]
+
+    def given(self, selection: Selection | None, indices: Sequence[int]) -> list[CaseAnswer | None]:
+        """Answers forced along the given ones, where full prefill does not say them itself; None elsewhere.
+        `selection` None means full prefill, which is computed once."""
+        asked = [
+            index
+            for index, answer in zip(indices, self.full(indices), strict=True)
+            if self.cases[index].answer_ids and not _says(answer, self.cases[index].answer_ids)
+        ]
+        kept = self._full_given if selection is None else {}
+        missing = [index for index in asked if index not in kept]
+        forced_ids = {index: self.cases[index].answer_ids for index in missing}
+        if selection is not None:
+            self.engine.plan_with(selection)
+        for index, generation in self._run(missing, selection, forced_ids):
+            kept[index] = _make_answer(generation, generation)
+        return [kept.get(index) for index in indices]
 
     def _run(
         self, indices: Sequence[int], selection: Selection | None, forced: dict[int, tuple[int, ...]]
@@ -205,6 +244,10 @@ class Bench:
         return Prompt(prompt.token_ids, params, length, top_logprobs=TOP_LOGPROBS, forced=forced)
 
 
+def _says(answer: CaseAnswer, token_ids: tuple[int, ...]) -> bool:
+    return answer.token_ids[: len(token_ids)] == token_ids and len(answer.steps) >= len(token_ids)
+
+
 def _check_blended(generation: Generation) -> None:
     """Raise `NotBlendable` if the prompt was not blended, `ResourceExhausted` if a chunk was missing."""
     accounting = generation.accounting or {}
@@ -225,6 +268,62 @@ def _make_answer(free: Generation, forced: Generation) -> CaseAnswer:
 
 
 @dataclass(frozen=True)
+class PromptScore:
+    """What one configuration does on one prompt, compared with full prefill."""
+
+    cost: float
+    divergences: tuple[float, ...]
+    """KL at each position of full prefill's answer."""
+    disagreements: tuple[bool, ...]
+    """Whether the most likely token differs there."""
+    right: tuple[float, float] | None = None
+    """Exact match of the blend and of full prefill; None without answers."""
+    f1: tuple[float, float] | None = None
+    """F1 of both, or Rouge-L for tasks that are scored by it."""
+    likelihood_loss: float | None = None
+    """Nats per token of the given answer; None where it was not measured."""
+
+    @property
+    def losses(self) -> PromptLosses:
+        found = {
+            Quantity.KL: min(1.0, metrics.mean(self.divergences)),
+            Quantity.DISAGREEMENT: metrics.mean(self.disagreements),
+        }
+        for quantity, pair in ((Quantity.EXACT_MATCH, self.right), (Quantity.F1, self.f1)):
+            if pair is not None:
+                found[quantity] = pair[1] - pair[0]
+        return PromptLosses(self.cost, found)
+
+
+def summarize(selection: Selection, scores: Sequence[PromptScore]) -> ReportEntry:
+    """The entry of a report, without a verdict."""
+    divergences = [value for one in scores for value in one.divergences]
+    agreement = 1 - metrics.mean([value for one in scores for value in one.disagreements])
+    right = [one.right for one in scores if one.right is not None]
+    f1 = [one.f1 for one in scores if one.f1 is not None]
+    return ReportEntry(
+        selection=selection,
+        cost=round(metrics.mean([one.cost for one in scores]), 6),
+        kl_mean=round(metrics.mean(divergences), 6),
+        kl_p99=round(metrics.percentile(divergences, 0.99), 6),
+        top1_agreement=round(agreement, 6),
+        num_prompts=len(scores),
+        num_positions=len(divergences),
+        exact_match=_mean_or_none([blend for blend, _ in right]),
+        exact_match_full=_mean_or_none([full for _, full in right]),
+        f1=_mean_or_none([blend for blend, _ in f1]),
+        f1_full=_mean_or_none([full for _, full in f1]),
+        likelihood_loss=_mean_or_none(
+            [one.likelihood_loss for one in scores if one.likelihood_loss is not None]
+        ),
+    )
+
+
+def _mean_or_none(values: Sequence[float]) -> float | None:
+    return round(metrics.mean(values), 6) if values else None
+
+
+@dataclass(frozen=True)
 class Scores:
     """One configuration compared with full prefill: one value per case, in the order of the cases."""
 
@@ -232,6 +331,8 @@ class Scores:
     cases: Sequence[Case]
     full: Sequence[CaseAnswer]
     blend: Sequence[CaseAnswer]
+    likelihood_losses: Sequence[float | None] = ()
+    """See `PromptScore.likelihood_loss`; empty if it was not measured."""
 
     @property
     def divergences(self) -> list[float]:
@@ -260,22 +361,40 @@ class Scores:
         ]
 
     @property
-    def entry(self) -> ReportEntry:
-        """The entry for a calibration report."""
-        divergences = self.divergences
-        right = self.score_cases(accuracy_of(self.cases))
-        right_full = self.score_cases(accuracy_of(self.cases), of_blend=False)
-        return ReportEntry(
-            selection=self.selection,
-            cost=round(self.cost, 6),
-            kl_mean=round(metrics.mean(divergences), 6),
-            kl_p99=round(metrics.percentile(divergences, 0.99), 6),
-            top1_agreement=round(metrics.mean([metrics.same_top(*pair) for pair in self._pairs]), 6),
-            num_prompts=len(self.cases),
-            num_positions=len(divergences),
-            accuracy=round(metrics.mean(right), 6) if right else None,
-            accuracy_full=round(metrics.mean(right_full), 6) if right_full else None,
+    def by_prompt(self) -> list[PromptScore]:
+        """One score per case."""
+        right = self._score_pairs(lambda question: metrics.exact_match)
+        f1 = self._score_pairs(
+            lambda question: metrics.rouge_l if question.task in ROUGE_DATASETS else metrics.f1
         )
+        found = []
+        for index, (full, blend) in enumerate(zip(self.full, self.blend, strict=True)):
+            pairs = list(zip(full.steps, blend.steps, strict=False))
+            found.append(
+                PromptScore(
+                    blend.cost,
+                    tuple(metrics.kl_divergence(*pair) for pair in pairs),
+                    tuple(not metrics.same_top(*pair) for pair in pairs),
+                    right[index],
+                    f1[index],
+                    self.likelihood_losses[index] if self.likelihood_losses else None,
+                )
+            )
+        return found
+
+    def _score_pairs(self, choose: Callable[[Question], Score]) -> list[tuple[float, float] | None]:
+        """(blend's, full prefill's) score of each case; None for one without answers."""
+        return [
+            (choose(case.question)(blend.text, answers), choose(case.question)(full.text, answers))
+            if (answers := case.question.answers)
+            else None
+            for case, full, blend in zip(self.cases, self.full, self.blend, strict=True)
+        ]
+
+    @property
+    def entry(self) -> ReportEntry:
+        """The entry for a report, without a verdict."""
+        return summarize(self.selection, self.by_prompt)
 
     def join_scores(self, other: Scores) -> Scores:
         """Join with the scores of the same configuration on other cases."""
@@ -285,6 +404,7 @@ class Scores:
             [*self.cases, *other.cases],
             [*self.full, *other.full],
             [*self.blend, *other.blend],
+            [*self.likelihood_losses, *other.likelihood_losses],
         )
 
     def of_task(self, task: str) -> Scores:
@@ -295,20 +415,41 @@ class Scores:
             cases=[self.cases[index] for index in keep],
             full=[self.full[index] for index in keep],
             blend=[self.blend[index] for index in keep],
+            likelihood_losses=[self.likelihood_losses[index] for index in keep if self.likelihood_losses],
         )
 
 
-def accuracy_of(cases: Sequence[Case]) -> Callable[[str, Sequence[str]], float]:
-    """The accuracy metric for these cases: Rouge-L for summaries, exact match if every answer is one word (as
-    in the testbed), else F1."""
-    if all(case.question.task in ROUGE_DATASETS for case in cases):
-        return metrics.rouge_l
-    one_word = all(len(answer.split()) == 1 for case in cases for answer in case.question.answers)
-    return metrics.exact_match if one_word else metrics.f1
+def measure_selection(
+    bench: Bench, selection: Selection, indices: Sequence[int], with_likelihood: bool = False
+) -> Scores:
+    """Run some cases with a configuration and compare the answers with full prefill's.
 
-
-def measure_selection(bench: Bench, selection: Selection, indices: Sequence[int]) -> Scores:
-    """Run some cases with a configuration and compare the answers with full prefill's."""
+    `with_likelihood` also compares how likely the given answers are, which takes one more run of the cases in
+    which full prefill says something else.
+    """
     full = bench.full(indices)
     blend = bench.blend(selection, indices)
-    return Scores(selection, [bench.cases[index] for index in indices], full, blend)
+    cases = [bench.cases[index] for index in indices]
+    losses: list[float | None] = []
+    if with_likelihood:
+        forced = zip(bench.given(None, indices), bench.given(selection, indices), strict=True)
+        for case, mine, theirs, pair in zip(cases, full, blend, forced, strict=True):
+            losses.append(_likelihood_loss(case.answer_ids, pair[0] or mine, pair[1] or theirs))
+    return Scores(selection, cases, full, blend, losses)
+
+
+def _likelihood_loss(token_ids: Sequence[int], full: CaseAnswer, blend: CaseAnswer) -> float | None:
+    """By how many nats per token the blend finds these tokens less likely."""
+    if not token_ids:
+        return None
+    return metrics.mean(
+        [
+            _logprob(one, token) - _logprob(other, token)
+            for token, one, other in zip(token_ids, full.steps, blend.steps, strict=False)
+        ]
+    )
+
+
+def _logprob(step: Mapping[int, float], token: int) -> float:
+    """At most this if the token is not reported."""
+    return step.get(token, min(step.values()))

@@ -17,7 +17,8 @@ from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.models.prompt_form import PromptForm
 
-NOT_CALIBRATED = "not_calibrated"
+NEEDS_CALIBRATION = ("not_calibrated", "calibration_outdated")
+"""Reasons of a closed gate that a calibration ends."""
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 BOUND = ("portable", "query_layers")
@@ -86,7 +87,7 @@ class Calibrator:
         budget, thresholds = Budget(), Thresholds()
         file = questions_file(self._model, self._engines)
         given = None if file is None else read_questions(file)
-        bench, _ = prepare_bench(engine, form, given, budget, self._say)
+        bench, _ = prepare_bench(engine, form, given, budget)
         calibration = calibrate(
             bench,
             engine.num_layers,
@@ -96,6 +97,7 @@ class Calibrator:
             "bundled passages" if file is None else file.name,
             utc_now(),
             self._say,
+            form.name.value,
         )
         return calibration.report
 

@@ -9,7 +9,16 @@ import pytest
 
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import CalibrationReport, Noise, ReportEntry, Thresholds
+from kintsugi.core.prompt import Domain, LengthRange
+from kintsugi.core.report import (
+    CalibrationReport,
+    LossBound,
+    Noise,
+    Quantity,
+    ReportEntry,
+    Search,
+    Thresholds,
+)
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.scheduler.gate import StoreReports
@@ -33,9 +42,17 @@ CLOSED = {"allow_uncalibrated": False, "report_poll_ms": 600_000}
 
 
 def passing_report(engine: LocalEngine) -> CalibrationReport:
-    entry = ReportEntry(Selection(0.3, SelectorName.HKVD, 2), 0.6, 0.01, 0.1, 1.0, 40, 40)
+    bounds = [LossBound(Quantity.KL, "", 0.01, 0.05, 40)]
+    entry = ReportEntry(
+        Selection(0.3, SelectorName.HKVD, 2), 0.6, 0.01, 0.1, 1.0, 40, 40, place=0, error=0.05, bounds=bounds
+    )
+    lengths = LengthRange(100, 400)
+    domain = Domain("plain", lengths, LengthRange(1, 4), lengths, LengthRange(1, 8))
+    search = Search(1, 1, 0.1)
     noise = Noise(0.0, 0.0, 1.0)
-    return CalibrationReport.of(engine.binding, "2026-01-01", "test", 1, noise, Thresholds(), [entry])
+    return CalibrationReport.of(
+        engine.binding, "2026-01-01", "test", 1, noise, Thresholds(), domain, search, [entry]
+    )
 
 
 def publish(engine: LocalEngine, store: RamStore, document: bytes) -> None:
@@ -113,6 +130,24 @@ def test_chunks_in_another_codec_are_missed_where_a_calibration_counts(
         store._chunks[address] = dataclasses.replace(chunk, manifest=lossy)
     assert asked(engine, prompt)["reason"].startswith("no_chunk_cached")
     store._chunks.clear()
+
+
+def test_a_prompt_unlike_the_calibrated_ones_is_prefilled_unless_it_is_exact(
+    gated: tuple[LocalEngine, RamStore, Rag],
+) -> None:
+    engine, store, prompt = gated
+    report = passing_report(engine)
+    shorter = dataclasses.replace(report.domain, prompt_tokens=LengthRange(50, 100))
+    publish(engine, store, dataclasses.replace(report, domain=shorter).to_bytes())
+    refused = asked(engine, prompt)
+    assert refused["outcome"] == "declined"
+    assert refused["reason"].startswith(
+        f"outside_calibration: the prompt has {len(prompt.token_ids)} tokens, calibrated with 50 to 100"
+    )
+    assert refused["chunks_hit"] == 2
+    assert asked(engine, prompt, ratio=1.0)["outcome"] == "blended"
+    exact = dataclasses.replace(prompt, pieces=[prompt.pieces[0], ("gap", prompt.pieces[1][1])])
+    assert asked(engine, exact)["outcome"] == "blended", "a first chunk alone is what full prefill computes"
 
 
 def test_an_edited_report_and_another_models_are_refused(

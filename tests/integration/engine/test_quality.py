@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import CalibrationReport, Noise, Thresholds, family
+from kintsugi.core.prompt import Domain, LengthRange
+from kintsugi.core.report import CalibrationReport, LossBound, Noise, Quantity, Search, Thresholds
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.models.factory import make_checkpoint_once
@@ -29,6 +31,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 STORE = "ram://quality-test"
 TOKENS = 3
+LENGTHS = LengthRange(1, 2048)
+ANY = Domain("plain", LENGTHS, LENGTHS, LENGTHS, LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +84,20 @@ def test_full_reuse_measures_as_a_loss_along_the_same_tokens(bench: Bench) -> No
 
 
 def test_calibration_decides_alike_twice_and_the_gate_reads_it(engine: LocalEngine, bench: Bench) -> None:
-    budget = Budget(prompts=32, screened=4, ratios=(0.15, 0.5), selectors=(SelectorName.HKVD,), cost_max=0.9)
-    lenient = Thresholds(top1_agreement_min=0.3)
+    budget = Budget(ratios=(0.15, 0.5), selectors=(SelectorName.HKVD,), cost_max=0.9)
+    lenient = Thresholds(top1_agreement_min=0.3, kl_mean_max=0.4)
     first, again = (
-        calibrate(bench, engine.num_layers, engine.binding, budget, lenient, "test", "now").report
+        calibrate(
+            bench, engine.num_layers, engine.binding, budget, lenient, "test", "now", clock_s=lambda: 0.0
+        ).report
         for _ in range(2)
     )
     assert first.to_bytes() == again.to_bytes()
     assert first.choice.selection is not None
-    assert {family(entry.selection).selector for entry in first.entries} == {SelectorName.HKVD}
+    assert {entry.selection.selector for entry in first.entries} == {SelectorName.HKVD}
+    (chosen,) = (entry for entry in first.entries if entry.selection == first.choice.selection)
+    assert all(bound.mean < bound.upper < 0.5 for bound in chosen.bounds)
+    assert first.domain.chunks == LengthRange(3, 3)
     assert first.noise.kl_mean < 1e-4
     store = RamStore()
     reports.publish(store, first)
@@ -133,9 +142,16 @@ def test_forced_answers_report_the_models_own_logprobs(engine: LocalEngine, benc
 def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalEngine, bench: Bench) -> None:
     """Held to thresholds of full ratio's noise, full reuse is damage enough."""
     store = RamStore()
-    strict = Thresholds(kl_mean_max=1e-6, kl_p99_max=1e-5, top1_agreement_min=0.99)
-    quiet = measure_selection(bench, Selection(1.0), range(32)).entry
-    report = CalibrationReport.of(engine.binding, "now", "test", 0, Noise(0.0, 0.0, 1.0), strict, [quiet])
+    strict = Thresholds(kl_mean_max=1e-6, top1_agreement_min=0.99)
+    quiet = dataclasses.replace(
+        measure_selection(bench, Selection(1.0), range(32)).entry,
+        place=0,
+        error=0.05,
+        bounds=[LossBound(Quantity.DISAGREEMENT, "", 0.0, 0.01, 32)],
+    )
+    report = CalibrationReport.of(
+        engine.binding, "now", "test", 0, Noise(0.0, 0.0, 1.0), strict, ANY, Search(1, 1, 0.1), [quiet]
+    )
     reports.publish(store, report)
     shadow = Shadow(engine, store, engine.binding, ShadowConfig(share=1.0, positions=TOKENS))
     engine.plan_with(Selection(0.0))
@@ -153,7 +169,10 @@ def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalE
 
 
 def test_a_report_is_written_whole_and_read_again(engine: LocalEngine, tmp_path: Path) -> None:
-    report = CalibrationReport.of(engine.binding, "now", "test", 0, Noise(0.0, 0.0, 1.0), Thresholds(), [])
+    search = Search(0, 0, 0.0)
+    report = CalibrationReport.of(
+        engine.binding, "now", "test", 0, Noise(0.0, 0.0, 1.0), Thresholds(), ANY, search, []
+    )
     path = tmp_path / "report.json"
     reports.write(path, report)
     assert reports.read(path) == report

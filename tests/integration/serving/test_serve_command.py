@@ -22,6 +22,7 @@ pytest.importorskip("starlette", reason="install the extra `serving`")
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
 from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.quality.questions import read_questions
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
 from tests.integration.engine.conftest import PATIENT
@@ -113,7 +114,8 @@ def descendants(process: int) -> set[int]:
 
 
 def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: Path) -> None:
-    question, config = showcase(), tmp_path / "service.yaml"
+    (question,) = read_questions(BUNDLED_CHECKPOINT / "questions.jsonl", 1)
+    long, config = showcase(), tmp_path / "service.yaml"
     # A model this small is prefilled faster than anything is loaded: blend it all the same.
     connector = {"loading_controller": False, **PATIENT}
     config.write_text(
@@ -129,11 +131,13 @@ def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: P
         assert (ready["model"], ready["blending"]) == (BUNDLED_NAME, "on")
         with Client(ready["grpc"], namespace="demo") as client:
             client.put_chunks(question.chunks)
-            answer = client.generate(
-                question.chunks, question.question, sampling=Sampling(max_tokens=2, temperature=0.0)
-            )
+            sampling = Sampling(max_tokens=2, temperature=0.0)
+            answer = client.generate(question.chunks, question.tail, sampling=sampling)
+            client.put_chunks(long.chunks)
+            beyond = client.generate(long.chunks, long.question, sampling=sampling)
         assert answer.outcome == "blended", answer.reason
-        assert question.answer in answer.text
+        assert question.answers[0] in answer.text
+        assert (beyond.outcome, beyond.reason.split(":")[0]) == ("declined", "outside_calibration")
         assert httpx.get(f"{ready['http']}/healthz").status_code == 200
         left = descendants(command.process.pid)
         assert command.stop(signal.SIGTERM) == 0

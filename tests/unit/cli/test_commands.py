@@ -19,7 +19,7 @@ from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
 from kintsugi.cli.session import Asked, ModelSource, Session, Trust, build_prompt
 from kintsugi.core import errors
-from kintsugi.models.bundled import BUNDLED_REPORT, Showcase
+from kintsugi.models.bundled import Showcase
 from kintsugi.models.prompt_form import PromptForm
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
 from tests.unit.core.test_report import entry, report
@@ -148,8 +148,9 @@ def test_the_demo_says_which_answers_are_right(monkeypatch: pytest.MonkeyPatch) 
     document = json.loads(RUNNER.invoke(app, ["demo", "--json"]).stdout)
     assert (document["expected"], document["question"]) == ("1", "who hid it")
     assert [method["right"] for method in document["methods"]] == [True, True, False, True]
-    assert document["calibrated"] is True
-    assert trusted == [Trust(report=BUNDLED_REPORT)] * 2
+    assert document["calibrated"] is False
+    assert trusted == [demo.REGARDLESS] * 2
+    assert "does not speak about prompts of this length" in " ".join(text.stdout.split())
 
 
 @pytest.mark.parametrize(

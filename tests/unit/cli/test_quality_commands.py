@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from examples import offline_longbench
+from rich.console import Console
 from typer.testing import CliRunner
 
+from kintsugi.cli import screen
 from kintsugi.cli.commands import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
@@ -41,7 +45,9 @@ class RunningEngine(FakeEngine):
     """As it was started."""
 
     def generate(self, prompts: Any, arrivals_s: list[float] | None = None) -> Any:
-        return super().generate(prompts)
+        """One word, unless the answer is forced."""
+        short = [replace(one, max_tokens=1) if one.forced is None else one for one in prompts]
+        return super().generate(short)
 
 
 @pytest.fixture
@@ -62,7 +68,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
     return engine
 
 
-def questions(folder: Path, count: int = 40, answer: str = "w5") -> Path:
+def questions(folder: Path, count: int = 400, answer: str = "w5") -> Path:
     path = folder / "questions.jsonl"
     rows = [
         {"chunks": ["a bb ccc", f"dd {'e' * (n % 9 + 1)}"], "question": "why?", "answers": [answer]}
@@ -85,12 +91,30 @@ def test_a_report_is_written_and_shown(engine: RunningEngine, tmp_path: Path) ->
     report = reports.read(tmp_path / "report.json")
     assert report.choice.selection is not None
     assert report.choice.selection.ratio == 0.15
-    assert "default: " in result.stdout
+    for shown in (
+        "default: ",
+        "holds for prompts of",
+        "✓",
+        "✓",
+        "confirmed on other questions",
+    ):
+        assert shown in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
     document = json.loads(calibrated(tmp_path, "--json").stdout)
     assert document["digest"]
     assert document["choice"]["selection"]["ratio"] == 0.15
-    assert "prompt form: plain" in result.stdout
-    assert document["form"] == "plain"
+    assert "in the form 'plain'" in " ".join(result.stdout.split())
+    assert document["domain"]["form"] == "plain"
+    assert document["search"]["candidates"] > document["search"]["confirmed"] > 0
+
+
+def test_what_stays_undecided_is_shown_with_what_it_takes(engine: RunningEngine, tmp_path: Path) -> None:
+    result = calibrated(tmp_path, count=120)
+    assert result.exit_code == ExitCode.NOT_BLENDABLE
+    text = " ".join(result.stdout.split())
+    assert "undecided: " in text
+    assert "more questions like these; the first of them in about" in text
+    assert "even a blend without any loss needs" in " ".join(result.stderr.split())
 
 
 def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path: Path) -> None:
@@ -117,7 +141,7 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
     ("of_questions", "more", "word"),
     [
         ({"count": 5}, (), "5 fit the model"),
-        ({"answer": "never"}, (), "answers none of 40 correctly"),
+        ({"answer": "never"}, (), "rarely right"),
         ({}, ("--store", "ram://here"), "exists only in this process"),
         ({}, ("--engine", "{"), "engine: is not JSON"),
         ({}, ("--connector", "[]"), "connector: must be a JSON object"),
@@ -237,7 +261,7 @@ def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, 
     arguments = ["calibrate", "--model", "m", "--questions", str(path), "--out", str(tmp_path / "r.json")]
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == ExitCode.OK
-    assert "question 41 is left out" in " ".join(result.stderr.split())
+    assert "question 401 is left out" in " ".join(result.stderr.split())
 
 
 def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_path: Path) -> None:
@@ -329,3 +353,13 @@ def test_lists() -> None:
             parse("x", text)
     with pytest.raises(InvalidField, match="is not one of"):
         parse_selectors("best")
+
+
+def test_progress_is_printed_now_and_then_without_a_terminal() -> None:
+    now_s = [0.0]
+    lines = io.StringIO()
+    shown = screen._EveryFewSeconds(Console(file=lines), lambda: now_s[0])
+    for second in range(40):
+        now_s[0] = float(second)
+        shown.print(f"part {second} [of many]")
+    assert lines.getvalue().splitlines() == ["  part 15 [of many]", "  part 30 [of many]"]

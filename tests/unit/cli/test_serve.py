@@ -183,6 +183,28 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("blending", "starts"),
+    [
+        ("not_calibrated: no report", True),
+        ("calibration_outdated: format 1", True),
+        ("calibration_failed: none passes", False),
+        ("on", False),
+    ],
+)
+def test_a_missing_or_outdated_report_starts_a_calibration(
+    monkeypatch: pytest.MonkeyPatch, blending: str, starts: bool
+) -> None:
+    service = StubService()
+    service.spec = ServiceSpec(ModelSpec("m"), EngineSpec())
+    service.blending = blending
+    watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: 10.0)  # type: ignore[arg-type]
+    started: list[bool] = []
+    monkeypatch.setattr(watch, "_start_calibration", lambda: started.append(True))
+    watch._check_blending(service.info())
+    assert started == [True] * starts
+
+
 def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     service, now_s = StubService(), [0.0]
     watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: now_s[0])  # type: ignore[arg-type]

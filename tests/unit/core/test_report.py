@@ -10,15 +10,22 @@ import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import (
     Binding,
     CalibrationReport,
     Choice,
+    LossBound,
     Noise,
+    Quantity,
     ReportEntry,
+    Search,
     Thresholds,
     _digest,
     choose,
+    describe_selection,
+    entitlements,
+    passing,
     shortfalls,
     supersedes,
 )
@@ -33,10 +40,19 @@ BARS = Thresholds(prompts_min=10)
 HKVD, RANDOM = SelectorName.HKVD, SelectorName.RANDOM
 
 
+DOMAIN = Domain("plain", LengthRange(100, 400), LengthRange(2, 4), LengthRange(20, 100), LengthRange(1, 8))
+SEARCH = Search(40, 2, 1.5)
+
+
 def entry(
-    ratio: float = 0.15, selector: SelectorName = HKVD, check_layer: int = 1, **changes: float | int | None
+    ratio: float = 0.15,
+    selector: SelectorName = HKVD,
+    check_layer: int = 1,
+    place: int | None = 0,
+    error: float = 1e-4,
+    **changes: float | int | None,
 ) -> ReportEntry:
-    """One that passes, but for the changes."""
+    """One that was confirmed and passes, but for the changes. Its bounds are its values."""
     values: dict[str, float | int | None] = {
         "cost": ratio,
         "kl_mean": 0.01,
@@ -46,39 +62,48 @@ def entry(
         "num_positions": 50,
         **changes,
     }
-    return ReportEntry(Selection(ratio, selector, check_layer), **values)  # type: ignore[arg-type]
+    losses = {Quantity.KL: values["kl_mean"], Quantity.DISAGREEMENT: 1 - (values["top1_agreement"] or 0)}
+    bounds = [LossBound(quantity, "", loss or 0.0, loss or 0.0, 50) for quantity, loss in losses.items()]
+    selection = Selection(ratio, selector, check_layer)
+    confirmed = {} if place is None else {"place": place, "error": error, "bounds": bounds}
+    return ReportEntry(selection, **values, **confirmed)  # type: ignore[arg-type]
+
+
+def bounded(*bounds: LossBound, place: int = 0) -> ReportEntry:
+    return dataclasses.replace(entry(), place=place, bounds=list(bounds))
 
 
 def report(*entries: ReportEntry) -> CalibrationReport:
-    return CalibrationReport.of(BINDING, "2026-01-02T03:04:05Z", "test", 7, QUIET, BARS, entries)
+    return CalibrationReport.of(
+        BINDING, "2026-01-02T03:04:05Z", "test", 7, QUIET, BARS, DOMAIN, SEARCH, entries
+    )
 
 
 @pytest.mark.parametrize(
-    ("changes", "missing"),
+    ("bound", "missing"),
     [
-        ({}, []),
-        ({"kl_mean": 0.1}, []),
-        ({"kl_mean": 0.11}, ["KL mean"]),
-        ({"kl_p99": 5.1}, ["KL p99"]),
-        ({"top1_agreement": 0.94}, ["top-1"]),
-        ({"num_prompts": 9}, ["9 prompts"]),
-        ({"accuracy": 0.97, "accuracy_full": 1.0}, []),
-        ({"accuracy": 0.96, "accuracy_full": 1.0}, ["accuracy"]),
-        ({"accuracy": 0.0, "accuracy_full": None}, []),
-        ({"kl_mean": 9.0, "top1_agreement": 0.1}, ["KL mean", "top-1"]),
+        (LossBound(Quantity.KL, "", 0.02, 0.1, 99), None),
+        (LossBound(Quantity.KL, "", 0.02, 0.11, 99), "KL: 0.020 in 99 prompts, so up to 0.110"),
+        (LossBound(Quantity.DISAGREEMENT, "", 0.0, 0.06, 40), "top-1 disagreement: 0.000 in 40"),
+        (LossBound(Quantity.EXACT_MATCH, "", -0.01, 0.03, 99), None),
+        (LossBound(Quantity.EXACT_MATCH, "", 0.0, 0.031, 99), "loss of exact match"),
+        (LossBound(Quantity.F1, "", 0.0, 0.031, 99), "loss of F1"),
+        (LossBound(Quantity.F1, "task chain", 0.01, 0.06, 60), None),
+        (LossBound(Quantity.F1, "task chain", 0.01, 0.07, 60), "loss of F1 of task chain: 0.010 in 60"),
     ],
 )
-def test_an_entry_says_what_it_misses(changes: dict[str, float], missing: list[str]) -> None:
-    found = shortfalls(entry(**changes), QUIET, BARS)
-    assert len(found) == len(missing)
-    assert all(text.startswith(start) for text, start in zip(found, missing, strict=True))
+def test_a_bound_decides_not_the_mean(bound: LossBound, missing: str | None) -> None:
+    found = shortfalls(bounded(bound), QUIET, BARS)
+    assert [text.startswith(missing or "?") for text in found] == [True] * (missing is not None)
 
 
 def test_nobody_is_asked_for_more_than_full_prefill_gives_against_itself() -> None:
     loud = Noise(kl_mean=0.2, kl_p99=4.0, top1_agreement=0.9)
-    noisy = entry(kl_mean=0.3, kl_p99=7.0, top1_agreement=0.91)
-    assert len(shortfalls(noisy, QUIET, BARS)) == 3
+    noisy = entry(kl_mean=0.3, top1_agreement=0.91)
+    assert len(shortfalls(noisy, QUIET, BARS)) == 2
     assert shortfalls(noisy, loud, BARS) == []
+    deaf = Noise(kl_mean=3.0, kl_p99=9.0, top1_agreement=0.0)
+    assert BARS.highest(Quantity.KL, "", deaf) == BARS.highest(Quantity.DISAGREEMENT, "task", deaf) == 0.5
 
 
 def test_the_cheapest_passing_configuration_is_chosen() -> None:
@@ -86,24 +111,53 @@ def test_the_cheapest_passing_configuration_is_chosen() -> None:
     choice = choose(entries, QUIET, BARS)
     assert choice.selection == Selection(0.15, HKVD)
     assert {name: limit.ratio for name, limit in choice.limits.items()} == {"hkvd": 0.15}
+    assert choice.why == "cheapest of 2 that pass, of 4 confirmed: cost 0.150"
 
 
-def test_a_lucky_point_below_failing_ones_is_not_trusted() -> None:
-    lucky = [entry(0.05), entry(0.1, kl_mean=1.0), entry(0.2)]
-    assert choose(lucky, QUIET, BARS).selection == Selection(0.2, HKVD)
-    other_family = [entry(0.05), entry(0.1, check_layer=2, kl_mean=1.0)]
-    assert choose(other_family, QUIET, BARS).selection == Selection(0.05, HKVD)
+def test_more_ratio_is_not_taken_to_be_better() -> None:
+    """A larger ratio that fails says nothing about a smaller one with evidence of its own, nor the
+    reverse."""
+    entries = [entry(0.05), entry(0.1, kl_mean=1.0), entry(0.2)]
+    assert choose(entries, QUIET, BARS).selection == Selection(0.05, HKVD)
+    assert choose(entries[1:2], QUIET, BARS).limits == {}
 
 
-def test_a_screened_entry_neither_passes_nor_fails() -> None:
-    screened = [entry(0.05, num_prompts=5), entry(0.15), entry(0.3, num_prompts=5, kl_mean=9.0)]
+def test_what_was_only_screened_neither_passes_nor_fails() -> None:
+    screened = [entry(0.05, place=None), entry(0.15), entry(0.3, place=None, kl_mean=9.0)]
     assert choose(screened, QUIET, BARS).selection == Selection(0.15, HKVD)
+    nothing = choose(screened[:1], QUIET, BARS)
+    assert nothing == Choice(None, "none of 1 looked good enough to confirm")
+
+
+def test_the_chance_of_error_is_shared_and_handed_on() -> None:
+    whole = 1 - BARS.confidence
+    assert entitlements([], 1, BARS) == [pytest.approx(whole)]
+    assert entitlements([True, True, True], 4, BARS) == pytest.approx(
+        [whole / 2, whole * 2 / 3, whole * 5 / 6, whole]
+    )
+    assert entitlements([False, True, False], 4, BARS) == pytest.approx(
+        [whole / 2, whole / 6, whole / 3, whole / 6]
+    )
+
+
+def test_bounds_that_used_more_error_than_they_were_entitled_to_do_not_pass() -> None:
+    whole = 1 - BARS.confidence
+    first, second = entry(0.3, place=0, error=whole / 2), entry(0.2, place=1, error=whole)
+    assert passing([second, first], QUIET, BARS) == [first, second]
+    failing = entry(0.3, place=0, error=whole / 2, kl_mean=1.0)
+    assert passing([failing, second], QUIET, BARS) == []
+    assert passing([failing, dataclasses.replace(second, error=whole / 2)], QUIET, BARS) != []
 
 
 def test_what_costs_a_full_prefill_is_no_choice() -> None:
     choice = choose([entry(1.0, cost=1.0)], QUIET, BARS)
     assert choice.selection is None
     assert "cost 1.000" in choice.why
+
+
+def test_an_undecided_configuration_says_how_much_more_it_takes() -> None:
+    undecided = dataclasses.replace(entry(kl_mean=0.2), prompts_missing=120)
+    assert "undecided: about 120 more prompts" in choose([undecided], QUIET, BARS).why
 
 
 def test_ties_are_broken_by_quality_then_name() -> None:
@@ -114,36 +168,33 @@ def test_ties_are_broken_by_quality_then_name() -> None:
 
 
 def test_every_small_set_of_measurements_is_decided_as_stated() -> None:
-    """All 3^6 outcomes of two selectors at three ratios: unmeasured, failing, passing."""
-    ratios = (0.05, 0.15, 0.3)
-    points = [(selector, ratio) for selector in (HKVD, RANDOM) for ratio in ratios]
+    """All 3^6 outcomes of two selectors at three ratios: screened, failing, passing."""
+    points = [(selector, ratio) for selector in (HKVD, RANDOM) for ratio in (0.05, 0.15, 0.3)]
     for outcome in itertools.product((None, False, True), repeat=len(points)):
-        verdicts = dict(zip(points, outcome, strict=True))
         entries = [
-            entry(ratio, selector, kl_mean=0.01 if passes else 1.0)
-            for (selector, ratio), passes in verdicts.items()
-            if passes is not None
+            entry(ratio, selector, place=None if passes is None else 0, kl_mean=0.01 if passes else 1.0)
+            for (selector, ratio), passes in zip(points, outcome, strict=True)
         ]
         choice = choose(entries, QUIET, BARS)
-        trusted = [
-            (selector, ratio)
-            for selector, ratio in points
-            if verdicts[selector, ratio]
-            and not any(verdicts[selector, other] is False for other in ratios if other >= ratio)
-        ]
-        least = {
-            selector.value: min(r for s, r in trusted if s is selector) for selector, _ in sorted(trusted)
-        }
+        passed = [point for point, passes in zip(points, outcome, strict=True) if passes]
+        least = {selector.value: min(r for s, r in passed if s is selector) for selector, _ in passed}
         assert {name: limit.ratio for name, limit in choice.limits.items()} == least
-        if trusted:
+        if passed:
             assert choice.selection is not None
             assert choice.selection.ratio == min(least.values())
         else:
             assert choice == Choice(None, choice.why)
 
 
+def test_layers_are_described_as_a_range() -> None:
+    described = {
+        layers: describe_selection(Selection(0.1, HKVD, 1, layers)) for layers in ((0, 1, 2), (1, 3), (4,))
+    }
+    assert list(described.values()) == ["hkvd r=0.1 @1 q=0-2", "hkvd r=0.1 @1 q=1,3", "hkvd r=0.1 @1 q=4"]
+
+
 def test_a_report_survives_the_way_to_a_store_and_back() -> None:
-    first = report(entry(), entry(0.3, accuracy=0.9, accuracy_full=0.91))
+    first = report(entry(), entry(0.3, exact_match=0.9, exact_match_full=0.91))
     again = CalibrationReport.from_bytes(first.to_bytes())
     assert again == first
     assert again.digest == first.digest
@@ -157,6 +208,8 @@ def test_a_report_survives_the_way_to_a_store_and_back() -> None:
     [
         lambda values: values["thresholds"].update(kl_mean_max=99.0),
         lambda values: values["entries"][0].update(kl_mean=0.0),
+        lambda values: values["entries"][0]["bounds"][0].update(upper=0.0),
+        lambda values: values["domain"]["prompt_tokens"].update(high=9000),
         lambda values: values["binding"].update(fingerprint="00" * 32),
         lambda values: values["choice"]["selection"].update(ratio=0.01),
         lambda values: values.update(tripped={"reason": "", "at": ""}),
@@ -202,7 +255,7 @@ IN_ORDER = [
     [made("2026-01-01T00:00:00"), made("2026-01-01T00:00:00Z"), made("2026-01-01T02:00:00+02:00")],
     [made("2026-01-01T00:00:00Z", "KL"), made("2026-01-01T00:00:00Z", "top-1")],
     [made("2026-01-01T00:30:00Z")],
-    [made("2026-01-01T00:00:00-01:00"), made("2026-01-01T01:00:00Z", version=2, later_field=1)],
+    [made("2026-01-01T00:00:00-01:00"), made("2026-01-01T01:00:00Z", version=3, later_field=1)],
     [made("2026-01-01T01:00:00Z", "KL")],
 ]
 """Documents by created and tripped, lowest first; within a group the digest decides, if there is one."""
@@ -230,18 +283,17 @@ def test_a_new_calibration_is_above_whatever_is_stored() -> None:
     assert ahead.created_after(IN_ORDER[-1][0]) == ahead, "its own time where that is later"
 
 
-def test_a_report_of_an_earlier_build_still_opens() -> None:
+def test_the_bundled_report_opens() -> None:
     """Bytes as a store holds them: a field more or less and they would be refused."""
     document = BUNDLED_REPORT.read_bytes()
     assert CalibrationReport.from_bytes(document).to_bytes() == document
-    assert supersedes(document, made("2026-11-21T18:27:22+00:00"))
-    assert not supersedes(document, made("2026-11-21T18:27:24+00:00"))
 
 
-def test_another_format_is_told_apart() -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format_is_told_apart(version: int) -> None:
     values = json.loads(report(entry()).to_bytes())
-    values["version"] = 2
-    with pytest.raises(VersionMismatch, match="format 2"):
+    values["version"] = version
+    with pytest.raises(VersionMismatch, match=f"format {version}; this build reads 2: calibrate again"):
         CalibrationReport.from_bytes(json.dumps(values).encode())
 
 
@@ -271,6 +323,11 @@ def test_a_binding_names_its_report_and_what_differs() -> None:
         lambda: Thresholds(top1_agreement_min=1.1),
         lambda: Thresholds(kl_mean_max=0.0),
         lambda: Thresholds(prompts_min=0),
+        lambda: Thresholds(exact_match_loss_max=0.0),
+        lambda: Thresholds(confidence=1.0),
+        lambda: Thresholds(stratum_factor=0.5),
+        lambda: LengthRange(5, 4),
+        lambda: bounded(),
         lambda: entry(num_prompts=0),
         lambda: entry(kl_p99=float("inf")),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -48,6 +49,7 @@ class FakeEngine:
         self.submitted: list[Prompt] = []
         self.accounting: dict[str, Any] = {"outcome": "blended", "chunks_missed": 0}
         self.save_outcome: dict[str, Any] = {"outcome": "saved"}
+        self.finish_reason = "length"
         self.right_from = lambda selection, index: selection.ratio >= 0.15 or index % 2 == 0
 
     def plan_with(self, selection: Selection) -> None:
@@ -68,11 +70,14 @@ class FakeEngine:
 
     def _answer(self, prompt: Prompt) -> Generation:
         if prompt.params is None:
-            return answer(self.full_token, 0.99, None, prompt)
+            return self._finish(answer(self.full_token, 0.99, None, prompt))
         assert prompt.params.op is Op.BLEND
         right = self.right_from(self.selection, prompt.token_ids[-1])
         accounting = {**self.accounting, "cost": self.selection.ratio}
-        return answer(self.full_token if right else 2, 0.99, accounting, prompt)
+        return self._finish(answer(self.full_token if right else 2, 0.99, accounting, prompt))
+
+    def _finish(self, generation: Generation) -> Generation:
+        return dataclasses.replace(generation, finish_reason=self.finish_reason)
 
 
 def answer(

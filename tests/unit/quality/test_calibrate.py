@@ -2,109 +2,179 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Callable
+
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.report import Thresholds
+from kintsugi.core.prompt import LengthRange
+from kintsugi.core.report import CalibrationReport, Quantity, Thresholds
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid
-from kintsugi.quality.calibrate import Budget, Calibration, calibrate, make_passage_questions
+from kintsugi.quality.calibrate import Budget, Calibration, calibrate, make_passage_questions, race_prompts
 from kintsugi.quality.measure import Bench
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, case
 
-BUDGET = Budget(
-    prompts=60, screened=10, ratios=(0.05, 0.15, 0.3), selectors=tuple(SelectorName), cost_max=2.0
-)
+BUDGET = Budget(ratios=(0.05, 0.15, 0.3), selectors=tuple(SelectorName), cost_max=2.0)
 LAYERS = 8
+COUNT = 400
 
 
-def run(engine: FakeEngine, count: int = 60, budget: Budget = BUDGET, answered: bool = True) -> Calibration:
+def run(
+    engine: FakeEngine,
+    count: int = COUNT,
+    budget: Budget = BUDGET,
+    answered: bool = True,
+    clock_s: Callable[[], float] = lambda: 0.0,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Calibration:
     cases = [case(index, ("w5",) if answered else ()) for index in range(count)]
-    bench = Bench(engine, cases, 1)
-    return calibrate(bench, LAYERS, BINDING, budget, Thresholds(), "test", "2026-01-01")
+    return calibrate(
+        Bench(engine, cases, 1),
+        LAYERS,
+        BINDING,
+        budget,
+        Thresholds(),
+        "test",
+        "2026-01-01",
+        notify,
+        clock_s=clock_s,
+    )
 
 
-def test_the_cheapest_good_configuration_is_found_for_every_selector() -> None:
+def blended(engine: FakeEngine) -> list[int]:
+    """The cases that were blended, in order."""
+    return [prompt.token_ids[-1] for prompt in engine.submitted if prompt.params is not None]
+
+
+def test_the_cheapest_good_configuration_is_found_and_bounds_stand_beside_it() -> None:
     report = run(FakeEngine()).report
     assert report.choice.selection is not None
     assert report.choice.selection.ratio == 0.15
-    assert {name: one.ratio for name, one in report.choice.limits.items()} == dict.fromkeys(
-        (name.value for name in SelectorName), 0.15
-    )
+    assert list(report.choice.limits.values()) == [report.choice.selection], "nothing else was confirmed"
+    (chosen,) = [entry for entry in report.entries if entry.selection == report.choice.selection]
+    assert (chosen.exact_match, chosen.exact_match_full, chosen.f1, chosen.f1_full) == (1.0, 1.0, 1.0, 1.0)
+    bounds = {bound.quantity: bound for bound in chosen.bounds}
+    assert set(bounds) == set(Quantity)
+    assert all(bound.mean == 0.0 < bound.upper <= 0.1 for bound in bounds.values())
+    assert bounds[Quantity.EXACT_MATCH].upper <= 0.03
+    assert report.search.confirmed >= 1
+    assert report.search.candidates > report.search.confirmed
+    assert CalibrationReport.from_bytes(report.to_bytes()) == report
 
 
 def test_what_only_looks_good_on_the_screening_prompts_is_not_trusted() -> None:
     """0.15 is right on the prompts that screening draws with this seed, and wrong on others."""
     probe, engine = FakeEngine(), FakeEngine()
     run(probe)
-    seen = [prompt.token_ids[-1] for prompt in probe.submitted if prompt.params is not None][:10]
+    seen = set(blended(probe)[:32])
     engine.right_from = lambda selection, index: (
         selection.ratio >= 0.3 or (selection.ratio >= 0.15 and index in seen)
     )
     report = run(engine).report
-    assert report.choice.selection is not None
-    assert report.choice.selection.ratio == 0.3
-
-
-def test_ratios_that_fail_late_at_every_check_layer_leave_the_next_its_chance() -> None:
-    """0.05 and 0.15 look right at all check layers of a selector, and are not."""
-    probe, engine = FakeEngine(), FakeEngine()
-    run(probe)
-    seen = [prompt.token_ids[-1] for prompt in probe.submitted if prompt.params is not None][:10]
-    engine.right_from = lambda selection, index: selection.ratio >= 0.3 or index in seen
-    limits = run(engine).report.choice.limits
-    assert {name: one.ratio for name, one in limits.items()} == dict.fromkeys(
-        (name.value for name in SelectorName), 0.3
-    )
+    assert report.choice.selection is None or report.choice.selection.ratio == 0.3
+    assert all(entry.exact_match != 1.0 for entry in report.entries if entry.selection.ratio == 0.15)
 
 
 def test_the_same_seed_decides_alike_and_another_draws_others() -> None:
-    first, again = run(FakeEngine(), 90), run(FakeEngine(), 90)
+    first, again = run(FakeEngine()), run(FakeEngine())
     assert first.report.to_bytes() == again.report.to_bytes()
     one, other = FakeEngine(), FakeEngine()
-    run(one, 90)
-    run(other, 90, Budget(60, 10, seed=1, ratios=BUDGET.ratios))
+    run(one)
+    run(other, budget=dataclasses.replace(BUDGET, seed=1))
     assert one.submitted[0].token_ids != other.submitted[0].token_ids
 
 
 def test_a_model_that_no_blend_fits_gets_a_failing_report() -> None:
     engine = FakeEngine()
     engine.right_from = lambda selection, index: False
-    calibration = run(engine)
-    assert calibration.report.choice.selection is None
-    assert "nearest is" in calibration.report.choice.why
+    report = run(engine).report
+    assert report.choice.selection is None
+    assert "looked good enough to confirm" in report.choice.why
+    assert report.search.confirmed == 0
 
 
-def test_a_model_that_answers_nothing_right_is_refused() -> None:
-    with pytest.raises(InvalidField, match="full prefill answers none of 60 correctly"):
+def test_the_minutes_end_the_search_and_the_undecided_says_how_many_more_it_takes() -> None:
+    ticks = itertools.count()
+    budget = dataclasses.replace(BUDGET, minutes=1.0)
+    report = run(FakeEngine(), budget=budget, clock_s=lambda: 8.0 * next(ticks)).report
+    assert report.choice.selection is None
+    assert report.search.confirmed > 0
+    assert report.search.more_minutes is not None
+    missing = [entry.prompts_missing for entry in report.entries if entry.place is not None]
+    assert all(count and count > 0 for count in missing)
+    assert "more prompts like these would decide it" in report.choice.why
+    assert 1.0 <= report.search.minutes < 2.0
+
+
+def test_progress_names_what_is_tried_and_what_leads() -> None:
+    lines: list[str] = []
+    run(FakeEngine(), notify=lines.append)
+    assert any(line.startswith("screening 1 of ") for line in lines)
+    assert any(line.startswith("confirming ") for line in lines)
+
+
+def test_the_report_says_what_it_holds_for() -> None:
+    domain = run(FakeEngine()).report.domain
+    assert domain.form == "plain"
+    assert (domain.prompt_tokens, domain.chunks) == (LengthRange(8, 8), LengthRange(2, 2))
+    assert (domain.chunk_tokens, domain.answer_tokens) == (LengthRange(2, 2), LengthRange(1, 1))
+
+
+def test_a_form_that_full_prefill_cannot_answer_is_refused_with_an_example() -> None:
+    with pytest.raises(InvalidField, match=r"rarely right: it scores 0.00 .* it said 'w1' where 'w5' was"):
         run(FakeEngine(full_is_right=False))
 
 
-def test_too_few_prompts_are_refused() -> None:
+def test_too_few_prompts_are_refused_and_few_are_warned_about() -> None:
     with pytest.raises(InvalidField, match="31 prompts are too few; allow at least 32"):
         run(FakeEngine(), 60, Budget(31))
-
-
-def test_too_few_questions_are_refused() -> None:
     with pytest.raises(InvalidField, match="31 fit the model, but a calibration needs 32"):
         run(FakeEngine(), 31)
+    with pytest.raises(InvalidField, match="minutes"):
+        run(FakeEngine(), budget=Budget(minutes=0.0))
+    few = run(FakeEngine(), 80)
+    assert few.report.choice.selection is None
+    assert "even a blend without any loss needs" in few.warnings[-1]
 
 
 def test_questions_without_answers_are_measured_by_agreement_alone() -> None:
     calibration = run(FakeEngine(full_is_right=False), answered=False)
-    assert all(entry.accuracy is None for entry in calibration.report.entries)
+    assert all(entry.exact_match is None for entry in calibration.report.entries)
     assert calibration.report.choice.selection is not None
     assert "no question has an answer" in calibration.warnings[0]
 
 
 def test_partly_answered_and_hard_questions_are_warned_about() -> None:
-    cases = [case(index, ("w5",) if index < 20 else ("no",) if index < 50 else ()) for index in range(60)]
+    cases = [
+        case(index, ("w5",) if index % 10 < 4 else ("no",) if index % 10 < 9 else ())
+        for index in range(COUNT)
+    ]
     bench = Bench(FakeEngine(), cases, 1)
     warnings = calibrate(bench, LAYERS, BINDING, BUDGET, Thresholds(), "test", "now").warnings
     assert len(warnings) == 2
-    assert "10 of 60 questions have no answer" in warnings[0]
-    assert "own accuracy is 0.40" in warnings[1]
+    assert "full prefill itself scores 0." in warnings[0]
+    assert "40 of 400 questions have no answer" in warnings[1]
+    some = [case(index, ("w5",) if index < 20 else ()) for index in range(COUNT)]
+    few = calibrate(Bench(FakeEngine(), some, 1), LAYERS, BINDING, BUDGET, Thresholds(), "test", "now")
+    assert "only 20 of 400 questions have an answer" in few.warnings[0]
+    assert few.report.choice.selection is not None
+
+
+def test_tasks_and_halves_of_lengths_are_judged_on_their_own() -> None:
+    cases = [case(index, task="alias" if index % 2 else "code") for index in range(6)]
+    longer = dataclasses.replace(cases[0].prompt, question=(7,) * 9)
+    cases = [dataclasses.replace(one, prompt=longer) if index > 3 else one for index, one in enumerate(cases)]
+    asked = race_prompts(cases)
+    assert [one.task for one in asked[:2]] == ["task code", "task alias"]
+    assert {one.lengths for one in asked[:4]} == {("prompts up to 8 tokens",)}
+    assert {one.lengths for one in asked[4:]} == {("prompts over 8 tokens",)}
+    answers = [dataclasses.replace(one, answer_ids=(5,) * (1 + index % 2)) for index, one in enumerate(cases)]
+    assert race_prompts(answers)[1].lengths[1] == "answers over 1 tokens"
+    assert race_prompts(cases[:4:2])[0].strata == (), "one task, one length"
 
 
 def test_every_selector_is_tried_at_layers_that_make_a_difference() -> None:
@@ -116,6 +186,17 @@ def test_every_selector_is_tried_at_layers_that_make_a_difference() -> None:
     layers = {name: {one.check_layer for one in found if one.selector is name} for name in SelectorName}
     assert layers[SelectorName.HKVD] == {1, 2, 3}
     assert layers[SelectorName.RANDOM] == {1}
+
+
+def test_query_layers_and_adaptive_ratios_are_tried_where_they_are_used() -> None:
+    found = grid.candidates([SelectorName.HKVD, SelectorName.QUERY, SelectorName.CHUNK_HEAD], (0.1, 0.3), 8)
+    layers = {name: {one.query_layers for one in found if one.selector is name} for name in SelectorName}
+    assert layers[SelectorName.QUERY] == {(), (0, 1, 2, 3), tuple(range(8))}
+    assert layers[SelectorName.HKVD] == {()}
+    adaptive = {one.selector for one in found if one.adaptive_mass is not None}
+    assert adaptive == {SelectorName.HKVD, SelectorName.QUERY}
+    assert {one.ratio for one in found if one.adaptive_mass is not None} == {0.3}
+    assert len(set(found)) == len(found)
 
 
 def test_what_costs_too_much_is_not_tried() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
+from kintsugi.core.report import Quantity
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
-from kintsugi.quality.measure import Bench, accuracy_of, answer_tokens, measure_selection, tokenize_questions
+from kintsugi.quality.measure import Bench, answer_tokens, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from tests.fakes.chat_templates import CHATML, tokenizer_with
 from tests.unit.quality.fakes import RIGHT, FakeEngine, WordTokenizer, case, distribution
@@ -36,10 +40,10 @@ def test_a_chunk_that_cannot_be_stored_ends_it() -> None:
 def test_a_blend_is_compared_with_full_prefill() -> None:
     one = bench(FakeEngine())
     good = measure_selection(one, GOOD, range(10)).entry
-    assert (good.accuracy, good.accuracy_full, good.top1_agreement) == (1.0, 1.0, 1.0)
+    assert (good.exact_match, good.exact_match_full, good.top1_agreement) == (1.0, 1.0, 1.0)
     assert (good.kl_mean, good.cost, good.num_prompts, good.num_positions) == (0.0, 0.2, 10, 10)
     bad = measure_selection(one, BAD, range(10)).entry
-    assert (bad.accuracy, bad.top1_agreement) == (0.5, 0.5)
+    assert (bad.exact_match, bad.f1, bad.top1_agreement) == (0.5, 0.5, 0.5)
     wrong = metrics.kl_divergence(distribution(RIGHT, 0.99), distribution(2, 0.99))
     assert bad.kl_mean == pytest.approx(wrong / 2, abs=1e-5)
     assert bad.kl_p99 == pytest.approx(wrong, abs=1e-5)
@@ -127,7 +131,54 @@ def test_how_long_answers_are() -> None:
     assert answer_tokens([Question(("a",), "q", ("word " * 500,))], tokenizer) == 128
 
 
-def test_the_measure_of_accuracy_follows_the_answers() -> None:
-    assert accuracy_of([case(0)]) is metrics.exact_match
-    assert accuracy_of([case(0, ("two words",))]) is metrics.f1
-    assert accuracy_of([case(0, ("x",), "samsum")]) is metrics.rouge_l
+def test_the_token_that_ends_an_answer_is_not_compared() -> None:
+    engine = FakeEngine()
+    engine.finish_reason = "stop"
+    scores = measure_selection(bench(engine, max_tokens=3), BAD, range(10))
+    assert scores.entry.num_positions == 20
+    assert all(prompt.forced == (RIGHT,) * 2 for prompt in engine.submitted if prompt.forced is not None)
+    alone = measure_selection(bench(engine, max_tokens=1), BAD, range(10))
+    assert alone.entry.num_positions == 10, "an answer of nothing else keeps it"
+
+
+def test_exact_match_and_f1_are_each_kept_whatever_the_other_answers_are() -> None:
+    """One answer of two words changes nothing for the others."""
+    cases = [case(0), case(1, ("w5 more",)), case(2, ("x",), "samsum")]
+    scores = measure_selection(Bench(FakeEngine(), cases, 1), GOOD, range(3)).by_prompt
+    assert [one.right for one in scores] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    assert [one.f1 and round(one.f1[0], 3) for one in scores] == [1.0, 0.667, 0.0]
+
+
+def test_losses_are_one_number_a_prompt() -> None:
+    bad = measure_selection(bench(FakeEngine(), max_tokens=3), BAD, range(2)).by_prompt
+    assert bad[0].losses.by_quantity == dict.fromkeys(Quantity, 0.0)
+    assert bad[1].losses.by_quantity == {
+        Quantity.KL: 1.0,
+        Quantity.DISAGREEMENT: 1.0,
+        Quantity.EXACT_MATCH: 0.0,
+        Quantity.F1: 0.5,
+    }, "full prefill's three words are no exact match either"
+    assert max(bad[1].divergences) > 1.0
+
+
+def test_the_likelihood_of_given_answers_is_measured_where_full_prefill_says_something_else() -> None:
+    engine = FakeEngine()
+    cases = [dataclasses.replace(case(index), answer_ids=(RIGHT if index < 5 else 6,)) for index in range(10)]
+    one = Bench(engine, cases, 1)
+    scores = measure_selection(one, BAD, range(10), with_likelihood=True).by_prompt
+    forced = [prompt for prompt in engine.submitted if prompt.forced == (6,)]
+    assert len(forced) == 10, "five by full prefill, five by the blend"
+    assert scores[0].likelihood_loss == pytest.approx(0.0)
+    assert scores[1].likelihood_loss == pytest.approx(math.log(0.99 / (0.01 / 7)))
+    assert scores[7].likelihood_loss == pytest.approx(0.0), "as unlikely to both"
+    measure_selection(one, GOOD, range(10), with_likelihood=True)
+    assert sum(prompt.forced == (6,) and prompt.params is None for prompt in engine.submitted) == 5
+    assert measure_selection(one, BAD, range(10)).entry.likelihood_loss is None
+
+
+def test_chunks_are_stored_as_they_are_needed() -> None:
+    engine = FakeEngine()
+    one = bench(engine, 3)
+    assert one.store_chunks(lambda done, total: None, [0]) == 2
+    assert one.store_chunks(lambda done, total: None, [0, 1]) == 1
+    assert engine.saved == [(1, 2, 3), (4, 10), (4, 11)]

@@ -20,7 +20,7 @@ from kintsugi.quality.drift import DriftDetector, Observation
 from kintsugi.quality.reports import fetch_report, publish, trip
 from kintsugi.quality.shadow import Shadow, ShadowConfig, compare_generations
 from kintsugi.store.client.ram import RamStore
-from tests.unit.core.test_report import BINDING, QUIET, entry
+from tests.unit.core.test_report import BINDING, DOMAIN, QUIET, SEARCH, entry
 from tests.unit.quality.fakes import FakeEngine, answer
 
 EVERYTHING = ShadowConfig(share=1.0)
@@ -29,7 +29,7 @@ BLENDED = {"outcome": "blended"}
 
 def good_report(**changes: object) -> CalibrationReport:
     return CalibrationReport.of(
-        BINDING, "2026-01-01T00:00:00+00:00", "test", 1, QUIET, Thresholds(), [entry()]
+        BINDING, "2026-01-01T00:00:00+00:00", "test", 1, QUIET, Thresholds(), DOMAIN, SEARCH, [entry()]
     )
 
 
@@ -150,7 +150,7 @@ def test_only_the_report_that_was_judged_is_tripped(store: RamStore) -> None:
     judged = fetch_report(store, BINDING)
     assert judged is not None
     newer = CalibrationReport.of(
-        BINDING, "2026-01-02T00:00:00+00:00", "test", 2, QUIET, Thresholds(), [entry()]
+        BINDING, "2026-01-02T00:00:00+00:00", "test", 2, QUIET, Thresholds(), DOMAIN, SEARCH, [entry()]
     )
     publish(store, newer)
     assert not trip(store, judged, "KL", "now")

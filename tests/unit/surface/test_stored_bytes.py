@@ -20,7 +20,17 @@ import torch
 
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import Binding, CalibrationReport, Noise, ReportEntry, Thresholds
+from kintsugi.core.prompt import Domain, LengthRange
+from kintsugi.core.report import (
+    Binding,
+    CalibrationReport,
+    LossBound,
+    Noise,
+    Quantity,
+    ReportEntry,
+    Search,
+    Thresholds,
+)
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of, token_bytes
 from kintsugi.core.tokens import TokenIds
 from kintsugi.fusor.codecs import decode_frame, encode_frame
@@ -132,12 +142,22 @@ def test_frame(codec: Codec, frame: str) -> None:
 
 
 def test_calibration_report() -> None:
-    entry = ReportEntry(Selection(0.15), 0.2, 0.01, 0.5, 0.99, 64, 128)
+    bound = LossBound(Quantity.KL, "", 0.01, 0.04, 64)
+    entry = ReportEntry(Selection(0.15), 0.2, 0.01, 0.5, 0.99, 64, 128, place=0, error=0.05, bounds=[bound])
+    lengths = LengthRange(100, 200)
     report = CalibrationReport.of(
-        BINDING, "2026-01-02T03:04:05Z", "test", 7, Noise(0.0, 0.0, 1.0), Thresholds(), [entry]
+        BINDING,
+        "2026-01-02T03:04:05Z",
+        "test",
+        7,
+        Noise(0.0, 0.0, 1.0),
+        Thresholds(),
+        Domain("plain", lengths, LengthRange(4, 6), LengthRange(20, 40), LengthRange(1, 8)),
+        Search(9, 1, 2.5),
+        [entry],
     )
-    assert report.digest == "86a2323e28e8605549226944dba35bb6f0248f833e7c3d733fc1ae05b42873be"
-    assert digest(report.to_bytes()) == "77909974bc2586d3743ce63c06d4d5f3"
+    assert report.digest == "3ed91540d7bbcf8ab0a444cde67cb5661f5895e79d456df974a1db9da7d74d7e"
+    assert digest(report.to_bytes()) == "4547fbe7d657c8ef14868c480d72b5b3"
     assert BINDING.report_name == "calibration/raw/03f79bf01f1b022ca63c907c5e471678/76d4e78c7ec55c4f"
 
 

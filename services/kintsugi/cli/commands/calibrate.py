@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, closing
 
 from rich.box import SIMPLE_HEAD
@@ -12,10 +13,21 @@ from rich.text import Text
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments, parse_json_object
-from kintsugi.cli.render import format_count, make_figures_table, print_form
+from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.report import CalibrationReport, ReportEntry, Thresholds, describe_selection, shortfalls
+from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import LENGTH_TOLERANCE, LengthRange
+from kintsugi.core.report import (
+    LOSS_TOLERANCE,
+    QUANTITY_NAMES,
+    CalibrationReport,
+    Quantity,
+    ReportEntry,
+    Thresholds,
+    describe_selection,
+    passing,
+)
 from kintsugi.models.context import tokenize_context
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
@@ -23,8 +35,6 @@ from kintsugi.quality.questions import read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, start_measuring_engine
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store
-
-ROWS_MAX = 24
 
 
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
@@ -34,7 +44,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     if "prefix_token_ids" in connector:
         raise InvalidField("connector", "must not hold prefix_token_ids; use --form and --system")
     arguments = parse_engine_arguments(task.engine)
-    budget = Budget(prompts=task.prompts, seed=task.seed)
+    budget = Budget(task.prompts, task.minutes, task.seed)
     check_budget(budget, Thresholds())
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
@@ -52,12 +62,20 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     with screen.engine_log(), ExitStack() as stack:
         with screen.step("Starting vLLM"):
             engine = stack.enter_context(start_measuring_engine(spec))
-        with screen.step("Preparing the questions") as say:
-            bench, warnings = prepare_bench(engine, form, given, budget, say)
+        with screen.step("Reading the questions"):
+            bench, warnings = prepare_bench(engine, form, given, budget)
         with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
             source = str(task.questions or "bundled passages")
             calibration = calibrate(
-                bench, engine.num_layers, engine.binding, budget, Thresholds(), source, utc_now(), say
+                bench,
+                engine.num_layers,
+                engine.binding,
+                budget,
+                Thresholds(),
+                source,
+                utc_now(),
+                say,
+                form.name.value,
             )
     warnings = [*warnings, *calibration.warnings]
     for warning in warnings:
@@ -70,13 +88,8 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         with closing(open_store(task.store)) as store:
             reports.publish(store, report)
         screen.note(f"published as {report.binding.report_name} in {task.store}")
-    document = {**json.loads(report.to_bytes()), "form": form.name.value, "warnings": warnings}
-
-    def show(console: Console) -> None:
-        print_form(console, form.name)
-        render(console, report)
-
-    screen.show(document, show)
+    document = {**json.loads(report.to_bytes()), "warnings": warnings}
+    screen.show(document, lambda console: render(console, report))
     return ExitCode.OK if report.choice.selection is not None else ExitCode.NOT_BLENDABLE
 
 
@@ -100,60 +113,117 @@ def _check_destination(task: CalibrateTask) -> None:
             store.stats()
 
 
-HEADINGS = ("selector", "r", "@", "cost", "KL", "p99", "top-1", "right", "n")
+HEADINGS = ("", "configuration", "cost", "KL", "differs", "EM lost", "F1 lost", "n")
+SHOWN = (Quantity.KL, Quantity.DISAGREEMENT, Quantity.EXACT_MATCH, Quantity.F1)
 
 
 def render(console: Console, report: CalibrationReport) -> None:
-    """Print the entries, best first, and the choice below them."""
+    """Print what was confirmed, from the safest to the cheapest, and what follows from it."""
     console.print(Text(f"{report.binding.codec}, {report.questions}"), style="dim")
-    table = make_figures_table(HEADINGS, box=SIMPLE_HEAD, padding=(0, 1))
-    ordered = sorted(report.entries, key=lambda entry: (-entry.num_prompts, entry.cost))
-    for entry in ordered[:ROWS_MAX]:
-        chosen = entry.selection == report.choice.selection
-        table.add_row(*_cells(entry, report), style="bold yellow" if chosen else "")
-    console.print(table)
-    if len(ordered) > ROWS_MAX:
+    confirmed = [entry for entry in report.entries if entry.place is not None]
+    passed = {entry.selection for entry in passing(report.entries, report.noise, report.thresholds)}
+    if confirmed:
+        table = make_figures_table(HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for entry in confirmed:
+            chosen = entry.selection == report.choice.selection
+            cells = _cells(entry, report, entry.selection in passed)
+            table.add_row(*cells, style="bold yellow" if chosen else "")
+        console.print(table)
         console.print(
-            f"and {len(ordered) - ROWS_MAX} more that were only screened (--json prints all)", style="dim"
+            "mean loss < bound that holds with "
+            f"{report.thresholds.confidence:.0%} confidence, in percent (KL in nats; a prompt counts as at "
+            "most 1) · differs: share of positions with another most likely token · n: questions · "
+            "✓ passes · ? undecided · !: bound misses its threshold",
+            style="dim",
+            highlight=False,
         )
-    noise = report.noise
+    search, noise = report.search, report.noise
     console.print(
-        f"r: ratio · @: check layer · cost: share of a full prefill's token-layers · n: questions, fewer "
-        f"than {report.thresholds.prompts_min} only screen · !: misses its threshold\n"
-        f"full prefill against itself: KL {noise.kl_mean:.2g}, "
-        f"top-1 agreement {noise.top1_agreement:.3f}{_full_accuracy(report)}",
+        f"{search.candidates} configurations tried, {search.confirmed} confirmed on other questions, "
+        f"{search.minutes:.1f} minutes · full prefill against itself: KL {noise.kl_mean:.2g}, "
+        f"top-1 agreement {noise.top1_agreement:.3f}{_full_accuracy(confirmed)}",
         style="dim",
         highlight=False,
     )
+    console.print(f"holds for {_describe_domain(report)}", highlight=False)
+    for line in _undecided(report, confirmed, passed):
+        console.print(Text(line))
     if report.choice.selection is None:
         console.print(Text(f"not blendable: {report.choice.why}", style="red"))
         return
     console.print(Text(f"default: {describe_selection(report.choice.selection)} ({report.choice.why})"))
-    least = ", ".join(f"{name} {one.ratio:g}" for name, one in sorted(report.choice.limits.items()))
-    console.print(f"minimum ratio by selector: {least}", highlight=False)
+    _print_worst(console, report)
+    limits = "; ".join(describe_selection(one) for _, one in sorted(report.choice.limits.items()))
+    console.print(Text(f"passed by selector: {limits}"))
 
 
-def _cells(entry: ReportEntry, report: CalibrationReport) -> list[Text]:
-    one = entry.selection
-    missed = shortfalls(entry, report.noise, report.thresholds)
-    figures = {
-        "cost": f"{entry.cost:.3f}",
-        "KL mean": f"{entry.kl_mean:.2g}",
-        "KL p99": f"{entry.kl_p99:.2g}",
-        "top-1": f"{entry.top1_agreement:.3f}",
-        "accuracy": "–" if entry.accuracy is None else f"{entry.accuracy:.3f}",
+def _cells(entry: ReportEntry, report: CalibrationReport, has_passed: bool) -> list[Text]:
+    by_quantity = {bound.quantity: bound for bound in entry.bounds if not bound.stratum}
+    is_open = entry.prompts_missing is not None
+    mark = "✓" if has_passed else "?" if is_open else "✗"
+    cells = [Text(mark), Text(describe_selection(entry.selection)), Text(f"{entry.cost:.3f}")]
+    for quantity in SHOWN:
+        bound = by_quantity.get(quantity)
+        if bound is None:
+            cells.append(Text("–"))
+            continue
+        text = f"{bound.mean:.3f}<{bound.upper:.3f}"
+        if quantity is not Quantity.KL:
+            text = f"{100 * bound.mean:.1f}<{100 * bound.upper:.1f}"
+        highest = report.thresholds.highest(quantity, "", report.noise)
+        cells.append(Text(f"{text}!", style="red") if bound.upper > highest + LOSS_TOLERANCE else Text(text))
+    return [*cells, Text(str(entry.num_prompts))]
+
+
+def _describe_domain(report: CalibrationReport) -> str:
+    """The prompts that the report speaks about, in a line."""
+    domain = report.domain
+    beyond = f"{LENGTH_TOLERANCE - 1:.0%}"
+    return (
+        f"prompts of {_describe_range(domain.prompt_tokens)} tokens, {_describe_range(domain.chunks)} chunks "
+        f"of {_describe_range(domain.chunk_tokens)} tokens, in the form {domain.form!r}, and up to {beyond} "
+        f"beyond; {_describe_range(domain.answer_tokens)} answer tokens were compared"
+    )
+
+
+def _describe_range(lengths: LengthRange) -> str:
+    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low}-{lengths.high}"
+
+
+def _undecided(
+    report: CalibrationReport, confirmed: Sequence[ReportEntry], passed: Container[Selection]
+) -> Iterator[str]:
+    for entry in confirmed:
+        if entry.selection not in passed and entry.prompts_missing:
+            minutes = report.search.more_minutes
+            time = "" if minutes is None else f"; the first of them in about {minutes:.1f} more minutes"
+            yield (
+                f"undecided: {describe_selection(entry.selection)} needs about {entry.prompts_missing} more "
+                f"questions like these{time}"
+            )
+
+
+def _print_worst(console: Console, report: CalibrationReport) -> None:
+    """Print what comes nearest to its threshold in a stratum of the default."""
+    (entry,) = (entry for entry in report.entries if entry.selection == report.choice.selection)
+    highest = {
+        bound: report.thresholds.highest(bound.quantity, bound.stratum, report.noise)
+        for bound in entry.bounds
+        if bound.stratum
     }
-    plain = [Text(text) for text in (one.selector.value, f"{one.ratio:g}", str(one.check_layer))]
-    marked = [
-        Text(f"{figure}!", style="red") if any(text.startswith(name) for text in missed) else Text(figure)
-        for name, figure in figures.items()
-    ]
-    return [*plain, *marked, Text(str(entry.num_prompts))]
+    if highest:
+        worst = max(highest, key=lambda bound: (bound.mean / highest[bound], bound.upper / highest[bound]))
+        console.print(
+            f"worst of {len({bound.stratum for bound in highest})} kinds of questions: {worst.stratum}, "
+            f"{QUANTITY_NAMES[worst.quantity]} {worst.mean:.3f} < {worst.upper:.3f} ({worst.num_prompts} "
+            f"questions; at most {highest[worst]:.3g} passes)",
+            highlight=False,
+        )
 
 
-def _full_accuracy(report: CalibrationReport) -> str:
-    known = [entry for entry in report.entries if entry.accuracy_full is not None]
+def _full_accuracy(confirmed: Sequence[ReportEntry]) -> str:
+    known = [entry for entry in confirmed if entry.exact_match_full is not None]
     if not known:
         return ""
     widest = max(known, key=lambda entry: entry.num_prompts)
-    return f", right {widest.accuracy_full:.3f} of {widest.num_prompts}"
+    return f", exact match {widest.exact_match_full:.3f} of {widest.num_prompts}"

@@ -33,7 +33,7 @@ from kintsugi.gateway.access import check_exposure, open_access
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
-from kintsugi.serving.calibration import NOT_CALIBRATED, Calibrated, start_calibrator
+from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
 from kintsugi.serving.service import DeploymentProgress, Service, start_ray
 from kintsugi.store.shard.opening import SsdSpec, parse_size
 
@@ -285,7 +285,7 @@ class ServiceMonitor:
         if not first:
             self._screen.show_event("blending", f"blending: {info.blending}", blending=info.blending)
         engines = self._service.spec.engines
-        if info.blending.startswith(NOT_CALIBRATED) and engines.calibrate and self._calibrator is None:
+        if info.blending.startswith(NEEDS_CALIBRATION) and engines.calibrate and self._calibrator is None:
             self._start_calibration()
 
     def _start_calibration(self) -> None:

@@ -136,9 +136,10 @@ class Gate:
 
     @contextmanager
     def lift_limits(self) -> Iterator[None]:
-        """Lift an open gate's limits meanwhile; its default stays. A closed gate stays closed."""
+        """Lift an open gate's limits and its domain meanwhile; its default stays. A closed gate stays
+        closed."""
         kept = self.state
-        lifted = self.state = replace(kept, limits=None)
+        lifted = self.state = replace(kept, limits=None, domain=None)
         try:
             yield
         finally:

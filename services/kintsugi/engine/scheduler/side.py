@@ -15,8 +15,10 @@ from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, NotBlendable
+from kintsugi.core.gate import GateState
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
+from kintsugi.core.prompt import PromptShape
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
@@ -59,6 +61,8 @@ class _State:
     space: ChunkSpace
     planner: Planner
     """Plans with the selection that the gate allowed at admission: a later report changes nothing midway."""
+    gate: GateState
+    """As it was at admission."""
     lookup: Lookup | None = None
     job: BlendJob | None = None
     """Made by the last claim; handed to the worker once blocks are allocated."""
@@ -142,8 +146,11 @@ class SchedulerSide:
             space = _saved_copy(params, space, prompt)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
-        planner = self.planner if params.op is Op.SAVE else self._resolve_planner(params)
-        state = _State(request, params, space, planner)
+        gate = self.gate.state
+        planner = self.planner
+        if params.op is not Op.SAVE:
+            planner = planner.with_selection(gate.resolve(planner.selection, params.options))
+        state = _State(request, params, space, planner, gate)
         if params.spans is not None:
             spans = _add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -173,11 +180,6 @@ class SchedulerSide:
         """The codecs in which a chunk counts as found: the calibrated one and `raw`; None: all."""
         calibrated = self.gate.state.limits is not None
         return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
-
-    def _resolve_planner(self, params: KintsugiParams) -> Planner:
-        """The planner with the selection that the calibration report allows. Raises where it forbids it."""
-        selection = self.gate.state.resolve(self.planner.selection, params.options)
-        return self.planner.with_selection(selection)
 
     def _check_blendable(self, request: Request) -> None:
         if self.declined_because is not None:
@@ -307,6 +309,7 @@ class SchedulerSide:
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
             exact = exact_end(match.spans, state.space, request.all_token_ids)
+            _check_calibrated(state, every_hit, request.num_prompt_tokens, exact)
             plan = self._plan_blend(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
@@ -502,6 +505,14 @@ class SchedulerSide:
     def close(self) -> None:
         self.gate.close()
         self._lookups.close()
+
+
+def _check_calibrated(state: _State, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
+    """Raise `NotBlendable` if the blend is approximate, and the prompt unlike those that were calibrated."""
+    is_approximate = any(hit.end > exact for hit in hits)
+    ratio = apply_options(state.planner.selection, state.params.options).ratio
+    if is_approximate and ratio != 1.0:
+        state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))
 
 
 def _decline(error: Exception) -> Accounting:
