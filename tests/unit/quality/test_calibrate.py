@@ -191,7 +191,7 @@ def test_every_selector_is_tried_at_layers_that_make_a_difference() -> None:
 def test_query_layers_and_adaptive_ratios_are_tried_where_they_are_used() -> None:
     found = grid.candidates([SelectorName.HKVD, SelectorName.QUERY, SelectorName.CHUNK_HEAD], (0.1, 0.3), 8)
     layers = {name: {one.query_layers for one in found if one.selector is name} for name in SelectorName}
-    assert layers[SelectorName.QUERY] == {(), (0, 1, 2, 3), tuple(range(8))}
+    assert layers[SelectorName.QUERY] == {(), (3, 4, 5), tuple(range(8))}
     assert layers[SelectorName.HKVD] == {()}
     adaptive = {one.selector for one in found if one.adaptive_mass is not None}
     assert adaptive == {SelectorName.HKVD, SelectorName.QUERY}
