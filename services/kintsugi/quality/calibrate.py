@@ -138,10 +138,13 @@ def calibrate(
         screened[selection] = measure_selection(bench, selection, screening)
     entries = {selection: scores.entry for selection, scores in screened.items()}
     promising = _filter_promising(entries, noise, thresholds)
-    entries |= _confirm_selections(bench, promising, screened, rest, noise, thresholds, notify)
+    confirmed = _confirm_selections(bench, promising, screened, rest, noise, thresholds, notify)
+    entries |= {selection: scores.entry for selection, scores in confirmed.items()}
     report = CalibrationReport.of(
         binding, created, source, budget.seed, noise, thresholds, list(entries.values())
     )
+    if report.choice.selection is not None:
+        report = replace(report, baseline=(screened | confirmed)[report.choice.selection].baseline)
     return Calibration(report, warnings)
 
 
@@ -163,9 +166,9 @@ def _confirm_selections(
     noise: Noise,
     thresholds: Thresholds,
     notify: Notify,
-) -> dict[Selection, ReportEntry]:
+) -> dict[Selection, Scores]:
     """Measure each selector's configurations on all prompts, cheapest first, until one passes."""
-    confirmed: dict[Selection, ReportEntry] = {}
+    confirmed: dict[Selection, Scores] = {}
     passed: set[SelectorName] = set()
     tried: Counter[SelectorName] = Counter()
     for selection in promising:
@@ -177,8 +180,8 @@ def _confirm_selections(
         scores = screened[selection]
         if rest:
             scores = scores.join_scores(measure_selection(bench, selection, rest))
-        confirmed[selection] = scores.entry
-        if not shortfalls(confirmed[selection], noise, thresholds):
+        confirmed[selection] = scores
+        if not shortfalls(scores.entry, noise, thresholds):
             passed.add(name)
     return confirmed
 

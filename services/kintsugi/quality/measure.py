@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.baseline import Baseline
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
@@ -282,6 +283,18 @@ class Scores:
             num_positions=len(divergences),
             accuracy=round(metrics.mean(right), 6) if right else None,
             accuracy_full=round(metrics.mean(right_full), 6) if right_full else None,
+        )
+
+    @property
+    def baseline(self) -> Baseline:
+        """What shadowing compares this configuration's answers with."""
+        pairs = [
+            list(zip(full.steps, blend.steps, strict=False))
+            for full, blend in zip(self.full, self.blend, strict=True)
+        ]
+        return Baseline.of(
+            [[metrics.kl_divergence(*pair) for pair in row] for row in pairs],
+            [[not metrics.same_top(*pair) for pair in row] for row in pairs],
         )
 
     def join_scores(self, other: Scores) -> Scores:

@@ -27,8 +27,10 @@ class ScriptedClient:
         max_logprobs: int = 20,
         mode: str = "raw_logprobs",
         accounting: Mapping[str, Any] | None = ACCOUNTING,
+        cumulative: bool = False,
     ) -> None:
         self.accounting = accounting
+        self.cumulative = cumulative
         self.model_config = SimpleNamespace(
             max_logprobs=max_logprobs, logprobs_mode=mode, get_vocab_size=lambda: 1000
         )
@@ -41,14 +43,17 @@ class ScriptedClient:
             best = {token: SimpleNamespace(logprob=-float(token)) for token in range(1, 21)}
             first = [{500: SimpleNamespace(logprob=-30.0), **best}]
             yield _output(first if sampling.logprobs else None, finished=False)
-            last = [{7: SimpleNamespace(logprob=0.0)}] if sampling.logprobs else None
-            yield _output(last, finished=True, accounting=self.accounting)
+            last = [*(first if self.cumulative else []), {7: SimpleNamespace(logprob=0.0)}]
+            yield _output(last if sampling.logprobs else None, finished=True, accounting=self.accounting)
         finally:
             self.closed += 1
 
 
 def _output(logprobs: Any, finished: bool, accounting: Mapping[str, Any] | None = None) -> Any:
-    completion = SimpleNamespace(logprobs=logprobs, finish_reason="length" if finished else None)
+    token_ids = [next(iter(row)) for row in logprobs or ()]
+    completion = SimpleNamespace(
+        logprobs=logprobs, token_ids=token_ids, finish_reason="length" if finished else None
+    )
     transfer = {"kintsugi": accounting} if accounting else None
     return SimpleNamespace(
         outputs=[completion], finished=finished, kv_transfer_params=transfer, num_cached_tokens=3
@@ -58,7 +63,8 @@ def _output(logprobs: Any, finished: bool, accounting: Mapping[str, Any] | None 
 class Noting:
     """Wants every request."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: int = 2) -> None:
+        self.positions = positions
         self.marks: list[str] = []
         self.taken: list[tuple[Prompt, Generation]] = []
 
@@ -74,6 +80,7 @@ class Noting:
 def sampling(params: KintsugiParams | None = KintsugiParams("acme"), **more: Any) -> Any:
     extra = None if params is None else {"kv_transfer_params": params.to_mapping()}
     values = {"n": 1, "logprobs": None, "logprob_token_ids": None, "structured_outputs": None, **more}
+    values.setdefault("output_kind", SimpleNamespace(name="DELTA"))
     return SimpleNamespace(extra_args=extra, **values)
 
 
@@ -89,18 +96,23 @@ def ask(client: WatchedClient, wanted: Any, pieces: int = 2) -> None:
     asyncio.run(run())
 
 
-def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
-    client, watcher = WatchedClient(ScriptedClient(), LoadMeter()), Noting()
-    client.watcher = watcher
-    wanted = sampling()
+@pytest.mark.parametrize(("positions", "token_ids"), [(1, [500]), (2, [500, 7]), (3, [500, 7])])
+@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
+def test_a_watcher_is_shown_the_best_of_as_many_positions_as_it_wants(
+    positions: int, token_ids: list[int], kind: str
+) -> None:
+    client = WatchedClient(ScriptedClient(cumulative=kind == "CUMULATIVE"), LoadMeter())
+    watcher = client.watcher = Noting(positions)
+    wanted = sampling(output_kind=SimpleNamespace(name=kind))
     ask(client, wanted)
     assert wanted.logprobs == 20
     ((prompt, seen),) = watcher.taken
     assert list(prompt.token_ids) == [1, 2, 3]
     assert prompt.params is not None
     assert prompt.params.namespace == "acme"
-    assert seen.top_logprobs == [{token: -float(token) for token in range(1, 21)}], "without the drawn one"
-    assert (seen.token_ids, seen.accounting, seen.finish_reason) == ([1], ACCOUNTING, "length")
+    first = {token: -float(token) for token in range(1, 21)}
+    assert seen.top_logprobs == [first, {7: 0.0}][:positions], "without the drawn one of the first"
+    assert (seen.token_ids, seen.accounting, seen.finish_reason) == (token_ids, ACCOUNTING, "length")
 
 
 @pytest.mark.parametrize(

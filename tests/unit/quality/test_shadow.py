@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kintsugi.core.baseline import Deviation
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.gate import decide
 from kintsugi.core.plan import Selection
@@ -16,7 +17,7 @@ from kintsugi.core.report import CalibrationReport, Noise, Thresholds
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.local import Prompt
-from kintsugi.quality.drift import DriftDetector, Observation
+from kintsugi.quality.drift import DriftDetector, threshold_bounds
 from kintsugi.quality.reports import fetch_report, publish, trip
 from kintsugi.quality.shadow import Shadow, ShadowConfig, compare_generations
 from kintsugi.store.client.ram import RamStore
@@ -38,6 +39,12 @@ def store() -> RamStore:
     store = RamStore()
     publish(store, good_report())
     return store
+
+
+def held_to(noise: Noise, kl_usual: float | None = None) -> DriftDetector:
+    """A detector of a report without a baseline."""
+    bounds = threshold_bounds(Thresholds(), noise, kl_usual)
+    return DriftDetector(lambda positions, settled: bounds)
 
 
 def prompt(number: int) -> Prompt:
@@ -202,10 +209,10 @@ def test_drifts_are_found_in_time(kl: float, disagreement: float, within: int) -
     """Means beyond the bounds of 0.1 nats and 5 %, as exponential and binary noise."""
     for seed in range(20):
         picks = random.Random(seed)
-        detector = DriftDetector(Thresholds(), QUIET)
+        detector = held_to(QUIET)
         found = [
             detector.observe(
-                Observation(picks.expovariate(1 / kl) if kl else 0.0, float(picks.random() < disagreement))
+                Deviation(picks.expovariate(1 / kl) if kl else 0.0, float(picks.random() < disagreement))
             )
             for _ in range(within)
         ]
@@ -217,10 +224,10 @@ def test_no_alarm_at_the_bounds() -> None:
     alarms = 0
     for seed in range(40):
         picks = random.Random(seed)
-        detector = DriftDetector(Thresholds(), QUIET)
+        detector = held_to(QUIET)
         for _ in range(1000):
             differs = picks.random() < 0.05
-            if detector.observe(Observation(2.0 if differs else 0.0, float(differs))):
+            if detector.observe(Deviation(2.0 if differs else 0.0, float(differs))):
                 alarms += 1
                 break
     assert alarms <= 4
@@ -228,20 +235,22 @@ def test_no_alarm_at_the_bounds() -> None:
 
 def test_what_calibration_never_saw_is_a_drift_before_answers_suffer() -> None:
     """A KL of 0.02 is far within the bounds, but calibration saw 0.008 once in a hundred."""
-    calm, odd = (DriftDetector(Thresholds(), QUIET, 0.008) for _ in range(2))
-    assert not any(calm.observe(Observation(0.02 if n % 40 == 0 else 0.001, 0.0)) for n in range(400))
-    reasons = [odd.observe(Observation(0.02 if n % 2 == 0 else 0.001, 0.0)) for n in range(60)]
-    assert any(reason is not None and "calibration's p99" in reason for reason in reasons)
-    unknown = DriftDetector(Thresholds(), QUIET)
-    assert not any(unknown.observe(Observation(0.02, 0.0)) for _ in range(400))
+    calm, odd = (held_to(QUIET, 0.008) for _ in range(2))
+    assert not any(calm.observe(Deviation(0.02 if n % 40 == 0 else 0.001, 0.0)) for n in range(400))
+    reasons = [odd.observe(Deviation(0.02 if n % 2 == 0 else 0.001, 0.0)) for n in range(60)]
+    assert any(reason is not None and "KL is above 0.008 nats" in reason for reason in reasons)
+    unknown = held_to(QUIET)
+    assert not any(unknown.observe(Deviation(0.02, 0.0)) for _ in range(400))
 
 
 def test_a_noisy_model_is_held_to_its_own_noise() -> None:
-    loud = DriftDetector(Thresholds(), Noise(0.5, 2.0, 0.8))
-    assert not any(loud.observe(Observation(0.9, float(number % 6 == 0))) for number in range(300))
+    loud = held_to(Noise(0.5, 2.0, 0.8))
+    assert not any(loud.observe(Deviation(0.9, float(number % 6 == 0))) for number in range(300))
 
 
-@pytest.mark.parametrize("values", [{"share": 1.1}, {"share": -0.1}, {"positions": 0}, {"pending_max": 0}])
+@pytest.mark.parametrize(
+    "values", [{"share": 1.1}, {"share": -0.1}, {"positions": 0}, {"pending_max": 0}, {"per_minute": -1.0}]
+)
 def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(InvalidField):
         ShadowConfig(**values)  # type: ignore[arg-type]
