@@ -4,7 +4,7 @@ Questions come from the testbed's evaluation split. Configurations are chosen on
 others; intervals are 95 %, prompts resampled. Speed is quoted for the calibrated default alone, whose
 quality stands beside it.
 
-    python benchmarks/quality.py [--model FOLDER] [--quick] [--save] [--only curve,calibrate,default,damage]
+    python benchmarks/quality.py [--model FOLDER] [--quick] [--save] [--only SECTIONS]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 
-from benchmarks.support import calibrated, damage, quality_curve
+from benchmarks.support import calibrated, damage, drifts, quality_curve
 from benchmarks.support.quality_curve import Setup
 from benchmarks.support.sections import measure, parser_of
 from benchmarks.support.testbed_questions import checkpoint
@@ -28,6 +28,7 @@ SECTIONS = {
     "calibrate": calibrated.measure_calibrate,
     "default": calibrated.measure_default,
     "damage": damage.measure,
+    "drift": drifts.measure,
 }
 
 
