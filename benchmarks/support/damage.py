@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,18 +27,18 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.quality_curve import Setup, bench_of, exact
 from benchmarks.support.rewriting import Stored, put_back, stored
-from kintsugi.core.layout import Codec
+from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.quality import metrics, reports
-from kintsugi.quality.measure import NAMESPACE, Case, measure_selection
+from kintsugi.quality.measure import NAMESPACE, Bench, Case, measure_selection
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 
-SHADOWED_MAX = 400
+SHADOWED_MAX = 300
 UNTIL_MAX = 200
 """Shadowed requests after which a damage that counts has to be caught."""
 FALL_MIN = 3.0
@@ -122,18 +123,21 @@ def measure(setup: Setup) -> list[Figure]:
 
 
 def _watch_damages(setup: Setup) -> dict[str, Watched]:
+    others = {} if setup.quick else {name: _frames_of(setup, alter) for name, alter in CHECKPOINTS.items()}
     url, store = _fresh_store()
     with _gated(setup, setup.model, url) as running:
         _publish(setup, running, store)
         cases = _cases(running)
-        bench = bench_of(running, cases)
-        sound = stored(store)
+        keys = _save_one_by_one(running, store, cases)
+        by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
+        sound = [by_key[key] for key in keys]
+        bench = Bench(running, cases, max_tokens=1)
         chosen = reports.read(_report(setup)).choice.selection
         assert chosen is not None
         before = exact(measure_selection(bench, chosen, range(len(cases))))
         found = {}
-        for name, frames in _kinds(setup, running, cases, sound):
-            for chunk in frames:
+        for name, chunks in _kinds(setup, running, sound, others):
+            for chunk in chunks:
                 put_back(store, chunk, Codec.RAW)
             _publish(setup, running, store)
             after = exact(measure_selection(bench, chosen, range(len(cases))))
@@ -144,7 +148,7 @@ def _watch_damages(setup: Setup) -> dict[str, Watched]:
 
 
 def _kinds(
-    setup: Setup, running: LocalEngine, cases: Sequence[Case], sound: Sequence[Stored]
+    setup: Setup, running: LocalEngine, sound: Sequence[Stored], others: Mapping[str, Sequence[Stored]]
 ) -> Iterator[tuple[str, list[Stored]]]:
     """Every damage with all chunks as it leaves them."""
     yield "undamaged", list(sound)
@@ -152,8 +156,9 @@ def _kinds(
         yield name, [_altered(chunk, number, damage) for number, chunk in enumerate(sound)]
         if setup.quick:
             return
-    for name, alter in (("noisy_model", _noisy_weights), ("another_model", _other_weights)):
-        yield name, _of_checkpoint(setup, running, alter, cases, sound)
+    for name, theirs in others.items():
+        pairs = zip(sound, theirs, strict=True)
+        yield name, [dataclasses.replace(mine, frames=other.frames) for mine, other in pairs]
 
 
 def _altered(chunk: Stored, number: int, damage: Damage) -> Stored:
@@ -164,31 +169,34 @@ def _altered(chunk: Stored, number: int, damage: Damage) -> Stored:
     return altered
 
 
-def _of_checkpoint(
-    setup: Setup,
-    running: LocalEngine,
-    alter: Callable[[Path], None],
-    cases: Sequence[Case],
-    sound: Sequence[Stored],
-) -> list[Stored]:
-    """The same chunks as another checkpoint computes them, under the keys of the one that serves."""
+def _frames_of(setup: Setup, alter: Callable[[Path], None]) -> list[Stored]:
+    """The chunks as another checkpoint computes them, in the order in which they are saved."""
     url, store = _fresh_store()
     with start_measuring_engine(
         MeasuringEngineSpec(str(_altered_checkpoint(setup, alter)), store=url)
-    ) as other:
-        bench_of(other, cases)
-        theirs = {chunk.manifest.key: chunk for chunk in stored(store)}
-        space, own = _space(other), _space(running)
-    mine = {chunk.manifest.key: chunk for chunk in sound}
-    distinct = dict.fromkeys(chunk.token_ids for case in cases for chunk in case.prompt.chunks)
-    return [
-        dataclasses.replace(mine[ChunkKey.of(own, tokens)], frames=theirs[ChunkKey.of(space, tokens)].frames)
-        for tokens in distinct
-    ]
+    ) as running:
+        keys = _save_one_by_one(running, store, _cases(running))
+    by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
+    return [by_key[key] for key in keys]
 
 
-def _space(running: LocalEngine) -> ChunkSpace:
-    return ChunkSpace(running.binding.model, NAMESPACE, running.prefix_token_ids)
+def _save_one_by_one(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> list[ChunkKey]:
+    """Store the chunks of all cases. Returns their keys in the order in which they were put: the order is the
+    same for every checkpoint, the keys are not."""
+    keys: list[ChunkKey] = []
+    put = store.put
+
+    def note(manifest: ChunkManifest, *more: Any, **named: Any) -> bool:
+        keys.append(manifest.key)
+        return put(manifest, *more, **named)
+
+    store.put = note  # type: ignore[method-assign]
+    for chunk in dict.fromkeys(chunk.token_ids for case in cases for chunk in case.prompt.chunks):
+        (saved,) = running.save(cases[0].prompt.prefix, [chunk], NAMESPACE)
+        assert (saved.accounting or {}).get("outcome") == "saved", saved.accounting
+    del store.put
+    assert len(keys) == len(set(keys))
+    return keys
 
 
 def _mismatches(setup: Setup) -> Figure:
@@ -328,3 +336,10 @@ def _stale_check_layer(setup: Setup) -> int | None:
         cases = _cases(running)
         bench_of(running, cases)
         return _watch(running, store, cases)
+
+
+CHECKPOINTS: Mapping[str, Callable[[Path], None]] = {
+    "noisy_model": _noisy_weights,
+    "another_model": _other_weights,
+}
+"""Those whose chunks are stored under the keys of the model that serves."""
