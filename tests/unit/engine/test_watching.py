@@ -14,7 +14,7 @@ from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.engine.watching import WatchedClient
+from kintsugi.engine.watching import WatchedClient, prefill_in_full
 
 ACCOUNTING = {"outcome": "blended"}
 
@@ -216,3 +216,71 @@ def test_a_request_counts_as_load_until_its_answer_ends(pieces: int) -> None:
 
     asyncio.run(run())
     assert load.stats().running == 0
+
+
+class PrefillingClient:
+    """Answers each pass with distributions that name their position: token 1000 + position is the best.
+
+    vLLM's two model runners report prompt logprobs differently: for all of the prompt, or from the first
+    token that was not found in the prefix cache.
+    """
+
+    def __init__(self, cached: int, whole_prompt: bool, prefix_cache: bool = True) -> None:
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_cache))
+        self.cached = cached
+        self.whole_prompt = whole_prompt
+        self.passes: list[tuple[list[int], str, Any]] = []
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, priority: int
+    ) -> AsyncGenerator[Any, None]:
+        token_ids = prompt["prompt_token_ids"]
+        self.passes.append((token_ids, prompt["cache_salt"], sampling))
+        rows = [_naming(position) for position in range(1, len(token_ids))]
+        if not self.whole_prompt:
+            rows = rows[self.cached :]
+        completion = SimpleNamespace(
+            logprobs=[_naming(len(token_ids))], token_ids=[1000 + len(token_ids)], finish_reason="length"
+        )
+        yield SimpleNamespace(
+            outputs=[completion],
+            finished=True,
+            prompt_logprobs=[None, *rows] if sampling.prompt_logprobs else None,
+            kv_transfer_params=None,
+            num_cached_tokens=0,
+        )
+
+
+def _naming(position: int) -> dict[int, Any]:
+    likely = {1000 + position: -0.1, 1: -3.0, 2: -4.0, 3: -9.0}
+    return {token: SimpleNamespace(logprob=logprob) for token, logprob in likely.items()}
+
+
+def prefilled(client: PrefillingClient, length: int, forced: tuple[int, ...] | None) -> Generation:
+    pytest.importorskip("vllm")
+    prompt = Prompt(list(range(length)), None, cache_salt="acme", max_tokens=1, top_logprobs=3, forced=forced)
+    return asyncio.run(prefill_in_full(client, prompt, "r", 7))
+
+
+@pytest.mark.parametrize("whole_prompt", [True, False])
+@pytest.mark.parametrize("forced", [(41, 42), (41, 42, 43, 44, 45)])
+def test_a_full_prefill_along_an_answer_takes_two_passes(whole_prompt: bool, forced: tuple[int, ...]) -> None:
+    client = PrefillingClient(cached=16, whole_prompt=whole_prompt)
+    full = prefilled(client, 20, forced)
+    assert [max(step, key=lambda token: step[token]) for step in full.top_logprobs] == [
+        1020 + position for position in range(len(forced))
+    ]
+    assert {len(step) for step in full.top_logprobs} == {3}
+    assert full.token_ids == list(forced)
+    (first, salt, fresh), (second, same_salt, rest) = client.passes
+    assert (first, second) == (list(range(20)), [*range(20), *forced[:-1]])
+    assert salt == same_salt != "acme", "nobody else's blocks are read, and nobody reads these"
+    assert (fresh.skip_reading_prefix_cache, rest.skip_reading_prefix_cache) == (True, False)
+    assert (fresh.prompt_logprobs, rest.prompt_logprobs) == (None, 3)
+
+
+@pytest.mark.parametrize(("forced", "prefix_cache"), [(None, True), ((41, 42), False)])
+def test_the_first_position_alone_takes_one_pass(forced: tuple[int, ...] | None, prefix_cache: bool) -> None:
+    client = PrefillingClient(0, whole_prompt=True, prefix_cache=prefix_cache)
+    full = prefilled(client, 20, forced)
+    assert len(client.passes) == len(full.top_logprobs) == len(full.token_ids) == 1
