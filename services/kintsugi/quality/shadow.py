@@ -57,8 +57,8 @@ class ShadowConfig:
     share: float = 0.005
     """Share of all requests that may blend, divided evenly among the namespaces that send enough."""
     positions: int = POSITIONS_MAX
-    """Number of leading answer tokens to compare, if the calibration's baseline has so many. An engine that
-    cannot be forced along an answer compares the first."""
+    """Number of leading answer tokens to compare, if the calibration's baseline has so many. A `LocalEngine`
+    that was started without `local.FORCING` compares them as far as both sides say the same."""
     pending_max: int = 64
     """Maximum number of answers that wait for their shadow; beyond it the oldest is dropped and counted."""
     per_minute: float = 0.0
@@ -136,8 +136,13 @@ class Answers(Protocol):
 
 
 def compare_generations(full: Generation, blend: Generation) -> Deviation:
-    """Compare the positions that both have; `full` was forced along `blend`'s tokens."""
-    pairs = list(zip(full.top_logprobs, blend.top_logprobs, strict=False))
+    """Compare the positions that both have, up to the first behind different tokens: an engine that cannot be
+    forced goes its own way from there."""
+    pairs = []
+    for index, pair in enumerate(zip(full.top_logprobs, blend.top_logprobs, strict=False)):
+        if index and full.token_ids[index - 1] != blend.token_ids[index - 1]:
+            break
+        pairs.append(pair)
     assert pairs, "an answer has a first token"
     return Deviation.of(
         [metrics.kl_divergence(*pair) for pair in pairs], [not metrics.same_top(*pair) for pair in pairs]

@@ -99,6 +99,14 @@ def test_a_comparison_by_hand() -> None:
     assert other.disagreement == 1.0
 
 
+def test_what_stands_behind_different_tokens_is_not_compared() -> None:
+    three = Prompt([0], max_tokens=3)
+    blend, full = answer(5, 0.9, BLENDED, three), answer(5, 0.9, None, three)
+    assert compare_generations(full, blend).positions == 3
+    assert compare_generations(dataclasses.replace(full, token_ids=[5, 4, 5]), blend).positions == 2
+    assert compare_generations(dataclasses.replace(full, token_ids=[4, 5, 5]), blend).positions == 1
+
+
 def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
     engine = FakeEngine()
     shadow = Shadow(engine, RamStore(), BINDING, ShadowConfig(share=1.0, positions=2))
