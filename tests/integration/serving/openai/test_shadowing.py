@@ -108,7 +108,7 @@ def test_a_prefill_along_an_answer_sees_what_prefills_of_each_beginning_see(serv
         for position, step in enumerate(forced.top_logprobs):
             alone = first([*whole[:length], *answer[:position]])
             assert kl_divergence(alone, step) < 1e-3, f"{length} tokens, position {position}"
-        elsewhere = first([*whole[:length], 500])
+        elsewhere = first([*whole[:length], 100])
         assert kl_divergence(elsewhere, forced.top_logprobs[1]) > 1e-2
 
 
