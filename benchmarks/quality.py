@@ -5,7 +5,8 @@ evaluation split. The section `real` measures on the reference model, in its cha
 about 600 tokens. Configurations are chosen on some prompts and judged on others; intervals are 95 %, prompts
 resampled. Speed is quoted for one configuration, whose quality stands beside it.
 
-    python benchmarks/quality.py [--quick] [--save] [--only curve,calibrate,default,damage,evidence,real]
+    python benchmarks/quality.py [--quick] [--save]
+        [--only curve,calibrate,default,damage,drift,evidence,real]
     python benchmarks/quality.py --only real --records FOLDER --minutes 8
 
 The last may be called again and again with the same folder: it goes on until everything is measured.
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 
-from benchmarks.support import calibrated, damage, evidence, quality_curve
+from benchmarks.support import calibrated, damage, drifts, evidence, quality_curve
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.quality_curve import Setup
 from benchmarks.support.real import section
@@ -37,6 +38,7 @@ SECTIONS = {
     "calibrate": calibrated.measure_calibrate,
     "default": calibrated.measure_default,
     "damage": damage.measure,
+    "drift": drifts.measure,
     "evidence": evidence.measure,
     "real": lambda setup: section.measure(setup.real),
 }

@@ -1,7 +1,9 @@
-"""Five ways in which stored KV can be wrong, and what notices each: fingerprint, self-test, gate or shadow.
+"""Seven ways in which stored KV can be wrong under right digests, and how soon shadowing notices each.
 
-The engine is gated by a real calibration report and its requests are shadowed, all of them. A damage is
-caught where no blend happens at all, or where shadowing trips the report within `SHADOWED_MAX` requests.
+The engine is gated by a real calibration report and all its requests are shadowed. A damage counts where
+exact match falls by at least `FALL_MIN` points; it is caught where shadowing trips the report within
+`SHADOWED_MAX` requests. Beside them, three mismatches of checkpoints and reports, which fingerprints or the
+gate should stop.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import json
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,47 +25,191 @@ from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.calibrated import default_of
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
-from benchmarks.support.quality_curve import Setup
-from benchmarks.support.rewriting import put_back, stored
-from kintsugi.core.layout import Codec
+from benchmarks.support.quality_curve import Setup, bench_of, exact
+from benchmarks.support.rewriting import Stored, put_back, stored
+from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.quality import reports
-from kintsugi.quality.measure import NAMESPACE, Case
+from kintsugi.quality import metrics, reports
+from kintsugi.quality.measure import NAMESPACE, Bench, Case, measure_selection
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 
-SHADOWED_MAX = 400
-Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+SHADOWED_MAX = 300
+UNTIL_MAX = 200
+"""Shadowed requests after which a damage that counts has to be caught."""
+FALL_MIN = 3.0
+"""Points of exact match."""
+NOISE = 0.2
+"""Standard deviation of the noise in the noisy model's weights, as a share of each tensor's own."""
+
+Damage = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Number of the chunk, layer, K before RoPE, V -> K and V."""
+
+
+def rolled(
+    number: int, layer: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token has its neighbour's KV."""
+    return key.roll(1, 0), value.roll(1, 0)
+
+
+def zeroed(num_layers: int) -> Damage:
+    """The middle layer is lost."""
+
+    def damage(
+        number: int, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (0 * key, 0 * value) if layer == num_layers // 2 else (key, value)
+
+    return damage
+
+
+def damages(num_layers: int) -> dict[str, Damage]:
+    return {
+        "tokens_rolled": rolled,
+        "heads_rolled": lambda number, layer, key, value: (key.roll(1, 1), value.roll(1, 1)),
+        "tenth_rolled": lambda number, layer, key, value: (
+            (key, value) if number % 10 else rolled(number, layer, key, value)
+        ),
+        "values_x1.5": lambda number, layer, key, value: (key, 1.5 * value),
+        "layer_zeroed": zeroed(num_layers),
+    }
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What one damage did, and what noticed it."""
+
+    fall: float
+    """Points of exact match against undamaged blends of the same prompts."""
+    until: int | None
+    """Shadowed requests until blending stopped; None where it did not."""
+
+    @property
+    def counts(self) -> bool:
+        return self.fall >= FALL_MIN
+
+    def __str__(self) -> str:
+        return f"{self.fall:.1f} points, {'NOT CAUGHT' if self.until is None else f'after {self.until}'}"
 
 
 def measure(setup: Setup) -> list[Figure]:
-    """Where it has to be quick, one damage alone: every other takes an engine of its own, or two."""
+    """Where it has to be quick, one damage alone."""
     default_of(setup)
-    if setup.quick:
-        swapped = _swapped_kv(setup)
-        detail = f"swapped_kv: {swapped or 'NOT CAUGHT'}; no other is tried"
-        return [Figure("damage_caught", float(swapped is not None), "", "1.0", swapped is not None, detail)]
-    found = {
-        "rope_base": _another_checkpoint(setup, _other_rope),
-        "another_model": _another_checkpoint(setup, _other_weights),
-        "swapped_kv": _swapped_kv(setup),
-        "scales_doubled": _damaged(setup, lambda key, value: (2 * key, 2 * value), every_layer=False),
-        "stale_check_layer": _stale_check_layer(setup),
-        "undamaged": _damaged(setup, lambda key, value: (key, value), every_layer=True),
-    }
+    found = _watch_damages(setup)
     undamaged = found.pop("undamaged")
-    caught = sum(by is not None for by in found.values()) / len(found)
-    detail = ", ".join(f"{name}: {by or 'NOT CAUGHT'}" for name, by in found.items())
-    holds = caught == 1.0 and undamaged is None
-    detail += "; without damage " + ("nothing rings" if undamaged is None else f"FALSE ALARM: {undamaged}")
-    return [Figure("damage_caught", caught, "", "1.0, no false alarm", holds, detail)]
+    counted = [one for one in found.values() if one.counts]
+    caught = sum(one.until is not None for one in counted) / len(counted)
+    detail = ", ".join(f"{name}: {one}" for name, one in found.items())
+    detail += f"; without damage {'nothing rings' if undamaged.until is None else f'FALSE ALARM {undamaged}'}"
+    until = max(one.until or SHADOWED_MAX for one in counted)
+    setup.details["damage"] = {name: dataclasses.asdict(one) for name, one in found.items()}
+    holds = caught == 1.0 and undamaged.until is None
+    figures = [
+        Figure("damage_caught", caught, "", "1.0, no false alarm", holds, detail),
+        Figure.at_most(
+            "shadowed_until_caught",
+            until,
+            UNTIL_MAX,
+            unit="requests",
+            detail=f"worst of {len(counted)} that cost {FALL_MIN:g} points or more",
+        ),
+    ]
+    return figures if setup.quick else [*figures, _mismatches(setup)]
 
 
-def _swapped_kv(setup: Setup) -> str | None:
-    return _damaged(setup, lambda key, value: (value, key), every_layer=True)
+def _watch_damages(setup: Setup) -> dict[str, Watched]:
+    others = {} if setup.quick else {name: _frames_of(setup, alter) for name, alter in CHECKPOINTS.items()}
+    url, store = _fresh_store()
+    with _gated(setup, setup.model, url) as running:
+        _publish(setup, running, store)
+        cases = _cases(running)
+        keys = _save_one_by_one(running, store, cases)
+        by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
+        sound = [by_key[key] for key in keys]
+        bench = Bench(running, cases, max_tokens=1)
+        chosen = reports.read(_report(setup)).choice.selection
+        assert chosen is not None
+        before = exact(measure_selection(bench, chosen, range(len(cases))))
+        found = {}
+        for name, chunks in _kinds(setup, running, sound, others):
+            for chunk in chunks:
+                put_back(store, chunk, Codec.RAW)
+            _publish(setup, running, store)
+            after = exact(measure_selection(bench, chosen, range(len(cases))))
+            fall = 100 * (metrics.mean(before) - metrics.mean(after))
+            found[name] = Watched(fall, _watch(running, store, cases))
+            say(f"{name}: {found[name]}")
+    return found
+
+
+def _kinds(
+    setup: Setup, running: LocalEngine, sound: Sequence[Stored], others: Mapping[str, Sequence[Stored]]
+) -> Iterator[tuple[str, list[Stored]]]:
+    """Every damage with all chunks as it leaves them."""
+    yield "undamaged", list(sound)
+    for name, damage in damages(running.num_layers).items():
+        yield name, [_altered(chunk, number, damage) for number, chunk in enumerate(sound)]
+        if setup.quick:
+            return
+    for name, theirs in others.items():
+        pairs = zip(sound, theirs, strict=True)
+        yield name, [dataclasses.replace(mine, frames=other.frames) for mine, other in pairs]
+
+
+def _altered(chunk: Stored, number: int, damage: Damage) -> Stored:
+    """The chunk with other bytes, through a store of its own."""
+    _, scratch = _fresh_store()
+    put_back(scratch, chunk, Codec.RAW, lambda layer, key, value: damage(number, layer, key, value))
+    (altered,) = stored(scratch)
+    return altered
+
+
+def _frames_of(setup: Setup, alter: Callable[[Path], None]) -> list[Stored]:
+    """The chunks as another checkpoint computes them, in the order in which they are saved."""
+    url, store = _fresh_store()
+    with start_measuring_engine(
+        MeasuringEngineSpec(str(_altered_checkpoint(setup, alter)), store=url)
+    ) as running:
+        keys = _save_one_by_one(running, store, _cases(running))
+    by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
+    return [by_key[key] for key in keys]
+
+
+def _save_one_by_one(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> list[ChunkKey]:
+    """Store the chunks of all cases. Returns their keys in the order in which they were put: the order is the
+    same for every checkpoint, the keys are not."""
+    keys: list[ChunkKey] = []
+    put = store.put
+
+    def note(manifest: ChunkManifest, *more: Any, **named: Any) -> bool:
+        keys.append(manifest.key)
+        return put(manifest, *more, **named)
+
+    store.put = note  # type: ignore[method-assign]
+    for chunk in dict.fromkeys(chunk.token_ids for case in cases for chunk in case.prompt.chunks):
+        (saved,) = running.save(cases[0].prompt.prefix, [chunk], NAMESPACE)
+        assert (saved.accounting or {}).get("outcome") == "saved", saved.accounting
+    del store.put
+    assert len(keys) == len(set(keys))
+    return keys
+
+
+def _mismatches(setup: Setup) -> Figure:
+    found: Mapping[str, int | None] = {
+        "rope_base": _another_checkpoint(setup, _other_rope),
+        "another_checkpoint": _another_checkpoint(setup, _other_weights),
+        "stale_check_layer": _stale_check_layer(setup),
+    }
+    caught = sum(until is not None for until in found.values()) / len(found)
+    detail = ", ".join(
+        f"{name}: {'NOT CAUGHT' if until is None else f'after {until}'}" for name, until in found.items()
+    )
+    return Figure.at_least("mismatches_caught", caught, 1.0, unit="", detail=detail)
 
 
 @contextmanager
@@ -79,32 +227,26 @@ def _cases(running: LocalEngine) -> list[Case]:
     return testbed.cases(running, asked)[:SHADOWED_MAX]
 
 
-def _store(running: LocalEngine, cases: Sequence[Case]) -> None:
-    distinct = list(dict.fromkeys(chunk.token_ids for case in cases for chunk in case.prompt.chunks))
-    for saved in running.save(cases[0].prompt.prefix, distinct, NAMESPACE):
-        assert (saved.accounting or {}).get("outcome") == "saved", saved.accounting
-
-
 def _publish(setup: Setup, running: LocalEngine, store: RamStore) -> None:
     assert setup.report is not None
     reports.publish(store, reports.read(setup.report))
     running.refresh_gate()
 
 
-def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> str | None:
-    """Serve, shadowing everything. What stopped blending, or None where nothing did."""
+def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> int | None:
+    """Serve, shadowing everything. How many requests were shadowed until blending stopped; None if never."""
     shadow = Shadow(running, store, running.binding, ShadowConfig(share=1.0))
     for number, case in enumerate(cases):
         params = KintsugiParams(NAMESPACE, spans=case.prompt.spans)
         prompt = shadow.prepare_prompt(f"{number}", Prompt(case.prompt.token_ids, params, max_tokens=1))
         (answer,) = running.generate([prompt])
-        accounting = answer.accounting or {}
-        if accounting.get("outcome") != "blended":
-            return f"no blend ({str(accounting.get('reason')).split(':')[0]} after {number})"
+        if (answer.accounting or {}).get("outcome") != "blended":
+            return number
         shadow.take(prompt, answer)
         shadow.run_pending()
-        running.refresh_gate()
-    say(f"nothing rang: mean KL {shadow.counts.kl_sum / len(cases):.4f}, {shadow.counts.disagreed} differ")
+        if shadow.counts.trips:
+            return number + 1
+    say(f"nothing rang: {shadow.counts.effect}")
     return None
 
 
@@ -115,51 +257,27 @@ def _fresh_store() -> tuple[str, RamStore]:
     return url, store
 
 
-def _damaged(setup: Setup, damage: Damage, every_layer: bool) -> str | None:
-    """Chunks whose bytes are wrong under right digests, as a defective writer would leave them."""
-    url, store = _fresh_store()
-    with _gated(setup, setup.model, url) as running:
-        _publish(setup, running, store)
-        cases = _cases(running)
-        _store(running, cases)
-        _rewrite(store, damage, every_layer)
-        caught = _watch(running, store, cases)
-    say(f"damaged chunks: {caught}")
-    return caught
+def _altered_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kintsugi-altered-")) / "model"
+    shutil.copytree(setup.model, folder)
+    alter(folder)
+    return folder
 
 
-def _rewrite(store: RamStore, damage: Damage, every_layer: bool) -> None:
-    for chunk in stored(store):
-        assert chunk.manifest.codec is Codec.RAW
-        middle = chunk.manifest.layout.num_layers // 2
-
-        def alter(
-            layer: int, key: torch.Tensor, value: torch.Tensor, middle: int = middle
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return damage(key, value) if every_layer or layer == middle else (key, value)
-
-        put_back(store, chunk, Codec.RAW, alter)
-
-
-def _another_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> str | None:
+def _another_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> int | None:
     """Chunks and report of one checkpoint, an engine of another that looks the same."""
     url, store = _fresh_store()
     with _gated(setup, setup.model, url) as running:
         _publish(setup, running, store)
         binding, cases = running.binding, _cases(running)
-        _store(running, cases)
-    folder = Path(tempfile.mkdtemp(prefix="kintsugi-altered-")) / "model"
-    shutil.copytree(setup.model, folder)
-    alter(folder)
-    with _gated(setup, folder, url) as running:
+        bench_of(running, cases)
+    with _gated(setup, _altered_checkpoint(setup, alter), url) as running:
         # What a careless operator would do: let the old report speak for the new model.
         forged = dataclasses.replace(reports.read(_report(setup)), binding=running.binding)
         assert running.binding != binding
         reports.publish(store, forged)
         running.refresh_gate()
-        caught = _watch(running, store, cases)
-    say(f"another checkpoint: {caught}")
-    return caught
+        return _watch(running, store, cases)
 
 
 def _report(setup: Setup) -> Path:
@@ -178,15 +296,25 @@ def _other_rope(folder: Path) -> None:
 
 def _other_weights(folder: Path) -> None:
     """The same shapes, another training: as near as a copy can come, values rolled by one row."""
+    _rewrite_weights(folder, lambda tensor: tensor.roll(1, 0))
+
+
+def _noisy_weights(folder: Path) -> None:
+    """The same model, damaged a little."""
+    torch.manual_seed(0)
+    _rewrite_weights(folder, lambda tensor: tensor + NOISE * tensor.float().std() * torch.randn(tensor.shape))
+
+
+def _rewrite_weights(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
-    weights = {name: tensor.roll(1, 0).contiguous() for name, tensor in load_file(path).items()}
+    weights = {name: change(tensor).to(tensor.dtype).contiguous() for name, tensor in load_file(path).items()}
     path.unlink()
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def _stale_check_layer(setup: Setup) -> str | None:
+def _stale_check_layer(setup: Setup) -> int | None:
     """The report's numbers are of another check layer than the one that blends: an earlier one. Done to what
     passed and looks at a layer: the default need not."""
     url, store = _fresh_store()
@@ -214,7 +342,12 @@ def _stale_check_layer(setup: Setup) -> str | None:
         reports.publish(store, forged)
         running.refresh_gate()
         cases = _cases(running)
-        _store(running, cases)
-        caught = _watch(running, store, cases)
-    say(f"stale check layer: {caught}")
-    return caught
+        bench_of(running, cases)
+        return _watch(running, store, cases)
+
+
+CHECKPOINTS: Mapping[str, Callable[[Path], None]] = {
+    "noisy_model": _noisy_weights,
+    "another_model": _other_weights,
+}
+"""Those whose chunks are stored under the keys of the model that serves."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, digests_of
+from kintsugi.core.layout import ChunkLost, ChunkManifest, Codec, KVLayout, LayerFrame, digests_of
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
-from kintsugi.core.stream import ChunkLost, LayerFrame
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
 from tests.fakes.toy_stack import HEAD_DIM, ToyModel

@@ -110,6 +110,7 @@ class Engines(EngineSettings, ManifestSettings):
             "description": "Of the blended requests, computed once more in full while nobody waits, to see "
             "whether blends are still what was calibrated."
         },
+        "shadow_time_share": {"minimum": 0.001},
     }
 
     replicas: Replicas = field(default_factory=Replicas)

@@ -109,6 +109,12 @@ class EngineSettings(Settings):
     shadow_share: float = setting(0.005, minimum=0, maximum=1)
     """Share of blended requests that are computed again in full while nobody waits, to see whether blends are
     still as good as when they were calibrated. 0: none."""
+    shadow_per_minute: float = setting(1.0, minimum=0, maximum=600)
+    """Blended requests a minute that each engine computes again, where `shadow_share` gives fewer."""
+    shadow_positions: int = setting(32, minimum=1, maximum=32)
+    """Leading tokens of an answer that are compared."""
+    shadow_time_share: float = setting(0.05, exclusiveMinimum=0, maximum=1)
+    """Largest share of an engine's time that computing again may take."""
     connector: Mapping[str, Any] = setting(dict, reserved=("store", "prefix_token_ids", "context_token_ids"))
     """More of the plugin's configuration."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))

@@ -225,3 +225,23 @@ def check_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
             raise InvalidField(
                 f"frames[{layer}]", f"has {size} bytes; the manifest needs {manifest.frame_bytes}"
             )
+
+
+@dataclass(frozen=True)
+class LayerFrame:
+    """The bytes of some heads of one layer of one chunk, verified, as they arrive."""
+
+    chunk: int
+    """Index into the request's keys."""
+    layer: int
+    data: memoryview
+    """`KVLayout.head_bytes(codec, tokens) · len(heads)` bytes, valid until the next frame is taken."""
+
+
+@dataclass(frozen=True)
+class ChunkLost:
+    """In place of a frame: this chunk can no longer be read. Its other frames do not follow."""
+
+    chunk: int
+    layer: int
+    reason: str

@@ -23,6 +23,7 @@ from typing import Any
 
 import blake3
 
+from kintsugi.core.baseline import Baseline
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import Domain
@@ -320,6 +321,8 @@ class CalibrationReport:
     choice: Choice
     tripped: Tripped | None = None
     version: int = REPORT_VERSION
+    baseline: Baseline | None = None
+    """What shadowing compares with; None in reports that were made without one."""
 
     @staticmethod
     def of(
@@ -342,18 +345,21 @@ class CalibrationReport:
     @property
     def digest(self) -> str:
         """Over the canonical JSON of every other field."""
-        return _digest(self._fields())
+        return _digest(self._fields)
 
+    @property
     def _fields(self) -> dict[str, Any]:
-        """Every field as JSON. A binding without a context is written as before there were contexts, so that
-        earlier builds read it and its digest stays."""
+        """Every field as JSON. What is empty is left out, so that builds which do not know it can read the
+        report: a binding's context, and the baseline."""
         fields = dataclasses.asdict(self)
         if not self.binding.context:
             del fields["binding"]["context"]
+        if self.baseline is None:
+            del fields["baseline"]
         return fields
 
     def to_bytes(self) -> bytes:
-        document = {**self._fields(), "digest": self.digest}
+        document = {**self._fields, "digest": self.digest}
         return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
 
     @staticmethod
@@ -455,6 +461,20 @@ def _parse_report(document: bytes) -> dict[str, Any]:
 def _digest(fields: dict[str, Any]) -> str:
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return blake3.blake3(b"kintsugi-report\0" + canonical.encode()).hexdigest()
+
+
+def seal_document(fields: dict[str, Any]) -> bytes:
+    """A small document that a store orders by `created` as it does reports (`ReportRevision`)."""
+    sealed = {**fields, "digest": _digest(fields)}
+    return json.dumps(sealed, separators=(",", ":"), allow_nan=False).encode()
+
+
+def open_document(document: bytes) -> dict[str, Any]:
+    """The fields of a document from `seal_document`. Raises `Corrupted`."""
+    fields = _parse_report(document)
+    if fields.pop("digest", None) != _digest(fields):
+        raise Corrupted("the document does not match its digest")
+    return fields
 
 
 def shortfalls(entry: ReportEntry, noise: Noise, thresholds: Thresholds) -> list[str]:

@@ -272,8 +272,8 @@ class AsyncEngine(EngineBackend):
         self._watched.watcher = watcher
 
     async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
-        """Compute the first position of a full prefill, for comparison. Not counted as load. Raises
-        `Unavailable`."""
+        """Compute a full prefill, along `prompt.forced` where that is given, for comparison. Not counted as
+        load. Raises `Unavailable`."""
         self.check_health()
         self._submitted += 1
         with _errors_as_ours():

@@ -2,13 +2,20 @@
 
 A sampled request asks vLLM for logprobs that its caller does not see: vLLM's handlers return only what the
 caller's own request asks for.
+
+A full prefill along a given answer needs no logits processor. Engines would have to load one at start, which
+vLLM refuses beside speculative decoding, and its two model runners want two kinds. Instead the prompt is
+prefilled once, and once more with the answer behind it: that pass reads the prompt's blocks from the prefix
+cache, computes the answer's tokens alone, and reports the logprobs of each.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import WEIGHTS_CHANGED
@@ -22,6 +29,11 @@ RAW = "raw_logprobs"
 
 class Watcher(Protocol):
     """What `quality.shadow.Shadow` does for this module."""
+
+    @property
+    def positions(self) -> int:
+        """Number of leading positions of an answer that `take` wants to see."""
+        ...
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...
 
@@ -52,20 +64,20 @@ class WatchedClient:
         asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, ticket)
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
-        first: dict[int, float] = {}
+        answer = None if watcher is None or asked is None else _Answer(watcher.positions, asked.top_logprobs)
         self._load.record_start(request_id, len(prompt.get("prompt_token_ids") or ()))
         try:
             async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
                 async for output in outputs:
                     self._load.record_first_token(request_id)
-                    if watcher is not None and asked is not None:
-                        first = first or _first_logprobs(output, asked.top_logprobs)
+                    if answer is not None:
+                        answer.take(output.outputs[0], sampling.output_kind)
                     accounting = None
                     if output.finished:
                         accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
                         self._note_reason(accounting)
-                    if watcher is not None and asked is not None and output.finished and first:
-                        watcher.take(asked, _generation(output, first, accounting))
+                    if watcher is not None and asked is not None and answer and output.finished:
+                        watcher.take(asked, answer.generation(output, accounting))
                     yield output
         finally:
             self._load.record_end(request_id)
@@ -104,34 +116,82 @@ def _logprobs_max(model_config: Any) -> int:
     return known if known >= 0 else int(model_config.get_vocab_size())
 
 
-def _generation(output: Any, first: dict[int, float], accounting: dict[str, Any] | None) -> Generation:
-    """An answer reduced to its first position, which does not depend on the drawn token."""
-    best = max(first, key=lambda token: first[token])
-    return Generation(
-        token_ids=[best],
-        text="",
-        ttft_s=float("nan"),
-        itl_s=[],
-        logprobs=[first[best]],
-        top_logprobs=[first],
-        finish_reason=output.outputs[0].finish_reason,
-        num_cached_tokens=output.num_cached_tokens or 0,
-        accounting=accounting,
-    )
+@dataclass
+class _Answer:
+    """The first positions of one answer, as far as they are compared."""
+
+    positions_max: int
+    top_logprobs: int
+    token_ids: list[int] = field(default_factory=list)
+    steps: list[dict[int, float]] = field(default_factory=list)
+
+    def take(self, completion: Any, kind: Any) -> None:
+        """Add the tokens of one of vLLM's outputs, which repeats the earlier ones unless it is a delta."""
+        if kind.name != "DELTA":
+            self.token_ids.clear()
+            self.steps.clear()
+        room = self.positions_max - len(self.token_ids)
+        rows = list(islice(completion.logprobs or (), room))
+        self.steps += [_best(row, self.top_logprobs) for row in rows]
+        self.token_ids += islice(completion.token_ids, len(rows))
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+    def generation(self, output: Any, accounting: dict[str, Any] | None) -> Generation:
+        return Generation(
+            token_ids=self.token_ids,
+            text="",
+            ttft_s=float("nan"),
+            itl_s=[],
+            logprobs=[],
+            top_logprobs=self.steps,
+            finish_reason=output.outputs[0].finish_reason,
+            num_cached_tokens=output.num_cached_tokens or 0,
+            accounting=accounting,
+        )
 
 
-def _first_logprobs(output: Any, limit: int) -> dict[int, float]:
-    positions = output.outputs[0].logprobs
-    if not positions or positions[0] is None:
-        return {}
-    found = {int(token): float(entry.logprob) for token, entry in positions[0].items()}
-    # vLLM also reports the drawn token where it is not among the best.
-    best = sorted(found, key=lambda token: -found[token])[:limit]
-    return {token: found[token] for token in best}
+def _best(entries: Mapping[int, Any], limit: int) -> dict[int, float]:
+    """The logprobs of the `limit` most likely tokens: vLLM also reports the drawn one where it is none."""
+    found = {int(token): float(entry.logprob) for token, entry in entries.items()}
+    return {token: found[token] for token in sorted(found, key=lambda token: -found[token])[:limit]}
 
 
 async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
-    """The first position of a full prefill, without blending and without the prefix cache."""
+    """The model's own distributions behind the prompt, and along `prompt.forced` where that is given.
+
+    Nothing is blended, and nothing is read from the prefix cache but what this call has computed. An engine
+    without a prefix cache reports the first position alone: the second pass would repeat the prompt, with
+    logprobs of all its tokens.
+    """
+    # Under a name that nobody else has: an equal prompt may have left a block that was loaded.
+    salt = uuid.uuid4().hex
+    forced = list(prompt.forced or ())
+    last = await _run_prefill(client, prompt, salt, request_id, priority, skip_reading_prefix_cache=True)
+    steps = [_best(last.outputs[0].logprobs[0], prompt.top_logprobs)]
+    if len(forced) > 1 and client.vllm_config.cache_config.enable_prefix_caching:
+        longer = replace(prompt, token_ids=[*prompt.token_ids, *forced[:-1]])
+        last = await _run_prefill(
+            client,
+            longer,
+            salt,
+            f"{request_id}-forced",
+            priority,
+            prompt_logprobs=prompt.top_logprobs,
+            skip_reading_prefix_cache=False,
+        )
+        rows = last.prompt_logprobs[len(last.prompt_logprobs) - len(forced) + 2 :]
+        steps += [_best(row, prompt.top_logprobs) for row in rows]
+        steps.append(_best(last.outputs[0].logprobs[0], prompt.top_logprobs))
+    token_ids = forced[: len(steps)] or list(last.outputs[0].token_ids)
+    return _Answer(len(steps), prompt.top_logprobs, token_ids, steps).generation(last, None)
+
+
+async def _run_prefill(
+    client: Any, prompt: Prompt, salt: str, request_id: str, priority: int, **more: Any
+) -> Any:
+    """One pass that draws one token. Returns vLLM's last output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -140,12 +200,15 @@ async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority
         max_tokens=1,
         logprobs=prompt.top_logprobs,
         ignore_eos=True,
+        # Texts of 20 tokens at every position of a prompt would keep the event loop busy.
+        detokenize=False,
+        flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_reading_prefix_cache=True,
+        **more,
     )
-    answering = client.generate(tokens_prompt(prompt), sampling, request_id, priority=priority)
-    async with aclosing(answering) as outputs:
+    tokens = tokens_prompt(replace(prompt, cache_salt=salt))
+    async with aclosing(client.generate(tokens, sampling, request_id, priority=priority)) as outputs:
         async for output in outputs:
             if output.finished:
-                return _generation(output, _first_logprobs(output, prompt.top_logprobs), None)
+                return output
     raise AssertionError("vLLM ends an answer, or raises")

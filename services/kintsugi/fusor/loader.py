@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import Corrupted, KintsugiError
-from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.layout import ChunkLost, ChunkManifest, LayerFrame
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.stream import ChunkLost, LayerFrame
 from kintsugi.fusor.codecs import decode_frame
 from kintsugi.fusor.rope import Rotary
 

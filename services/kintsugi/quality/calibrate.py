@@ -43,6 +43,7 @@ from kintsugi.quality.measure import (
     Notify,
     PromptScore,
     answer_tokens,
+    make_baseline,
     measure_selection,
     summarize,
     tokenize_questions,
@@ -171,6 +172,8 @@ def calibrate(
         runner.search(len(tried), minutes),
         runner.entries(),
     )
+    if report.choice.selection is not None:
+        report = replace(report, baseline=make_baseline(runner.scores[report.choice.selection]))
     return Calibration(report, warnings)
 
 

@@ -1,93 +1,268 @@
 """A sequential test that detects when shadowed requests leave the bounds of the calibration. Pure.
 
-Calibration bounds two means: the KL divergence, and the share of positions whose most likely token differs.
-It also recorded the KL that one position in a hundred exceeded. If five times as many requests exceed that
-KL, the traffic is not what was calibrated, even if answers do not suffer yet.
+Every request's deviation from full prefill is compared with `Bounds`. A report with a baseline
+(`core.baseline`) bounds three kinds of means, each over as many positions as the request compares:
 
-Each of the three is tested by betting against "the mean is within its bound". A wealth is multiplied by ``1 +
-λ(x - bound)`` at every observation x in [0, 1] and restarts from 1 whenever it falls below 1. While the bound
-holds, a wealth reaches 1/α only once in 1/α observations on average, whatever the distribution; when the
-bound is broken, the wealth grows exponentially (e-detectors: Shin, Ramdas and Rinaldo, 2022). Several values
-of λ detect both large drifts (fast) and small ones.
+- the share of positions whose most likely token differs;
+- the KL divergence, capped at `KL_CAP` nats;
+- for some quantiles of the calibrated KL, the share of requests above the quantile: most damage moves the
+  whole distribution long before an answer changes.
+
+A bound is an upper confidence limit, because a calibration of few prompts knows its own means only roughly.
+Requests that were shadowed long ago without an alarm join the calibration's prompts. They tighten the limits
+and never loosen them, so that a small drop from a good level is detected after a while, too, and a slow drift
+never becomes the norm. A report without a baseline bounds what its thresholds name.
+
+Each mean is tested by betting against "it is within its bound". A wealth is multiplied by
+``1 + λ(x - bound)`` at every observation x in [0, 1] and restarts from 1 whenever it falls below 1. While the
+bound holds, a wealth reaches 1/α only once in 1/α observations on average, whatever the distribution; when
+the bound is broken, the wealth grows exponentially (e-detectors: Shin, Ramdas and Rinaldo, 2022). Several
+values of λ detect both large drifts (fast) and small ones. Observations may come from any number of engines
+in any order: the test only needs that their order does not depend on their values.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from kintsugi.core.report import Noise, Thresholds
+from kintsugi.core.baseline import Baseline, Deviation
+from kintsugi.core.report import CalibrationReport, Noise, Thresholds
 
-FALSE_ALARM = 1e-4
-"""Rate of false alarms per shadowed request: at a share of 0.5 %, one in two million requests."""
-BETS = (0.1, 0.3, 0.5)
-"""λ times the bound: below 1, so that no single observation reduces the wealth to zero."""
-KL_CAP = 10.0
-"""Nats that count as 1: the test needs a bounded variable."""
+FALSE_ALARM = 5e-4
+"""Rate of false alarms per shadowed request while every mean is at its bound; within the bounds it is far
+lower."""
+BETS = (0.01, 0.03, 0.1, 0.4)
+"""λ times the bound: below 1, so that no single observation reduces the wealth to zero. A bet gains most on a
+mean that exceeds its bound by about this much."""
+KL_CAP = 1.0
+"""Nats that count as 1 in a comparison with a baseline: the test needs a bounded variable, and beyond this a
+larger divergence says little more."""
+KL_CAP_OF_THRESHOLDS = 10.0
+"""The same for reports without a baseline, whose threshold is of the uncapped mean."""
 
+QUANTILES = (0.5, 0.1, 0.02)
+"""Shares of the calibration's prompts that exceed the watched levels of KL."""
+ODDS_MAX = 3.0
+"""The odds of exceeding a level may be this many times the calibrated ones: served prompts are never quite
+those of the calibration."""
+CONFIDENCE = 0.85
+"""One-sided, of a bound that is estimated from a baseline."""
+_Z = 1.036
+"""The normal quantile of `CONFIDENCE`."""
+TAIL_MAX = 0.9
+"""More requests than this may never be required to exceed a level: the test needs some room to bet."""
 UNUSUAL_MAX = 0.05
-"""Share of requests that may exceed the KL that 1 % of positions exceeded in calibration."""
-USUAL_KL_MIN = 0.005
+"""Without a baseline: share of requests that may exceed the KL that 1 % of positions exceeded in
+calibration."""
+USUAL_KL_MIN = 0.0005
 """Nats: a KL below this never counts as unusual, however rare it was in calibration."""
+DISAGREEMENT_MIN = 0.01
+"""A smaller share of differing tokens is never a drift."""
+KL_MEAN_MIN = 0.002
+"""Nats: nor is a smaller mean of the capped KL."""
+
+
+RECENT = 600
+"""Observations that do not tighten the bounds yet: a drift must be detected before it is part of them."""
+SETTLED_MAX = 4000
+"""Older observations that tighten the bounds."""
+SETTLED_STEP = 200
+"""Observations between two updates of the bounds."""
+
+Limits = Callable[[int, Sequence[Deviation]], "Bounds"]
+"""The bounds for requests of so many positions, given requests that were observed long ago."""
 
 
 @dataclass(frozen=True)
-class Observation:
-    """The comparison of one shadowed request."""
+class Tail:
+    """A level of KL, and how many requests may exceed it."""
 
-    kl: float
-    """Mean over the compared positions, in nats."""
+    level: float
+    """Nats."""
+    share_max: float
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the means over requests of one number of positions are held to."""
+
     disagreement: float
-    """Share of positions whose most likely token differs."""
+    kl: float
+    """Nats, for the mean of the capped KL."""
+    kl_cap: float
+    tails: tuple[Tail, ...]
+
+
+def threshold_bounds(thresholds: Thresholds, noise: Noise, kl_usual: float | None = None) -> Bounds:
+    """The bounds of a report without a baseline. `kl_usual`: the calibrated p99, None if it is not known."""
+    kl = min(KL_CAP_OF_THRESHOLDS / 2, max(thresholds.kl_mean_max, 2 * noise.kl_mean))
+    level = math.inf if kl_usual is None else max(kl_usual, 2 * noise.kl_p99, USUAL_KL_MIN)
+    tails = (Tail(level, UNUSUAL_MAX),)
+    return Bounds(_disagreement_max(thresholds, noise), kl, KL_CAP_OF_THRESHOLDS, tails)
+
+
+def baseline_bounds(
+    baseline: Baseline,
+    positions: int,
+    thresholds: Thresholds,
+    noise: Noise,
+    settled: Sequence[Deviation] = (),
+) -> Bounds:
+    """The bounds for requests that compare `positions` positions. `settled`: requests that were served
+    without an alarm; those of other lengths do not count."""
+    calibrated = baseline.deviations(positions)
+    alike = [one for one in settled if one.positions == positions]
+    level_min = max(2 * noise.kl_p99, USUAL_KL_MIN)
+    ordered = sorted((one.kl for one in calibrated), reverse=True)
+    levels = [max(ordered[int(share * len(ordered))], level_min) for share in QUANTILES]
+
+    def least(limit: Callable[[Sequence[Deviation]], float]) -> float:
+        return min(limit(calibrated), limit([*calibrated, *alike]))
+
+    disagreement = least(lambda some: upper_mean([one.disagreement for one in some], 1 / positions))
+    kl = least(lambda some: upper_mean([min(one.kl, KL_CAP) for one in some], KL_CAP / positions))
+    return Bounds(
+        disagreement=min(max(disagreement, DISAGREEMENT_MIN), _disagreement_max(thresholds, noise)),
+        kl=min(max(kl, 2 * noise.kl_mean, KL_MEAN_MIN), KL_CAP / 2),
+        kl_cap=KL_CAP,
+        tails=tuple(
+            Tail(level, least(lambda some, level=level: _tail_share(some, level)))  # type: ignore[misc]
+            for level in levels
+        ),
+    )
+
+
+def _disagreement_max(thresholds: Thresholds, noise: Noise) -> float:
+    """What calibration allows at all."""
+    return min(0.5, max(1 - min(thresholds.top1_agreement_min, noise.top1_agreement), 1e-3))
+
+
+def _tail_share(deviations: Sequence[Deviation], level: float) -> float:
+    """How many requests may exceed a level of KL, given how many of these do."""
+    count, total = sum(one.kl > level for one in deviations), len(deviations)
+    odds = ODDS_MAX * count / (total - count)
+    return min(TAIL_MAX, max(upper_share(count, total), odds / (1 + odds)))
+
+
+def upper_mean(values: Sequence[float], least: float) -> float:
+    """An upper confidence limit of a mean, as if there had been one more value as bad as the worst.
+
+    That one keeps the limit honest where the sample is small and its variance is that of a few rare values.
+    The worst value counts as at least `least`.
+    """
+    sample = [*values, max(*values, least)]
+    mean = sum(sample) / len(sample)
+    variance = sum((value - mean) ** 2 for value in sample) / len(sample)
+    return mean + _Z * math.sqrt(variance / len(sample))
+
+
+@lru_cache(maxsize=1024)
+def upper_share(count: int, total: int) -> float:
+    """The upper confidence limit of a share of which `count` of `total` were seen (Clopper and Pearson)."""
+    if count >= total:
+        return 1.0
+    low, high = count / total, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if _binomial_cdf(count, total, middle) > 1 - CONFIDENCE:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _binomial_cdf(count: int, total: int, share: float) -> float:
+    log_total = math.lgamma(total + 1)
+    return sum(
+        math.exp(
+            log_total
+            - math.lgamma(hits + 1)
+            - math.lgamma(total - hits + 1)
+            + hits * math.log(share)
+            + (total - hits) * math.log1p(-share)
+        )
+        for hits in range(count + 1)
+        if 0 < share < 1
+    )
 
 
 class MeanBoundTest:
-    """Bets on the mean of one variable in [0, 1] being above `bound`."""
+    """Bets on the mean of one variable in [0, 1] being above its bound."""
 
-    def __init__(self, bound: float, alarm: float) -> None:
-        assert 0 < bound < 1
-        self.bound = bound
+    def __init__(self, alarm: float) -> None:
         self._alarm = math.log(1 / alarm) + math.log(len(BETS))
         self._wealth = [0.0] * len(BETS)
 
-    def observe(self, value: float) -> bool:
-        """Add one observation. Returns whether the bound counts as broken."""
+    def observe(self, value: float, bound: float) -> bool:
+        """Add one observation, and what its mean is held to. Returns whether the bound counts as broken."""
         assert 0 <= value <= 1
+        assert 0 < bound < 1
         for index, bet in enumerate(BETS):
-            gain = math.log1p(bet / self.bound * (value - self.bound))
+            gain = math.log1p(bet / bound * (value - bound))
             self._wealth[index] = max(0.0, self._wealth[index]) + gain
         return max(self._wealth) >= self._alarm
 
 
 class DriftDetector:
-    """Watches KL and agreement of one model. `kl_usual`: the calibrated p99, None if it is not known."""
+    """Watches one calibration. Bounds are by number of positions, because requests differ in length."""
 
-    def __init__(self, thresholds: Thresholds, noise: Noise, kl_usual: float | None = None) -> None:
-        self._kl_usual = math.inf if kl_usual is None else max(kl_usual, 2 * noise.kl_p99, USUAL_KL_MIN)
-        self._unusual = MeanBoundTest(UNUSUAL_MAX, FALSE_ALARM / 3)
-        self._kl_bound = max(thresholds.kl_mean_max, 2 * noise.kl_mean)
-        agreement = min(thresholds.top1_agreement_min, noise.top1_agreement)
-        self._disagreement_bound = min(0.5, max(1 - agreement, 1e-3))
-        self._kl = MeanBoundTest(min(0.5, self._kl_bound / KL_CAP), FALSE_ALARM / 3)
-        self._disagreement = MeanBoundTest(self._disagreement_bound, FALSE_ALARM / 3)
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._bounds: dict[int, Bounds] = {}
+        self._tests: dict[str, MeanBoundTest] = {}
+        self._alarm = FALSE_ALARM / (2 + len(limits(1, ()).tails))
+        self._recent: deque[Deviation] = deque()
+        self._settled: deque[Deviation] = deque(maxlen=SETTLED_MAX)
         self.observations = 0
 
-    def observe(self, observation: Observation) -> str | None:
+    @staticmethod
+    def of(report: CalibrationReport) -> DriftDetector:
+        """A detector for what the report chose."""
+        thresholds, noise, baseline = report.thresholds, report.noise, report.baseline
+        if baseline is not None:
+            return DriftDetector(
+                lambda positions, settled: baseline_bounds(baseline, positions, thresholds, noise, settled)
+            )
+        chosen = [entry.kl_p99 for entry in report.entries if entry.selection == report.choice.selection]
+        fixed = threshold_bounds(thresholds, noise, max(chosen, default=None))
+        return DriftDetector(lambda positions, settled: fixed)
+
+    def observe(self, observation: Deviation) -> str | None:
         """Add one shadowed request. Returns a description of the drift, or None while there is none."""
         self.observations += 1
-        kl = self._kl.observe(min(observation.kl, KL_CAP) / KL_CAP)
-        disagreement = self._disagreement.observe(observation.disagreement)
-        unusual = self._unusual.observe(float(observation.kl > self._kl_usual))
-        if kl:
-            return f"mean KL above {self._kl_bound:.3g} nats after {self.observations} shadowed requests"
-        if disagreement:
-            return (
-                f"the most likely token differs at more than {self._disagreement_bound:.1%} of positions "
-                f"after {self.observations} shadowed requests"
-            )
-        if unusual:
-            return (
-                f"KL is above {self._kl_usual:.3g} nats, the calibration's p99, in more than "
-                f"{UNUSUAL_MAX:.0%} of {self.observations} shadowed requests"
-            )
-        return None
+        self._settle(observation)
+        bounds = self._bounds_for(observation.positions)
+        capped = min(observation.kl, bounds.kl_cap)
+        reasons = [
+            self._test("kl", capped / bounds.kl_cap, bounds.kl / bounds.kl_cap)
+            and f"the mean KL is above {bounds.kl:.3g} nats",
+            self._test("top", observation.disagreement, bounds.disagreement)
+            and f"the most likely token differs at more than {bounds.disagreement:.1%} of positions",
+            *(
+                self._test(f"tail {index}", float(observation.kl > tail.level), tail.share_max)
+                and f"KL is above {tail.level:.3g} nats in more than {tail.share_max:.0%} of requests"
+                for index, tail in enumerate(bounds.tails)
+            ),
+        ]
+        found = next((reason for reason in reasons if reason), None)
+        return f"{found}, after {self.observations} shadowed requests" if found else None
+
+    def _settle(self, observation: Deviation) -> None:
+        self._recent.append(observation)
+        if len(self._recent) > RECENT:
+            self._settled.append(self._recent.popleft())
+        if self.observations % SETTLED_STEP == 0:
+            self._bounds.clear()
+
+    def _bounds_for(self, positions: int) -> Bounds:
+        if positions not in self._bounds:
+            self._bounds[positions] = self._limits(positions, self._settled)
+        return self._bounds[positions]
+
+    def _test(self, name: str, value: float, bound: float) -> bool:
+        test = self._tests.setdefault(name, MeanBoundTest(self._alarm))
+        return test.observe(value, bound)

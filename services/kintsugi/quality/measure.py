@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.baseline import Baseline
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
@@ -295,6 +296,11 @@ class PromptScore:
         return PromptLosses(self.cost, found)
 
 
+def make_baseline(scores: Sequence[PromptScore]) -> Baseline:
+    """What shadowing compares the answers of a configuration with, from its scores."""
+    return Baseline.of([one.divergences for one in scores], [one.disagreements for one in scores])
+
+
 def summarize(selection: Selection, scores: Sequence[PromptScore]) -> ReportEntry:
     """The entry of a report, without a verdict."""
     divergences = [value for one in scores for value in one.divergences]
@@ -395,6 +401,11 @@ class Scores:
     def entry(self) -> ReportEntry:
         """The entry for a report, without a verdict."""
         return summarize(self.selection, self.by_prompt)
+
+    @property
+    def baseline(self) -> Baseline:
+        """What shadowing compares this configuration's answers with."""
+        return make_baseline(self.by_prompt)
 
     def join_scores(self, other: Scores) -> Scores:
         """Join with the scores of the same configuration on other cases."""

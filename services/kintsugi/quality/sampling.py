@@ -1,15 +1,22 @@
-"""Chooses which requests to shadow: the same share of every tenant's requests. Pure."""
+"""Chooses which requests to shadow: a share of them, at least so many a minute, evenly among tenants. Pure.
+
+A share alone compares next to nothing where little is asked: half a percent of one request a minute is seven
+a day. So the share grows until it gives `per_minute` requests a minute, up to all of them.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import blake3
 
 WINDOW = 1024
 """Number of recent requests over which tenants are counted."""
+WINDOW_S = 600.0
+"""Older requests say nothing about the present rate."""
 
 
 def is_sampled(request_id: str, probability: float) -> bool:
@@ -34,20 +41,40 @@ class FairSampler:
     """Samples a share of all requests, divided evenly among tenants: a tenant that sends most of the requests
     gets no more samples than any other tenant that sends enough."""
 
-    def __init__(self, share: float, window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        share: float,
+        window: int = WINDOW,
+        per_minute: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`per_minute`: sample a larger share where `share` gives fewer requests a minute. `now`: seconds."""
         self._share = share
+        self._per_minute = per_minute
         self._window = window
-        self._recent: deque[str] = deque()
+        self._now = now
+        self._recent: deque[tuple[str, float]] = deque()
         self._counts: Counter[str] = Counter()
 
     def count_request(self, tenant: str) -> float:
         """Count a request of the tenant. Returns the probability with which to sample it."""
-        self._recent.append(tenant)
+        now = self._now()
+        self._recent.append((tenant, now))
         self._counts[tenant] += 1
-        if len(self._recent) > self._window:
-            oldest = self._recent.popleft()
+        while len(self._recent) > self._window or now - self._recent[0][1] > WINDOW_S:
+            oldest, _ = self._recent.popleft()
             self._counts[oldest] -= 1
             if not self._counts[oldest]:
                 del self._counts[oldest]
-        samples = fair_share(self._counts.values(), self._share * len(self._recent))
+        samples = fair_share(self._counts.values(), self._share_now(now) * len(self._recent))
         return min(1.0, samples / self._counts[tenant])
+
+    def _share_now(self, now: float) -> float:
+        """The share of the recent requests to sample. Without a rate yet, all that `per_minute` may want."""
+        if not self._share or not self._per_minute:
+            return self._share
+        if len(self._recent) == 1:
+            return 1.0
+        minutes = (now - self._recent[0][1]) / 60
+        # The first request opens the window, so the others arrived in `minutes`.
+        return min(1.0, max(self._share, self._per_minute * minutes / (len(self._recent) - 1)))

@@ -2,9 +2,11 @@
 
 A connector cannot add requests, so the code that submits requests calls `Shadow.prepare_prompt` before each
 request (a sampled one then asks for logprobs), `Shadow.take` with its answer, and `Shadow.run_pending`
-whenever there is time. By then the client has its answer, which never changes. The comparison feeds a
-`DriftDetector`; when it detects drift, the report in the store is tripped and every engine that reads it
-stops blending.
+whenever there is time. By then the client has its answer, which never changes. Full prefill is forced along
+the blend's own tokens, up to `ShadowConfig.positions` of them, and both sides' distributions are compared.
+
+The comparisons, and those that other engines made meanwhile (`quality.evidence`), feed a `DriftDetector`;
+when it detects drift, the report in the store is tripped and every engine that reads it stops blending.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,21 +23,31 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kintsugi.core.accounting import Outcome
+from kintsugi.core.baseline import POSITIONS_MAX, Deviation
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import Binding, CalibrationReport
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import metrics
-from kintsugi.quality.drift import DriftDetector, Observation
+from kintsugi.quality.drift import DriftDetector
+from kintsugi.quality.evidence import WINDOW, Effect, EvidencePool, measure_effect
 from kintsugi.quality.measure import TOP_LOGPROBS
+from kintsugi.quality.metrics import Interval
 from kintsugi.quality.reports import fetch_report, trip
 from kintsugi.quality.sampling import FairSampler, is_sampled
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = logging.getLogger(__name__)
+
+
+EXCHANGE_S = 30.0
+"""Least time between two exchanges of evidence with other engines."""
+LOG_S = 600.0
+"""Least time between two log lines about the effect of blending."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +56,19 @@ class ShadowConfig:
 
     share: float = 0.005
     """Share of all requests that may blend, divided evenly among the namespaces that send enough."""
-    positions: int = 1
-    """Number of leading answer tokens to compare. More than 1 needs an engine started with
-    `local.FORCING`."""
+    positions: int = POSITIONS_MAX
+    """Number of leading answer tokens to compare, if the calibration's baseline has so many. A `LocalEngine`
+    that was started without `local.FORCING` compares them as far as both sides say the same."""
     pending_max: int = 64
     """Maximum number of answers that wait for their shadow; beyond it the oldest is dropped and counted."""
+    per_minute: float = 0.0
+    """Requests a minute to shadow at least, where `share` gives fewer."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0:
             raise InvalidField("shadow.share", f"{self.share} is outside [0, 1]")
+        if not 0.0 <= self.per_minute < float("inf"):
+            raise InvalidField("shadow.per_minute", f"{self.per_minute} must be 0 or more")
         for name in ("positions", "pending_max"):
             if getattr(self, name) < 1:
                 raise InvalidField(f"shadow.{name}", f"{getattr(self, name)} must be at least 1")
@@ -58,8 +76,8 @@ class ShadowConfig:
 
 @dataclass(eq=False)  # registries keep collectors by identity
 class ShadowCounts(Collector):
-    """Counts so far. Registered in a `CollectorRegistry`, they are the counters
-    `kintsugi_shadow_NAME_total`."""
+    """Counts so far, and the effect of blending on the latest requests. Registered in a `CollectorRegistry`,
+    the counts are the counters `kintsugi_shadow_NAME_total`."""
 
     compared: int = 0
     dropped: int = 0
@@ -67,12 +85,48 @@ class ShadowCounts(Collector):
     trips: int = 0
     kl_sum: float = 0.0
     """Sum over the compared requests, in nats."""
+    pooled: int = 0
+    """Requests that other engines shadowed and this one took into account."""
+    effect: Effect | None = None
+    """Over the latest shadowed requests of all engines; None before the first."""
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        for name, value in dataclasses.asdict(self).items():
+    def collect(self) -> Iterator[Metric]:
+        for name in ("compared", "dropped", "disagreed", "trips", "kl_sum", "pooled"):
             yield CounterMetricFamily(
-                f"kintsugi_shadow_{name}", f"Shadowed requests: {name.replace('_', ' ')}", value=value
+                f"kintsugi_shadow_{name}",
+                f"Shadowed requests: {name.replace('_', ' ')}",
+                value=getattr(self, name),
             )
+        yield from _effect_gauges(self.effect)
+
+
+def _effect_gauges(effect: Effect | None) -> Iterator[Metric]:
+    window = "the latest shadowed requests of all engines"
+    agreement = GaugeMetricFamily(
+        "kintsugi_shadow_agreement",
+        f"Share of answer positions at which blend and full prefill agree on the most likely token, over "
+        f"{window}: mean, its 95 % interval (low, high), and what calibration measured (calibrated)",
+        labels=["value"],
+    )
+    kl = GaugeMetricFamily(
+        "kintsugi_shadow_kl",
+        f"KL divergence of blends from full prefill in nats, over {window}: mean, its 95 % interval (low, "
+        "high), and what calibration measured (calibrated)",
+        labels=["value"],
+    )
+    requests = GaugeMetricFamily("kintsugi_shadow_window", f"Number of {window}, at most {WINDOW}")
+    if effect is not None:
+        _add_interval(agreement, effect.agreement, effect.agreement_calibrated)
+        _add_interval(kl, effect.kl, effect.kl_calibrated)
+        requests.add_metric([], effect.requests)
+    yield from (agreement, kl, requests)
+
+
+def _add_interval(family: GaugeMetricFamily, interval: Interval, calibrated: float | None) -> None:
+    values = {**dataclasses.asdict(interval), "calibrated": calibrated}
+    for name, value in values.items():
+        if value is not None:
+            family.add_metric([name], value)
 
 
 class Answers(Protocol):
@@ -81,14 +135,26 @@ class Answers(Protocol):
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
 
 
-def compare_generations(full: Generation, blend: Generation) -> Observation:
-    """Compare the positions that both have; `full` was forced along `blend`'s tokens."""
-    pairs = list(zip(full.top_logprobs, blend.top_logprobs, strict=False))
+def compare_generations(full: Generation, blend: Generation) -> Deviation:
+    """Compare the positions that both have, up to the first behind different tokens: an engine that cannot be
+    forced goes its own way from there."""
+    pairs = []
+    for index, pair in enumerate(zip(full.top_logprobs, blend.top_logprobs, strict=False)):
+        if index and full.token_ids[index - 1] != blend.token_ids[index - 1]:
+            break
+        pairs.append(pair)
     assert pairs, "an answer has a first token"
-    return Observation(
-        metrics.mean([metrics.kl_divergence(*pair) for pair in pairs]),
-        metrics.mean([float(not metrics.same_top(*pair)) for pair in pairs]),
+    return Deviation.of(
+        [metrics.kl_divergence(*pair) for pair in pairs], [not metrics.same_top(*pair) for pair in pairs]
     )
+
+
+def count_positions(generation: Generation, limit: int) -> int:
+    """Number of leading positions to compare. The token that ends an answer says nothing about it, unless it
+    is the whole answer."""
+    length = min(len(generation.token_ids), len(generation.top_logprobs))
+    ended = generation.finish_reason == "stop" and length > 1
+    return min(limit, length - ended)
 
 
 def utc_now() -> str:
@@ -107,8 +173,10 @@ class Shadow:
         config: ShadowConfig | None = None,
         now: Callable[[], str] = utc_now,
         registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`registry` exports the counts; None does not export them."""
+        """`registry` exports the counts; None does not export them. `now` dates trips, `clock` counts
+        seconds."""
         self.counts = ShadowCounts()
         if registry is not None:
             registry.register(self.counts)
@@ -117,11 +185,22 @@ class Shadow:
         self._binding = binding
         self._config = config or ShadowConfig()
         self._now = now
-        self._sampler = FairSampler(self._config.share)
+        self._clock = clock
+        self._sampler = FairSampler(self._config.share, per_minute=self._config.per_minute, now=clock)
         self._pending: deque[tuple[Prompt, Generation]] = deque()
         self._lock = threading.Lock()
         self._report: CalibrationReport | None = None
         self._detector: DriftDetector | None = None
+        self._pool = EvidencePool(store, binding, uuid.uuid4().hex)
+        self._unshared: list[Deviation] = []
+        self._latest: deque[Deviation] = deque(maxlen=WINDOW)
+        self._exchanged_s = self._logged_s = -float("inf")
+
+    @property
+    def positions(self) -> int:
+        """Number of leading positions of an answer that `take` looks at: one more than are compared, because
+        the last may be the token that ends the answer."""
+        return self._config.positions + 1
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
         """Return the request to submit: a sampled one asks for logprobs."""
@@ -155,15 +234,22 @@ class Shadow:
             some = [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
         if not some:
             return 0
-        fulls = self._engine.generate([self._full_prefill_prompt(*pair) for pair in some])
         self._follow_report()
+        fulls = self._engine.generate([self._full_prefill_prompt(*pair) for pair in some])
         for full, (_, blend) in zip(fulls, some, strict=True):
-            self._observe(compare_generations(full, blend))
+            self._record(compare_generations(full, blend))
+        self._exchange()
+        self._show_effect()
         return len(some)
 
     def _full_prefill_prompt(self, prompt: Prompt, generation: Generation) -> Prompt:
         assert prompt.params is not None
-        forced = tuple(generation.token_ids[: self._config.positions])
+        baseline = None if self._report is None else self._report.baseline
+        # Positions that calibration did not measure have nothing to be compared with.
+        limit = (
+            self._config.positions if baseline is None else min(self._config.positions, baseline.positions)
+        )
+        forced = tuple(generation.token_ids[: count_positions(generation, limit)])
         return Prompt(
             prompt.token_ids,
             None,
@@ -182,19 +268,46 @@ class Shadow:
             return
         if self._detector is None or current != self._report:
             self._report = current
-            chosen = [e.kl_p99 for e in current.entries if e.selection == current.choice.selection]
-            self._detector = DriftDetector(current.thresholds, current.noise, max(chosen, default=None))
+            self._detector = DriftDetector.of(current)
+            self._unshared.clear()
+            self._latest.clear()
+            self._exchanged_s = -float("inf")
 
-    def _observe(self, observation: Observation) -> None:
+    def _record(self, deviation: Deviation) -> None:
+        """Count a comparison of this engine."""
         self.counts.compared += 1
-        self.counts.kl_sum += observation.kl
-        self.counts.disagreed += observation.disagreement > 0
+        self.counts.kl_sum += deviation.kl
+        self.counts.disagreed += deviation.disagreement > 0
+        if self._report is not None:
+            self._unshared.append(deviation)
+        self._observe(deviation)
+
+    def _exchange(self) -> None:
+        """Share what this engine saw, and take into account what the others saw."""
+        if self._report is None or self._clock() - self._exchanged_s < EXCHANGE_S:
+            return
+        self._exchanged_s = self._clock()
+        others = self._pool.exchange(self._report.created, self._unshared)
+        self._unshared.clear()
+        for deviation in others:
+            self.counts.pooled += 1
+            self._observe(deviation)
+
+    def _observe(self, deviation: Deviation) -> None:
+        self._latest.append(deviation)
         if self._detector is None or self._report is None:
             return
-        reason = self._detector.observe(observation)
+        reason = self._detector.observe(deviation)
         if reason is None:
             return
         if trip(self._store, self._report, reason, self._now()):
             logger.error("BLENDING IS TURNED OFF for this model: %s; run kintsugi calibrate again", reason)
             self.counts.trips += 1
             self._detector = None
+
+    def _show_effect(self) -> None:
+        baseline = None if self._report is None else self._report.baseline
+        self.counts.effect = measure_effect(self._latest, baseline)
+        if self._clock() - self._logged_s >= LOG_S:
+            self._logged_s = self._clock()
+            logger.info("%s", self.counts.effect)

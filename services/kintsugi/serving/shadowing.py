@@ -1,8 +1,9 @@
 """Shadowing by an engine that serves: it computes a share of its blends again in full.
 
 `quality.shadow` decides what is sampled, what differs and when to trip. This module decides when to compute:
-one answer at a time, while no request waits for its first token, and behind all requests in vLLM's queue.
-Under constant load nothing is compared; what waits too long is dropped and counted.
+one answer at a time, while no request waits for its first token, behind all requests in vLLM's queue, and for
+at most a share of the engine's time. Under constant load nothing is compared; what waits too long is dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
@@ -37,10 +39,20 @@ class Shadowing:
     """Shadows one engine, on that engine's event loop. `close` it before the engine."""
 
     def __init__(
-        self, engine: AsyncEngine, config: ShadowConfig, registry: CollectorRegistry | None = None
+        self,
+        engine: AsyncEngine,
+        config: ShadowConfig,
+        registry: CollectorRegistry | None = None,
+        time_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``registry`` exports the counts; None keeps them here."""
+        """``registry`` exports the counts; None keeps them here. ``time_share``: the largest share of the
+        time, as ``clock`` counts it in seconds, that full prefills may take."""
         self._engine = engine
+        self._time_share = time_share
+        self._clock = clock
+        self._rested_s = clock()
+        """When the next full prefill may start."""
         self._answers = _InFull(engine, asyncio.get_running_loop())
         self._shadow = Shadow(self._answers, engine.store, engine.binding, config, registry=registry)
         self._closing = asyncio.Event()
@@ -54,18 +66,21 @@ class Shadowing:
     async def _run(self) -> None:
         while not self._closing.is_set():
             while self._may_run():
+                started_s = self._clock()
                 try:
                     await asyncio.to_thread(self._shadow.run_pending)
                 except KintsugiError as error:
                     log.warning("an answer is not shadowed: %s", error)
                 except Exception:
                     log.exception("an answer cannot be shadowed")
+                self._rested_s = started_s + (self._clock() - started_s) / self._time_share
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), POLL_S)
 
     def _may_run(self) -> bool:
         idle = not self._engine.stats().waiting
-        return bool(self._shadow.pending) and idle and not self._closing.is_set()
+        rested = self._clock() >= self._rested_s
+        return bool(self._shadow.pending) and idle and rested and not self._closing.is_set()
 
     async def close(self) -> None:
         """Cancel the running prefill and wait until its thread has noticed. Nothing uses the engine or its
@@ -126,4 +141,5 @@ def make_shadowing(
     """
     if not spec.shadow_share or spec.allow_uncalibrated or not engine.is_held_to_the_store:
         return None
-    return Shadowing(engine, ShadowConfig(share=spec.shadow_share), registry)
+    config = ShadowConfig(spec.shadow_share, spec.shadow_positions, per_minute=spec.shadow_per_minute)
+    return Shadowing(engine, config, registry, spec.shadow_time_share)

@@ -14,7 +14,7 @@ from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.engine.watching import WatchedClient
+from kintsugi.engine.watching import WatchedClient, prefill_in_full
 
 ACCOUNTING = {"outcome": "blended"}
 
@@ -27,8 +27,10 @@ class ScriptedClient:
         max_logprobs: int = 20,
         mode: str = "raw_logprobs",
         accounting: Mapping[str, Any] | None = ACCOUNTING,
+        cumulative: bool = False,
     ) -> None:
         self.accounting = accounting
+        self.cumulative = cumulative
         self.model_config = SimpleNamespace(
             max_logprobs=max_logprobs, logprobs_mode=mode, get_vocab_size=lambda: 1000
         )
@@ -41,14 +43,17 @@ class ScriptedClient:
             best = {token: SimpleNamespace(logprob=-float(token)) for token in range(1, 21)}
             first = [{500: SimpleNamespace(logprob=-30.0), **best}]
             yield _output(first if sampling.logprobs else None, finished=False)
-            last = [{7: SimpleNamespace(logprob=0.0)}] if sampling.logprobs else None
-            yield _output(last, finished=True, accounting=self.accounting)
+            last = [*(first if self.cumulative else []), {7: SimpleNamespace(logprob=0.0)}]
+            yield _output(last if sampling.logprobs else None, finished=True, accounting=self.accounting)
         finally:
             self.closed += 1
 
 
 def _output(logprobs: Any, finished: bool, accounting: Mapping[str, Any] | None = None) -> Any:
-    completion = SimpleNamespace(logprobs=logprobs, finish_reason="length" if finished else None)
+    token_ids = [next(iter(row)) for row in logprobs or ()]
+    completion = SimpleNamespace(
+        logprobs=logprobs, token_ids=token_ids, finish_reason="length" if finished else None
+    )
     transfer = {"kintsugi": accounting} if accounting else None
     return SimpleNamespace(
         outputs=[completion], finished=finished, kv_transfer_params=transfer, num_cached_tokens=3
@@ -58,7 +63,8 @@ def _output(logprobs: Any, finished: bool, accounting: Mapping[str, Any] | None 
 class Noting:
     """Wants every request."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: int = 2) -> None:
+        self.positions = positions
         self.marks: list[str] = []
         self.taken: list[tuple[Prompt, Generation]] = []
 
@@ -74,6 +80,7 @@ class Noting:
 def sampling(params: KintsugiParams | None = KintsugiParams("acme"), **more: Any) -> Any:
     extra = None if params is None else {"kv_transfer_params": params.to_mapping()}
     values = {"n": 1, "logprobs": None, "logprob_token_ids": None, "structured_outputs": None, **more}
+    values.setdefault("output_kind", SimpleNamespace(name="DELTA"))
     return SimpleNamespace(extra_args=extra, **values)
 
 
@@ -89,18 +96,23 @@ def ask(client: WatchedClient, wanted: Any, pieces: int = 2) -> None:
     asyncio.run(run())
 
 
-def test_a_watcher_is_shown_the_best_of_the_first_position() -> None:
-    client, watcher = WatchedClient(ScriptedClient(), LoadMeter()), Noting()
-    client.watcher = watcher
-    wanted = sampling()
+@pytest.mark.parametrize(("positions", "token_ids"), [(1, [500]), (2, [500, 7]), (3, [500, 7])])
+@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
+def test_a_watcher_is_shown_the_best_of_as_many_positions_as_it_wants(
+    positions: int, token_ids: list[int], kind: str
+) -> None:
+    client = WatchedClient(ScriptedClient(cumulative=kind == "CUMULATIVE"), LoadMeter())
+    watcher = client.watcher = Noting(positions)
+    wanted = sampling(output_kind=SimpleNamespace(name=kind))
     ask(client, wanted)
     assert wanted.logprobs == 20
     ((prompt, seen),) = watcher.taken
     assert list(prompt.token_ids) == [1, 2, 3]
     assert prompt.params is not None
     assert prompt.params.namespace == "acme"
-    assert seen.top_logprobs == [{token: -float(token) for token in range(1, 21)}], "without the drawn one"
-    assert (seen.token_ids, seen.accounting, seen.finish_reason) == ([1], ACCOUNTING, "length")
+    first = {token: -float(token) for token in range(1, 21)}
+    assert seen.top_logprobs == [first, {7: 0.0}][:positions], "without the drawn one of the first"
+    assert (seen.token_ids, seen.accounting, seen.finish_reason) == (token_ids, ACCOUNTING, "length")
 
 
 @pytest.mark.parametrize(
@@ -204,3 +216,71 @@ def test_a_request_counts_as_load_until_its_answer_ends(pieces: int) -> None:
 
     asyncio.run(run())
     assert load.stats().running == 0
+
+
+class PrefillingClient:
+    """Answers each pass with distributions that name their position: token 1000 + position is the best.
+
+    vLLM's two model runners report prompt logprobs differently: for all of the prompt, or from the first
+    token that was not found in the prefix cache.
+    """
+
+    def __init__(self, cached: int, whole_prompt: bool, prefix_cache: bool = True) -> None:
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_cache))
+        self.cached = cached
+        self.whole_prompt = whole_prompt
+        self.passes: list[tuple[list[int], str, Any]] = []
+
+    async def generate(
+        self, prompt: Any, sampling: Any, request_id: str, priority: int
+    ) -> AsyncGenerator[Any, None]:
+        token_ids = prompt["prompt_token_ids"]
+        self.passes.append((token_ids, prompt["cache_salt"], sampling))
+        rows = [_naming(position) for position in range(1, len(token_ids))]
+        if not self.whole_prompt:
+            rows = rows[self.cached :]
+        completion = SimpleNamespace(
+            logprobs=[_naming(len(token_ids))], token_ids=[1000 + len(token_ids)], finish_reason="length"
+        )
+        yield SimpleNamespace(
+            outputs=[completion],
+            finished=True,
+            prompt_logprobs=[None, *rows] if sampling.prompt_logprobs else None,
+            kv_transfer_params=None,
+            num_cached_tokens=0,
+        )
+
+
+def _naming(position: int) -> dict[int, Any]:
+    likely = {1000 + position: -0.1, 1: -3.0, 2: -4.0, 3: -9.0}
+    return {token: SimpleNamespace(logprob=logprob) for token, logprob in likely.items()}
+
+
+def prefilled(client: PrefillingClient, length: int, forced: tuple[int, ...] | None) -> Generation:
+    pytest.importorskip("vllm")
+    prompt = Prompt(list(range(length)), None, cache_salt="acme", max_tokens=1, top_logprobs=3, forced=forced)
+    return asyncio.run(prefill_in_full(client, prompt, "r", 7))
+
+
+@pytest.mark.parametrize("whole_prompt", [True, False])
+@pytest.mark.parametrize("forced", [(41, 42), (41, 42, 43, 44, 45)])
+def test_a_full_prefill_along_an_answer_takes_two_passes(whole_prompt: bool, forced: tuple[int, ...]) -> None:
+    client = PrefillingClient(cached=16, whole_prompt=whole_prompt)
+    full = prefilled(client, 20, forced)
+    assert [max(step, key=lambda token: step[token]) for step in full.top_logprobs] == [
+        1020 + position for position in range(len(forced))
+    ]
+    assert {len(step) for step in full.top_logprobs} == {3}
+    assert full.token_ids == list(forced)
+    (first, salt, fresh), (second, same_salt, rest) = client.passes
+    assert (first, second) == (list(range(20)), [*range(20), *forced[:-1]])
+    assert salt == same_salt != "acme", "nobody else's blocks are read, and nobody reads these"
+    assert (fresh.skip_reading_prefix_cache, rest.skip_reading_prefix_cache) == (True, False)
+    assert (fresh.prompt_logprobs, rest.prompt_logprobs) == (None, 3)
+
+
+@pytest.mark.parametrize(("forced", "prefix_cache"), [(None, True), ((41, 42), False)])
+def test_the_first_position_alone_takes_one_pass(forced: tuple[int, ...] | None, prefix_cache: bool) -> None:
+    client = PrefillingClient(0, whole_prompt=True, prefix_cache=prefix_cache)
+    full = prefilled(client, 20, forced)
+    assert len(client.passes) == len(full.top_logprobs) == len(full.token_ids) == 1

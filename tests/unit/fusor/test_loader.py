@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
-from kintsugi.core.layout import Codec, KVLayout
-from kintsugi.core.stream import ChunkLost, LayerFrame
+from kintsugi.core.layout import ChunkLost, Codec, KVLayout, LayerFrame
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import ChunkPlacement, Frames, LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.rope import Rotary

@@ -80,6 +80,51 @@ def test_a_tenant_for_every_request_draws_no_more_in_all() -> None:
     assert 850 < drawn(0.05, [f"tenant-{number}" for number in range(20_000)]).total() < 1150
 
 
+def sampled_at(rate_per_minute: float, share: float, per_minute: float, minutes: float = 600) -> int:
+    """Requests sampled in so many minutes, which arrive evenly."""
+    clock_s = [0.0]
+    sampler = FairSampler(share, per_minute=per_minute, now=lambda: clock_s[0])
+    found = 0
+    for number in range(int(minutes * rate_per_minute)):
+        clock_s[0] = number * 60 / rate_per_minute
+        found += is_sampled(f"{number}", sampler.count_request("only"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rate", "least", "most"), [(0.05, 30, 30), (1.0, 560, 600), (20.0, 500, 720), (400.0, 1050, 1350)]
+)
+def test_few_requests_are_sampled_at_a_rate_and_many_at_a_share(rate: float, least: int, most: int) -> None:
+    """One a minute, where half a percent would give less; 400 requests a minute give two at their share."""
+    assert least <= sampled_at(rate, 0.005, 1.0) <= most
+
+
+def test_a_rate_samples_tenants_alike() -> None:
+    clock_s = [0.0]
+    sampler = FairSampler(0.001, per_minute=6.0, now=lambda: clock_s[0])
+    counts: Counter[str] = Counter()
+    for number in range(12_000):
+        clock_s[0] = number * 1.0
+        tenant = "small" if number % 10 == 0 else "large"
+        counts[tenant] += is_sampled(f"{number}", sampler.count_request(tenant))
+    assert 1000 < counts.total() < 1450
+    assert 0.7 < counts["large"] / counts["small"] < 1.4
+
+
+def test_an_idle_night_does_not_save_up_samples() -> None:
+    clock_s = [0.0]
+    sampler = FairSampler(0.005, per_minute=1.0, now=lambda: clock_s[0])
+    sampler.count_request("only")
+    clock_s[0] = 8 * 3600.0
+    assert sampler.count_request("only") == 1.0, "the rate is not known yet"
+    clock_s[0] += 0.1
+    assert sampler.count_request("only") < 0.01
+
+
+def test_a_rate_without_a_share_samples_nothing() -> None:
+    assert sampled_at(1.0, 0.0, 1.0) == 0
+
+
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (1.0, 3000)])
 def test_none_and_all(share: float, count: int) -> None:
     assert drawn(share, senders_of(3, {"a": 0.9, "b": 0.1}, 3000), window=64).total() == count

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import random
 from collections import Counter
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kintsugi.core.baseline import Baseline, Deviation
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.gate import decide
 from kintsugi.core.plan import Selection
@@ -16,9 +19,10 @@ from kintsugi.core.report import CalibrationReport, Noise, Thresholds
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.local import Prompt
-from kintsugi.quality.drift import DriftDetector, Observation
+from kintsugi.quality.drift import DriftDetector, threshold_bounds
+from kintsugi.quality.evidence import evidence_name
 from kintsugi.quality.reports import fetch_report, publish, trip
-from kintsugi.quality.shadow import Shadow, ShadowConfig, compare_generations
+from kintsugi.quality.shadow import EXCHANGE_S, Shadow, ShadowConfig, compare_generations, count_positions
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING, DOMAIN, QUIET, SEARCH, entry
 from tests.unit.quality.fakes import FakeEngine, answer
@@ -38,6 +42,12 @@ def store() -> RamStore:
     store = RamStore()
     publish(store, good_report())
     return store
+
+
+def held_to(noise: Noise, kl_usual: float | None = None) -> DriftDetector:
+    """A detector of a report without a baseline."""
+    bounds = threshold_bounds(Thresholds(), noise, kl_usual)
+    return DriftDetector(lambda positions, settled: bounds)
 
 
 def prompt(number: int) -> Prompt:
@@ -87,6 +97,14 @@ def test_a_comparison_by_hand() -> None:
     other = compare_generations(answer(5, 0.9, None), answer(4, 0.9, None))
     assert other.kl > 3
     assert other.disagreement == 1.0
+
+
+def test_what_stands_behind_different_tokens_is_not_compared() -> None:
+    three = Prompt([0], max_tokens=3)
+    blend, full = answer(5, 0.9, BLENDED, three), answer(5, 0.9, None, three)
+    assert compare_generations(full, blend).positions == 3
+    assert compare_generations(dataclasses.replace(full, token_ids=[5, 4, 5]), blend).positions == 2
+    assert compare_generations(dataclasses.replace(full, token_ids=[4, 5, 5]), blend).positions == 1
 
 
 def test_the_shadow_is_a_full_prefill_along_the_answer() -> None:
@@ -202,10 +220,10 @@ def test_drifts_are_found_in_time(kl: float, disagreement: float, within: int) -
     """Means beyond the bounds of 0.1 nats and 5 %, as exponential and binary noise."""
     for seed in range(20):
         picks = random.Random(seed)
-        detector = DriftDetector(Thresholds(), QUIET)
+        detector = held_to(QUIET)
         found = [
             detector.observe(
-                Observation(picks.expovariate(1 / kl) if kl else 0.0, float(picks.random() < disagreement))
+                Deviation(picks.expovariate(1 / kl) if kl else 0.0, float(picks.random() < disagreement))
             )
             for _ in range(within)
         ]
@@ -217,10 +235,10 @@ def test_no_alarm_at_the_bounds() -> None:
     alarms = 0
     for seed in range(40):
         picks = random.Random(seed)
-        detector = DriftDetector(Thresholds(), QUIET)
+        detector = held_to(QUIET)
         for _ in range(1000):
             differs = picks.random() < 0.05
-            if detector.observe(Observation(2.0 if differs else 0.0, float(differs))):
+            if detector.observe(Deviation(2.0 if differs else 0.0, float(differs))):
                 alarms += 1
                 break
     assert alarms <= 4
@@ -228,20 +246,126 @@ def test_no_alarm_at_the_bounds() -> None:
 
 def test_what_calibration_never_saw_is_a_drift_before_answers_suffer() -> None:
     """A KL of 0.02 is far within the bounds, but calibration saw 0.008 once in a hundred."""
-    calm, odd = (DriftDetector(Thresholds(), QUIET, 0.008) for _ in range(2))
-    assert not any(calm.observe(Observation(0.02 if n % 40 == 0 else 0.001, 0.0)) for n in range(400))
-    reasons = [odd.observe(Observation(0.02 if n % 2 == 0 else 0.001, 0.0)) for n in range(60)]
-    assert any(reason is not None and "calibration's p99" in reason for reason in reasons)
-    unknown = DriftDetector(Thresholds(), QUIET)
-    assert not any(unknown.observe(Observation(0.02, 0.0)) for _ in range(400))
+    calm, odd = (held_to(QUIET, 0.008) for _ in range(2))
+    assert not any(calm.observe(Deviation(0.02 if n % 40 == 0 else 0.001, 0.0)) for n in range(400))
+    reasons = [odd.observe(Deviation(0.02 if n % 2 == 0 else 0.001, 0.0)) for n in range(60)]
+    assert any(reason is not None and "KL is above 0.008 nats" in reason for reason in reasons)
+    unknown = held_to(QUIET)
+    assert not any(unknown.observe(Deviation(0.02, 0.0)) for _ in range(400))
 
 
 def test_a_noisy_model_is_held_to_its_own_noise() -> None:
-    loud = DriftDetector(Thresholds(), Noise(0.5, 2.0, 0.8))
-    assert not any(loud.observe(Observation(0.9, float(number % 6 == 0))) for number in range(300))
+    loud = held_to(Noise(0.5, 2.0, 0.8))
+    assert not any(loud.observe(Deviation(0.9, float(number % 6 == 0))) for number in range(300))
 
 
-@pytest.mark.parametrize("values", [{"share": 1.1}, {"share": -0.1}, {"positions": 0}, {"pending_max": 0}])
+@pytest.mark.parametrize(
+    "values", [{"share": 1.1}, {"share": -0.1}, {"positions": 0}, {"pending_max": 0}, {"per_minute": -1.0}]
+)
 def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(InvalidField):
         ShadowConfig(**values)  # type: ignore[arg-type]
+
+
+def test_as_many_positions_are_compared_as_calibration_measured(store: RamStore) -> None:
+    """Of an answer of five tokens, whose last one ends it."""
+    engine, answered = FakeEngine(), Prompt([0, 1, 2, 3], KintsugiParams("acme"), max_tokens=5)
+    ended = dataclasses.replace(answer(5, 0.9, BLENDED, answered), finish_reason="stop")
+    for measured, forced in ((None, 4), (2, 2), (32, 4), (1, None)):
+        if measured is not None:
+            publish(store, with_baseline(measured))
+        shadow = Shadow(engine, store, BINDING, EVERYTHING)
+        shadow.take(shadow.prepare_prompt("a", answered), ended)
+        assert shadow.run_pending() == 1
+        full = engine.submitted[-1]
+        assert full.forced == (None if forced is None else (5,) * forced)
+        assert full.max_tokens == (forced or 1)
+
+
+def test_the_end_of_an_answer_counts_only_where_it_is_all_there_is() -> None:
+    whole = answer(5, 0.9, BLENDED, Prompt([0], max_tokens=3))
+    ended = dataclasses.replace(whole, finish_reason="stop")
+    only = dataclasses.replace(answer(5, 0.9, BLENDED), finish_reason="stop")
+    assert [count_positions(one, 32) for one in (whole, ended, only)] == [3, 2, 1]
+    assert count_positions(whole, 2) == 2
+
+
+def with_baseline(positions: int, created: str = "2026-01-03T00:00:00+00:00") -> CalibrationReport:
+    baseline = Baseline.of([[0.0] * positions] * 96, [[False] * positions] * 96)
+    return dataclasses.replace(good_report(), baseline=baseline, created=created)
+
+
+def test_engines_trip_on_what_they_saw_together() -> None:
+    """None saw enough alone. One answer in three is wrong."""
+    needed: dict[int, int] = {}
+    for count in (1, 4):
+        store = RamStore()
+        publish(store, with_baseline(1))
+        seconds = itertools.count(step=EXCHANGE_S)  # every look at the clock is an interval later
+        engines = [FakeEngine() for _ in range(count)]
+        shadows = [Shadow(engine, store, BINDING, EVERYTHING, clock=seconds.__next__) for engine in engines]
+        for engine in engines:
+            engine.right_from = lambda selection, index: index % 3 > 0
+        while not any(shadow.counts.trips for shadow in shadows):
+            number = sum(shadow.counts.compared for shadow in shadows)
+            assert number < 100
+            serve(shadows[number % count], engines[number % count], range(number, number + 1))
+        needed[count] = max(shadow.counts.compared for shadow in shadows)
+    assert needed[1] > 8
+    assert needed[4] <= needed[1] // 4 + 1
+
+
+def test_evidence_is_exchanged_at_intervals(store: RamStore) -> None:
+    class Counting(RamStore):
+        puts = 0
+
+        def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
+            self.puts += name == evidence_name(BINDING)
+            super().put_report(fingerprint, name, document)
+
+    counting = Counting()
+    publish(counting, good_report())
+    clock_s, engine = [0.0], FakeEngine()
+    shadow = Shadow(engine, counting, BINDING, EVERYTHING, clock=lambda: clock_s[0])
+    serve(shadow, engine, range(20))
+    assert counting.puts == 1
+    clock_s[0] = EXCHANGE_S
+    serve(shadow, engine, range(20, 21))
+    assert counting.puts == 2
+
+
+def test_an_engine_that_restarts_knows_what_it_saw_before() -> None:
+    store = RamStore()
+    publish(store, with_baseline(1))
+    trips = 0
+    for number in range(30):
+        engine = FakeEngine()
+        engine.right_from = lambda selection, index: index % 3 > 0
+        shadow = Shadow(engine, store, BINDING, EVERYTHING)
+        serve(shadow, engine, range(number, number + 1))
+        assert shadow.counts.compared == 1
+        trips += shadow.counts.trips
+    assert trips == 1
+
+
+def test_the_effect_is_shown_beside_the_calibration(
+    store: RamStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(store, with_baseline(3))
+    engine, registry = FakeEngine(), CollectorRegistry()
+    shadow = Shadow(engine, store, BINDING, EVERYTHING, registry=registry)
+
+    def value(name: str, which: str) -> float | None:
+        return registry.get_sample_value(f"kintsugi_shadow_{name}", {"value": which})
+
+    assert value("agreement", "mean") is None, "nothing is known yet"
+    with caplog.at_level(logging.INFO):
+        serve(shadow, engine, range(30))
+    assert value("agreement", "mean") == value("agreement", "calibrated") == 1.0
+    low, kl = value("agreement", "low"), value("kl", "high")
+    assert low is not None
+    assert 0.8 < low < 1.0
+    assert kl is not None
+    assert registry.get_sample_value("kintsugi_shadow_window") == 30
+    assert "agreement 1.000 [" in caplog.text
+    assert caplog.text.count("requests shadowed") == 1, "once in a while"

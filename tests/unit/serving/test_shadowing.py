@@ -122,3 +122,38 @@ def test_nothing_is_submitted_once_shadowing_closes() -> None:
         assert engine.begun == 0
 
     run(test())
+
+
+def test_full_prefills_take_no_more_than_their_share_of_the_time() -> None:
+    """Each takes 2 s by this clock; at a share of a tenth, the next may start 20 s after it started."""
+
+    class Clock:
+        def __init__(self) -> None:
+            self.now_s = 0.0
+
+        def __call__(self) -> float:
+            return self.now_s
+
+    async def test() -> None:
+        engine, clock = StubEngine(), Clock()
+        engine.may_answer.set()
+        engine.may_ask.clear()
+        shadowed = Shadowing(engine, ShadowConfig(share=1.0), time_share=0.1, clock=clock)  # type: ignore[arg-type]
+        for _ in range(2):
+            marked = engine.watcher.prepare_prompt("a", PROMPT)
+            assert engine.watcher.take(marked, answer(5, 0.9, {"outcome": "blended"}))
+        assert await asyncio.to_thread(engine.asked.wait, 10)
+        clock.now_s = 2.0
+        engine.may_ask.set()
+        while not shadowed.counts.compared:
+            await asyncio.sleep(0.001)
+        clock.now_s = 19.9
+        for _ in range(20):
+            await asyncio.sleep(shadowing.POLL_S)
+        assert shadowed.counts.compared == 1
+        clock.now_s = 20.0
+        while shadowed.counts.compared == 1:
+            await asyncio.sleep(0.001)
+        await shadowed.close()
+
+    run(test())

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kintsugi.core.layout import ChunkLost, LayerFrame
 from kintsugi.core.plan import ChunkSource
-from kintsugi.core.stream import ChunkLost, LayerFrame
 from kintsugi.fusor.control.estimates import Transfer
 
 Frames = Iterator[LayerFrame | ChunkLost]

@@ -12,11 +12,11 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import ChunkLost as ChunkLost
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.layout import LayerFrame as LayerFrame
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
-from kintsugi.core.stream import ChunkLost as ChunkLost
-from kintsugi.core.stream import LayerFrame as LayerFrame
 
 Buffer = bytes | bytearray | memoryview
 

@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kintsugi.core.baseline import Baseline
 from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.models.bundled import showcase
+from kintsugi.engine.local import Generation, Prompt
+from kintsugi.models.bundled import BUNDLED_REPORT, showcase
+from kintsugi.quality import reports
+from kintsugi.quality.metrics import kl_divergence
 from kintsugi.serving.shadowing import Shadowing, make_shadowing
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore, LayerFrame
@@ -33,7 +37,7 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def shadowing(served: Served, registry: CollectorRegistry) -> Iterator[Shadowing]:
     async def start() -> Shadowing | None:
-        return make_shadowing(EngineSpec(shadow_share=1.0), served.engine, registry)
+        return make_shadowing(EngineSpec(shadow_share=1.0, shadow_time_share=1.0), served.engine, registry)
 
     shadowing = served.run(start())
     assert shadowing is not None
@@ -64,7 +68,9 @@ def test_a_damaged_store_trips_the_gate_through_serving(
     assert _within(lambda: registry.get_sample_value("kintsugi_shadow_trips_total") == 1)
     assert shadowing.counts.compared < HEALTHY + 60
     assert _within(lambda: served.run(served.engine.info()).blending.startswith("drift"))
-    assert _asked(served, "sound", next(orders)) == "declined"
+    # The scheduler polls the report on its own.
+    order = next(orders)
+    assert _within(lambda: _asked(served, "sound", order) == "declined")
 
 
 def test_an_answer_does_not_show_what_a_shadow_asked_for(served: Served, shadowing: Shadowing) -> None:
@@ -79,6 +85,63 @@ def test_an_answer_does_not_show_what_a_shadow_asked_for(served: Served, shadowi
     answer = served.post("/v1/chat/completions", wanted, "unseen").json()
     assert [len(token["top_logprobs"]) for token in answer["choices"][0]["logprobs"]["content"]] == [3, 3]
     assert shadowing.counts.compared == 1
+
+
+FORCED = 6
+
+
+def test_a_prefill_along_an_answer_sees_what_prefills_of_each_beginning_see(served: Served) -> None:
+    """Two passes for all positions, against one full prefill for every position, at every block boundary."""
+    show = showcase()
+    text = "".join(show.chunks) + show.question
+    whole = [*served.info.prefix_token_ids, *served.chunker.token_ids(text)]
+    answer = [7, 300, 12, 40, 41, 9]
+    block = served.engine.client.vllm_config.cache_config.block_size
+
+    def first(token_ids: list[int]) -> dict[int, float]:
+        prompt = Prompt(token_ids, None, max_tokens=1, top_logprobs=20)
+        return served.run(served.engine.answer_in_full(prompt, 0)).top_logprobs[0]
+
+    for length in (block - 1, block, block + 1, len(whole)):
+        prompt = Prompt(whole[:length], None, FORCED, top_logprobs=20, forced=tuple(answer))
+        forced = served.run(served.engine.answer_in_full(prompt, 0))
+        assert forced.token_ids == answer
+        assert [len(step) for step in forced.top_logprobs] == [20] * FORCED
+        for position, step in enumerate(forced.top_logprobs):
+            alone = first([*whole[:length], *answer[:position]])
+            assert kl_divergence(alone, step) < 1e-3, f"{length} tokens, position {position}"
+        elsewhere = first([*whole[:length], 100])
+        assert kl_divergence(elsewhere, forced.top_logprobs[1]) > 1e-2
+
+
+def test_whole_answers_are_compared_where_calibration_measured_them(
+    served: Served, shadowing: Shadowing
+) -> None:
+    shipped = reports.read(BUNDLED_REPORT)
+    baseline = Baseline.of([[0.0] * 3] * 96, [[False] * 3] * 96)
+    store = open_store(served.store_url)
+    try:
+        reports.publish(store, dataclasses.replace(shipped, baseline=baseline))
+    finally:
+        store.close()
+    show, seen = showcase(), []
+    served.store("whole", show.chunks)
+    prefill = served.engine.answer_in_full
+
+    async def note(prompt: Prompt, priority: int) -> Generation:
+        full = await prefill(prompt, priority)
+        seen.append((len(prompt.forced or ()), len(full.top_logprobs)))
+        return full
+
+    served.engine.answer_in_full = note  # type: ignore[method-assign]
+    try:
+        body = _body(served, show.chunks, max_tokens=8, ignore_eos=True)
+        served.post("/v1/chat/completions", body, "whole")
+        assert _within(lambda: shadowing.counts.compared == 1)
+    finally:
+        del served.engine.answer_in_full
+    assert seen == [(3, 3)]
+    assert shadowing.counts.kl_sum < 1.0
 
 
 @pytest.mark.parametrize("spec", [EngineSpec(shadow_share=0.0), EngineSpec(allow_uncalibrated=True)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kintsugi.core.layout import ChunkLost, LayerFrame
 from kintsugi.core.plan import ChunkSource
-from kintsugi.core.stream import ChunkLost, LayerFrame
 from kintsugi.fusor.control.estimates import Transfer
 from kintsugi.fusor.control.metering import Meter
 

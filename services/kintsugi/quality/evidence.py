@@ -1,0 +1,223 @@
+"""What the engines of one model have seen while shadowing, shared through one small document of the store.
+
+Every engine publishes its latest deviations and reads those of the others, and its detector treats all of
+them as one stream of observations. So N engines together need as many shadowed requests as one alone. This
+is valid without any rule for combining evidence: the test bets on each observation, whichever engine made
+it, and the order in which they arrive does not depend on their values. It also keeps evidence when an engine
+restarts.
+
+The document belongs to one calibration; a new one starts with an empty document. An engine replaces the
+document with what it has read and its own part. If two write at the same time, the part of one is missing
+until that engine writes again. A part that stays missing delays the detection of a drift; it never causes a
+false alarm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from kintsugi.core.baseline import Baseline, Deviation
+from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError
+from kintsugi.core.report import Binding, ReportRevision, open_document, seal_document
+from kintsugi.core.schema import STRICT, load
+from kintsugi.quality.metrics import Interval, mean_interval, share_interval
+from kintsugi.store.protocol.interface import ChunkStore
+
+logger = logging.getLogger(__name__)
+
+ENGINES_MAX = 32
+"""Parts of a document. Those that were written longest ago make room."""
+DEVIATIONS_MAX = 128
+"""Deviations of a part: the latest ones."""
+WINDOW = 1000
+"""Latest shadowed requests that an effect is measured over."""
+_DIGITS = 6
+_TICK = timedelta(milliseconds=1)
+"""The resolution of `Evidence.created`."""
+
+
+@dataclass(frozen=True)
+class EngineEvidence:
+    """What one engine saw."""
+
+    __pydantic_config__ = STRICT
+
+    engine: str
+    """Differs from engine to engine and from start to start."""
+    written: str
+    """ISO 8601, UTC."""
+    count: int
+    """Deviations so far, those that are no longer listed included."""
+    latest: tuple[tuple[float, float, int], ...]
+    """KL in nats, disagreement, positions; the last is the newest."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.engine) <= 64 or len(self.written) > 64:
+            raise InvalidField("evidence.engine", "names no engine")
+        if len(self.latest) > min(self.count, DEVIATIONS_MAX):
+            raise InvalidField("evidence.latest", f"lists {len(self.latest)} deviations of {self.count}")
+        for values in self.latest:
+            Deviation(*values)
+
+    def since(self, count: int) -> list[Deviation]:
+        """The listed deviations behind the first `count`; none if it has fewer."""
+        new = min(max(self.count - count, 0), len(self.latest))
+        return [Deviation(*values) for values in self.latest[len(self.latest) - new :]]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What all engines saw since one calibration."""
+
+    __pydantic_config__ = STRICT
+
+    calibration: str
+    """`CalibrationReport.created`."""
+    created: str
+    """ISO 8601, UTC. Orders the copies that shards hold, as for reports."""
+    engines: tuple[EngineEvidence, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.engines) > ENGINES_MAX:
+            raise InvalidField("evidence.engines", f"{len(self.engines)} parts; at most {ENGINES_MAX}")
+
+    def to_bytes(self) -> bytes:
+        return seal_document(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_bytes(document: bytes) -> Evidence:
+        """Raises `Corrupted` for what is no evidence."""
+        try:
+            return load(Evidence, open_document(document), "evidence")
+        except InvalidField as error:
+            raise Corrupted(f"the shadows' evidence is not readable: {error}") from None
+
+
+def evidence_name(binding: Binding) -> str:
+    """The name under which a store keeps the evidence of engines of this binding."""
+    return f"evidence/{binding.report_name}"
+
+
+def merge_evidence(found: Evidence | None, own: EngineEvidence, calibration: str, created: str) -> Evidence:
+    """The document to write: what was found of this calibration, with the engine's own part replaced."""
+    same = found.engines if found is not None and found.calibration == calibration else ()
+    others = sorted((part for part in same if part.engine != own.engine), key=lambda part: part.written)
+    return Evidence(calibration, created, (*others[1 - ENGINES_MAX :], own))
+
+
+class EvidencePool:
+    """One engine's access to the shared evidence. One thread at a time; blocks on the store."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        binding: Binding,
+        engine: str,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._store = store
+        self._address = binding.model, evidence_name(binding)
+        self._engine = engine
+        self._now = now
+        self._calibration = ""
+        self._own: list[Deviation] = []
+        self._count = 0
+        self._seen: dict[str, int] = {}
+
+    def exchange(self, calibration: str, mine: Sequence[Deviation]) -> list[Deviation]:
+        """Publish what this engine saw since the last call. Returns what the others saw since then.
+
+        Another `calibration` than before starts anew. Where the store does not answer, or holds something
+        else, nothing is returned, and the engine's own part is published next time.
+        """
+        if calibration != self._calibration:
+            self._calibration, self._own, self._count, self._seen = calibration, [], 0, {}
+        self._own = [*self._own, *mine][-DEVIATIONS_MAX:]
+        self._count += len(mine)
+        new: list[Deviation] = []
+        try:
+            document = self._store.get_report(*self._address)
+            merged = self._merge(document)
+            new = self._take_new(merged)
+            self._store.put_report(*self._address, merged.to_bytes())
+        except KintsugiError as error:
+            logger.warning("shadowing cannot share what engines see: %s", error)
+        return new
+
+    def _merge(self, document: bytes | None) -> Evidence:
+        now = self._now()
+        if document is not None:
+            now = max(now, ReportRevision.of(document).created + _TICK)
+        created = now.isoformat(timespec="milliseconds")
+        latest = tuple(
+            (round(one.kl, _DIGITS), round(one.disagreement, _DIGITS), one.positions) for one in self._own
+        )
+        own = EngineEvidence(self._engine, created, self._count, latest)
+        return merge_evidence(_readable(document), own, self._calibration, created)
+
+    def _take_new(self, merged: Evidence) -> list[Deviation]:
+        others = [part for part in merged.engines if part.engine != self._engine]
+        new = [one for part in others for one in part.since(self._seen.get(part.engine, 0))]
+        self._seen = {part.engine: part.count for part in others}
+        return new
+
+
+def _readable(document: bytes | None) -> Evidence | None:
+    if document is None:
+        return None
+    try:
+        return Evidence.from_bytes(document)
+    except Corrupted as error:
+        logger.warning("%s; it is replaced", error)
+        return None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Means over shadowed requests, with 95 % intervals, and calibration's means over as many positions."""
+
+    requests: int
+    agreement: Interval
+    """Share of positions whose most likely token is full prefill's."""
+    kl: Interval
+    """Nats."""
+    agreement_calibrated: float | None = None
+    """None where the report has no baseline."""
+    kl_calibrated: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.requests} requests shadowed: agreement {self.agreement}"
+        if self.agreement_calibrated is not None:
+            text += f" (calibrated {self.agreement_calibrated:.3f})"
+        text += f", KL {self.kl} nats"
+        return text if self.kl_calibrated is None else f"{text} (calibrated {self.kl_calibrated:.3f})"
+
+
+def measure_effect(latest: Sequence[Deviation], baseline: Baseline | None) -> Effect:
+    """The effect over `latest`, which holds at least one request."""
+    differing = share_interval([one.disagreement for one in latest])
+    agreement = Interval(1 - differing.mean, 1 - differing.high, 1 - differing.low)
+    kl = mean_interval([one.kl for one in latest])
+    if baseline is None:
+        return Effect(len(latest), agreement, kl)
+    counted = {one.positions for one in latest}
+    calibrated = {positions: _mean_deviation(baseline.deviations(positions)) for positions in counted}
+    means = [calibrated[one.positions] for one in latest]
+    return Effect(
+        len(latest),
+        agreement,
+        kl,
+        1 - sum(mean.disagreement for mean in means) / len(means),
+        sum(mean.kl for mean in means) / len(means),
+    )
+
+
+def _mean_deviation(deviations: Sequence[Deviation]) -> Deviation:
+    return Deviation(
+        sum(one.kl for one in deviations) / len(deviations),
+        sum(one.disagreement for one in deviations) / len(deviations),
+    )
