@@ -36,7 +36,7 @@ BATCH = 4
 """Blends that share the engine's steps: decoding them together takes little longer than decoding one."""
 MODEL_TOKENS_MAX = 8192
 SHARD_RAM_BYTES = 1 << 30
-SHARD_SSD_BYTES = 24 << 30
+SHARD_SSD_BYTES = 12 << 30
 """An upper bound: space is taken as chunks come."""
 
 Sets = Mapping[str, Mapping[int, PassageSet]]
