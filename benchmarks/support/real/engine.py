@@ -37,7 +37,7 @@ BATCH = 4
 MODEL_TOKENS_MAX = 8192
 SHARD_RAM_BYTES = 1 << 30
 SHARD_SSD_BYTES = 12 << 30
-"""An upper bound: space is taken as chunks come."""
+"""Reserved at once."""
 
 Sets = Mapping[str, Mapping[int, PassageSet]]
 """Passage sets by part and number."""
