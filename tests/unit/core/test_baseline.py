@@ -8,8 +8,8 @@ import pytest
 
 from kintsugi.core.baseline import POSITIONS_MAX, PROMPTS_MAX, Baseline, Deviation
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.report import REPORT_BYTES_MAX, CalibrationReport, Thresholds
-from tests.unit.core.test_report import BINDING, QUIET, entry
+from kintsugi.core.report import REPORT_BYTES_MAX, CalibrationReport
+from tests.unit.core.test_report import entry, report
 
 SMALL = Baseline.of([[0.2, 0.0, 0.4], [0.0, 1.0]], [[True, False, True], [False, True]])
 
@@ -34,19 +34,14 @@ def test_the_largest_baseline_fits_in_a_report() -> None:
     rows, positions = PROMPTS_MAX + 5, POSITIONS_MAX + 5
     large = Baseline.of([[12.345678] * positions] * rows, [[True] * positions] * rows)
     assert (len(large.kl), large.positions) == (PROMPTS_MAX, POSITIONS_MAX)
-    report = CalibrationReport.of(
-        BINDING, "2026-01-01T00:00:00+00:00", "t", 1, QUIET, Thresholds(), [entry()]
-    )
-    document = dataclasses.replace(report, baseline=large).to_bytes()
+    document = dataclasses.replace(report(entry()), baseline=large).to_bytes()
     assert len(document) < REPORT_BYTES_MAX
 
 
 def test_a_report_keeps_its_baseline_and_one_without_is_read_as_before() -> None:
-    report = CalibrationReport.of(
-        BINDING, "2026-01-01T00:00:00+00:00", "t", 1, QUIET, Thresholds(), [entry()]
-    )
-    assert CalibrationReport.from_bytes(report.to_bytes()).baseline is None
-    with_one = dataclasses.replace(report, baseline=SMALL)
+    without = report(entry())
+    assert CalibrationReport.from_bytes(without.to_bytes()).baseline is None
+    with_one = dataclasses.replace(without, baseline=SMALL)
     assert CalibrationReport.from_bytes(with_one.to_bytes()) == with_one
 
 

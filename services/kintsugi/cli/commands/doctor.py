@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -24,7 +23,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import REGARDLESS, Asked, open_session, resolve_model_argument
 from kintsugi.core.errors import KintsugiError
 from kintsugi.models.passages import BUNDLED_QUESTIONS
-from kintsugi.models.reference import REFERENCE
+from kintsugi.models.reference import REFERENCE, has_pip
 
 PYTHONS = ((3, 11), (3, 12))
 VLLM_TESTED = "0.32."
@@ -170,7 +169,7 @@ def _memory_check() -> Check:
 def _reference_model_check() -> Check:
     if REFERENCE.is_cached:
         return Check("reference model", CheckResult.OK, f"{REFERENCE.name}: {REFERENCE.folder}")
-    if importlib.util.find_spec("pip") is None:
+    if not has_pip():
         return Check(
             "reference model",
             CheckResult.WARNING,
