@@ -50,22 +50,23 @@ TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's priva
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTask:
-    """`kintsugi demo`. Without a model it uses the bundled one, or one with random weights."""
+    """`kintsugi demo`. Without a model it uses the reference model, or else the bundled one."""
 
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="Text files to use as chunks; requires --model.")
-    ] = None
+    files: Annotated[list[Path] | None, typer.Argument(help="Text files to use as chunks.")] = None
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint folder. Default: a small trained model with its own question."),
+        typer.Option(
+            help=f"Checkpoint folder or a name that vLLM resolves. Default: {REFERENCE.name}, or the bundled "
+            "model where that cannot be fetched."
+        ),
     ] = None
     random_weights: Annotated[
         bool,
         typer.Option("--random-weights", help="Use a larger model with random weights: only times are real."),
     ] = False
-    question: Annotated[str | None, typer.Option(help="Question to ask; requires --model.")] = None
+    question: Annotated[str | None, typer.Option(help="Question to ask about the chunks.")] = None
     form: Form = FormName.AUTO
-    repeat: Repeat = 1
+    repeat: Repeat = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from kintsugi.core.accounting import Outcome
 from kintsugi.core.prompt import FormName
 
 HEADINGS = ("", "TTFT", "speed-up", "cost", "chunks hit", "agrees", "answer")
-ANSWER_CHARS_MAX = 60
+ANSWER_CHARS_MAX = 120
 VERDICTS = {True: Text("right", style="green"), False: Text("wrong", style="red"), None: Text()}
 
 
@@ -57,7 +57,7 @@ def print_comparison(
 ) -> None:
     """Print the figures as a table, and the answers below it.
 
-    ``right`` tells for each answer whether it is right; None where that is unknown.
+    ``right`` tells for each answer whether it is right; None where that is unknown for all or for one.
     """
     table = make_figures_table(HEADINGS[:-1])
     answers = make_plain_table()
@@ -66,7 +66,10 @@ def print_comparison(
         style = "bold yellow" if measurement.method is Method.BLEND else ""
         *figures, answer = (Text(cell) for cell in row)
         table.add_row(*figures, style=style)
-        answers.add_row(Text(measurement.method.value, style="dim"), answer, VERDICTS[verdict])
+        cells = [Text(measurement.method.value, style="dim"), answer]
+        if right is not None:
+            cells.insert(1, VERDICTS[verdict])
+        answers.add_row(*cells)
     console.print(table)
     console.print(answers)
     console.print(

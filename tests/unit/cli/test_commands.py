@@ -19,7 +19,6 @@ from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
 from kintsugi.cli.session import Asked, ModelSource, Session, Trust, build_prompt
 from kintsugi.core import errors
-from kintsugi.models.bundled import Showcase
 from kintsugi.models.prompt_form import PromptForm
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
 from tests.unit.core.test_report import entry, report
@@ -118,67 +117,6 @@ def test_errors_have_a_json_twin(chunk: Path) -> None:
 def test_missing_options_are_code_2() -> None:
     assert RUNNER.invoke(app, ["generate"]).exit_code == ExitCode.BAD_INPUT
     assert RUNNER.invoke(app, ["demo", "--repeat", "0"]).exit_code == ExitCode.BAD_INPUT
-
-
-def test_the_demo_compares_four_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    trusted = use_engine(monkeypatch, FakeEngine())
-    arguments = ["demo", "--random-weights"]
-    text = RUNNER.invoke(app, arguments, env={"COLUMNS": "120"})
-    assert text.exit_code == ExitCode.OK
-    for word in ("full prefill", "prefix caching", "full KV reuse", "blend", "4.0×", "random weights"):
-        assert word in text.stdout
-    document = json.loads(RUNNER.invoke(app, [*arguments, "--json"]).stdout)
-    assert document["random_weights"] is True
-    assert document["calibrated"] is False
-    assert len(document["chunks"]) == 6
-    assert [method["speedup"] for method in document["methods"]] == [1.0, 1.0, 20.0, 4.0]
-    assert [method["right"] for method in document["methods"]] == [None] * 4
-    assert trusted == [demo.REGARDLESS] * 2
-
-
-def test_the_demo_says_which_answers_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine()
-    trusted = use_engine(monkeypatch, engine)
-    shown = Showcase(("one two", "three"), "who hid it", "1")
-    monkeypatch.setattr(demo, "showcase", lambda: shown)
-    text = RUNNER.invoke(app, ["demo"], env={"COLUMNS": "120"})
-    last_words = [line.split()[-1] for line in text.stdout.splitlines() if line.strip()]
-    assert (last_words.count("right"), last_words.count("wrong")) == (3, 1)
-    assert engine.limits_lifted == 2, "for full KV reuse alone, once to warm up"
-    document = json.loads(RUNNER.invoke(app, ["demo", "--json"]).stdout)
-    assert (document["expected"], document["question"]) == ("1", "who hid it")
-    assert [method["right"] for method in document["methods"]] == [True, True, False, True]
-    assert document["calibrated"] is False
-    assert trusted == [demo.REGARDLESS] * 2
-    assert "does not speak about prompts of this length" in " ".join(text.stdout.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--question", "Why tides?"], "--random-weights"),
-        (["--model", "m", "--random-weights"], "omit --model"),
-    ],
-)
-def test_the_demo_refuses_what_its_models_cannot_answer(arguments: list[str], word: str) -> None:
-    result = RUNNER.invoke(app, ["demo", *arguments])
-    assert result.exit_code == ExitCode.BAD_INPUT
-    assert word in " ".join(result.stderr.split())
-
-
-def test_the_demo_uses_the_visitors_files(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:
-    use_engine(monkeypatch, FakeEngine())
-    result = RUNNER.invoke(app, ["demo", str(chunk), "--model", "m", "--json"])
-    document = json.loads(result.stdout)
-    assert [entry["title"] for entry in document["chunks"]] == ["chunk.txt"]
-    assert document["random_weights"] is False
-
-
-def test_a_demo_that_cannot_blend_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_engine(monkeypatch, FakeEngine("self_test_failed: shifted keys: K"))
-    result = RUNNER.invoke(app, ["demo", "--random-weights"])
-    assert result.exit_code == ExitCode.NOT_BLENDABLE
-    assert result.stderr.splitlines()[-1] == "kintsugi: self_test_failed: shifted keys: K"
 
 
 def test_generate_answers_and_accounts(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:

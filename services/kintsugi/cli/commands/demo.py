@@ -4,47 +4,56 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from kintsugi.cli.methods import BlendChoice, Measurement, compare
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import DemoTask
 from kintsugi.cli.render import make_plain_table, print_accounting, print_comparison, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     REGARDLESS,
-    UNCALIBRATED_NOTE,
     Asked,
     ModelSource,
     Session,
-    Trust,
     make_random_model,
     open_session,
     read_chunk,
     resolve_model_argument,
 )
-from kintsugi.core.errors import InvalidField, NotBlendable
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, NotBlendable, ResourceExhausted, Unavailable
 from kintsugi.core.prompt import FormName
+from kintsugi.core.request import SelectorName
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
-from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
+from kintsugi.models.demo_questions import Tally, choose_shown, is_right, read_demo_questions
+from kintsugi.models.passages import read_bundled_passages
+from kintsugi.models.reference import REFERENCE
 
 NAMESPACE = "demo"
 PASSAGES = 6
-MAX_TOKENS = 16
+MAX_TOKENS = 32
+FILES_QUESTION = "What are these texts about?"
 _ORDER_SEED = 3
+
+BLEND = BlendChoice(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
+"""How the demo blends, on every model."""
 
 RANDOM_WEIGHTS_NOTE = (
     "This model was made for the demo with random weights: its answers are gibberish and show nothing "
     "about quality. The times are real."
 )
 SMALL_MODEL_NOTE = (
-    "This model has 2.8 million parameters, and the question was chosen: at this length the model is rarely "
-    "right. To see the times of a larger model, run kintsugi demo --random-weights."
+    "This model has 2.8 million parameters, too few for blending to save time, and the question was chosen: "
+    "at this length the model is rarely right."
 )
-
+NO_REPORT_NOTE = (
+    "The demo blends without a calibration report. A service does not: kintsugi calibrate measures whether "
+    "blended answers are as good as those of full prefill, and writes the report."
+)
 OUTSIDE_NOTE = (
     "Blended although the bundled model's calibration report does not speak about prompts of this length: a "
     "server would prefill this one in full (outside_calibration). The answer shows what happened here, not "
@@ -53,27 +62,40 @@ OUTSIDE_NOTE = (
 
 
 @dataclass(frozen=True)
+class Fallback:
+    """Why the bundled model serves instead of the reference model."""
+
+    kind: str
+    """Name of the error's type."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Show:
     """What the demo shows."""
 
     model: ModelSource
     asked: Asked
-    trust: Trust
+    note: str = NO_REPORT_NOTE
+    """Why a service would not blend this."""
     max_tokens: int = MAX_TOKENS
-    expected: str | None = None
-    """The right answer, if it is known."""
+    answers: tuple[str, ...] = ()
+    """An answer that holds one of these is right. Empty: what is right is not known."""
+    chosen: str | None = None
+    """How the question was chosen; None if the user asked it."""
+    tally: Tally | None = None
+    """How often this model was right, if it answered the demo's questions before."""
+    fallback: Fallback | None = None
     random_weights: bool = False
 
 
 def run(screen: Screen, task: DemoTask) -> None:
     """Raises `NotBlendable` if the blend fell back to full prefill: there is nothing to show then."""
     show = _choose_show(screen, task)
-    with open_session(screen, show.model, show.asked, NAMESPACE, show.max_tokens, show.trust) as session:
+    with open_session(screen, show.model, show.asked, NAMESPACE, show.max_tokens, REGARDLESS) as session:
         _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
-            measurements = compare(
-                session.engine, session.prompt, BlendChoice(NAMESPACE), show.max_tokens, task.repeat, say
-            )
+            measurements = compare(session.engine, session.prompt, BLEND, show.max_tokens, task.repeat, say)
     for measurement in measurements:
         _require_blend(measurement.fell_back_because)
     document = demo_document(show, session, measurements)
@@ -81,40 +103,70 @@ def run(screen: Screen, task: DemoTask) -> None:
 
 
 def _choose_show(screen: Screen, task: DemoTask) -> Show:
-    """Raises `InvalidField` if the model could not answer the question."""
-    if task.model is None and not task.random_weights:
-        if task.files or task.question is not None:
-            raise InvalidField(
-                "model",
-                "the bundled model knows only the words of its own question; name a model for yours, "
-                "or give --random-weights to see times alone",
-            )
-        return _bundle_show(task.form)
-    if task.model is not None and task.random_weights:
-        raise InvalidField("random-weights", "makes a model of its own; omit --model")
+    """Raises `InvalidField` for options that exclude each other, and as `prepare_model` does where the
+    bundled model cannot answer instead: it knows only the words of its own question."""
+    if task.random_weights:
+        if task.model is not None:
+            raise InvalidField("random-weights", "makes a model of its own; omit --model")
+        show = _passages_show(make_random_model(screen), task)
+        return replace(show, answers=(), chosen=None, random_weights=True)
+    model = resolve_model_argument(task.model or REFERENCE.name)
+    try:
+        prepare_model(screen, model.path)
+    except (Unavailable, DeadlineExceeded, ResourceExhausted) as error:
+        if task.model is not None or task.files or task.question is not None:
+            raise
+        return replace(_bundled_show(task.form), fallback=Fallback(type(error).__name__, str(error)))
+    return _passages_show(model, task)
+
+
+def _passages_show(model: ModelSource, task: DemoTask) -> Show:
+    """The user's files and question, or the passages and the question that ship."""
     texts = [read_chunk(path) for path in task.files or ()] or demo_texts()
-    random.Random(_ORDER_SEED).shuffle(texts)
-    asked = Asked(texts, task.question or BUNDLED_QUESTIONS[0], task.form)
-    model = make_random_model(screen) if task.model is None else resolve_model_argument(task.model)
-    return Show(model, asked, REGARDLESS, random_weights=task.random_weights)
+    if task.files or task.question is not None:
+        return Show(model, Asked(texts, task.question or FILES_QUESTION, task.form))
+    questions = read_demo_questions()
+    shown = choose_shown(questions)
+    tally = Tally.of(questions) if model.path == REFERENCE.name else None
+    return Show(
+        model,
+        Asked(texts, shown.question, task.form),
+        answers=shown.answers,
+        chosen=_describe_choice(Tally.of(questions), of_this_model=tally is not None),
+        tally=tally,
+    )
 
 
-def _bundle_show(form: FormName) -> Show:
+def _describe_choice(tally: Tally, of_this_model: bool) -> str:
+    if not of_this_model:
+        return f"The question was chosen by the answers of {REFERENCE.title}, not of this model."
+    return (
+        f"Each of {tally.asked} questions about these passages was written before the model answered it. "
+        f"Full prefill answers {tally.full_right} of them right, twice: rounding differs when many are asked "
+        f"at once. Of those {tally.full_right}, full KV reuse gets {tally.reuse_right} right at least once, "
+        f"the blend {tally.blend_right} both times. This is the first of the {tally.blend_mended} that full "
+        "KV reuse gets wrong and the blend right, both times."
+    )
+
+
+def _bundled_show(form: FormName) -> Show:
     shown = showcase()
     texts = [(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)]
     return Show(
         model=ModelSource(str(BUNDLED_CHECKPOINT), BUNDLED_NAME),
         asked=Asked(texts, shown.question, form, bare=False),
-        # Its report speaks about prompts a sixth as long.
-        trust=REGARDLESS,
+        note=OUTSIDE_NOTE,  # its report speaks about prompts a sixth as long
         max_tokens=1,
-        expected=shown.answer,
+        answers=(shown.answer,),
+        chosen=SMALL_MODEL_NOTE,
     )
 
 
 def demo_texts() -> list[tuple[str, str]]:
-    """(title, text) of the passages that the demo uses."""
-    return [(passage.title, passage.text) for passage in read_bundled_passages()[:PASSAGES]]
+    """(title, text) of the passages that the demo uses, in the order of the prompt."""
+    texts = [(passage.title, passage.text) for passage in read_bundled_passages()[:PASSAGES]]
+    random.Random(_ORDER_SEED).shuffle(texts)
+    return texts
 
 
 def _require_blend(reason: str | None) -> None:
@@ -128,48 +180,65 @@ def demo_document(show: Show, session: Session, measurements: Sequence[Measureme
     full_ttft_s, prompt = measurements[0].ttft_s, session.prompt
     return {
         "model": show.model.name,
+        "fallback": None if show.fallback is None else asdict(show.fallback),
         "random_weights": show.random_weights,
-        "calibrated": show.trust.report is not None,
+        "calibrated": False,
         "question": show.asked.question,
         "form": session.form.name.value,
-        "expected": show.expected,
+        "expected": show.answers[0] if show.answers else None,
+        "chosen": show.chosen,
+        "tally": None if show.tally is None else asdict(show.tally),
         "prompt_tokens": len(prompt.token_ids),
         "chunks": [
             {"title": chunk.title, "tokens": len(chunk.token_ids), "start": span.start}
             for chunk, span in zip(prompt.chunks, prompt.spans, strict=True)
         ],
         "methods": [
-            {**measurement.to_mapping(full_ttft_s), "right": is_right(measurement, show.expected)}
+            {**measurement.to_mapping(full_ttft_s), "right": _judge(measurement, show)}
             for measurement in measurements
         ],
     }
 
 
-def is_right(measurement: Measurement, expected: str | None) -> bool | None:
-    """Whether the answer begins with the expected one; None if none is expected."""
-    return None if expected is None else measurement.generation.text.split()[:1] == [expected]
+def _judge(measurement: Measurement, show: Show) -> bool | None:
+    """Whether the answer is right; None if that is not known."""
+    return is_right(measurement.generation.text, show.answers) if show.answers else None
 
 
 def _render(console: Console, show: Show, session: Session, measurements: Sequence[Measurement]) -> None:
     prompt = session.prompt
-    titles = " · ".join(chunk.title for chunk in prompt.chunks)
     console.print()
+    if show.fallback is not None:
+        note = f"{REFERENCE.title}, which the demo runs on, is not here. The bundled model serves instead."
+        console.print(f"{note}\n{show.fallback.reason}\n", style="yellow", highlight=False, markup=False)
     console.print(f"[bold]{len(prompt.token_ids):,} tokens[/] on {show.model.name}", highlight=False)
     prompt_table = make_plain_table(style="dim")
-    prompt_table.add_row("chunks", Text(titles))
+    prompt_table.add_row("chunks", Text(" · ".join(chunk.title for chunk in prompt.chunks)))
     prompt_table.add_row("question", Text(show.asked.question))
-    if show.expected is not None:
-        prompt_table.add_row("right answer", Text(show.expected))
+    if show.answers:
+        prompt_table.add_row("right answer", Text(show.answers[0]))
     console.print(prompt_table)
     print_form(console, session.form.name)
-    right = [is_right(measurement, show.expected) for measurement in measurements]
+    right = [_judge(measurement, show) for measurement in measurements] if show.answers else None
     print_comparison(console, measurements, len(prompt.chunks), right)
     console.print("\n[bold]The blend[/]")
     print_accounting(console, measurements[-1].generation.accounting)
-    if show.expected is not None:
-        console.print(f"\n{SMALL_MODEL_NOTE}", style="dim", highlight=False)
+    if show.chosen is not None:
+        console.print("\n[bold]The question[/]")
+        console.print(show.chosen, highlight=False)
     if show.random_weights:
         console.print(f"\n{RANDOM_WEIGHTS_NOTE}", style="yellow", highlight=False)
-    if show.trust.regardless:
-        note = UNCALIBRATED_NOTE if show.expected is None else OUTSIDE_NOTE
-        console.print(f"\n{note}", style="yellow", highlight=False)
+    console.print(f"\n{show.note}", style="yellow", highlight=False)
+    if not show.random_weights:
+        _print_next_steps(console, show)
+
+
+def _print_next_steps(console: Console, show: Show) -> None:
+    console.print("\n[bold]Next[/]")
+    steps = make_plain_table()
+    model = ""
+    if show.fallback is None:
+        model = f" --model {show.model.path}"
+        steps.add_row(Text(f"kintsugi calibrate{model} --out report.json"), "may it be blended, and how?")
+    steps.add_row(Text(f"kintsugi serve{model}"), "serve it to gRPC and OpenAI clients")
+    console.print(steps)

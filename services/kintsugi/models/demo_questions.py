@@ -1,0 +1,125 @@
+"""The demo's questions about the bundled passages, and what the reference model answered.
+
+Each question was written before the model answered it. `benchmarks/support/demo_questions.py` asked the
+reference model each of them with full prefill, full KV reuse and the demo's blend, in several rounds whose
+rounding errors differ, and recorded the answers in `checkpoints/demo_questions.jsonl`. The demo shows the
+first question on which the three differ as promised, and says how many do. Full prefill and the blend must be
+right in every round; full KV reuse counts as right if it is right in any.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kintsugi import checkpoints
+
+QUESTIONS_FILE = "demo_questions.jsonl"
+
+
+def is_right(text: str, answers: Sequence[str]) -> bool:
+    """Whether `text` holds one of the answers as whole words, in any case."""
+    return any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) for answer in answers)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the reference model answered to one question."""
+
+    full: str
+    """With full prefill."""
+    reuse: str
+    """With full KV reuse."""
+    blend: str
+    """With the demo's blend."""
+
+
+@dataclass(frozen=True)
+class DemoQuestion:
+    """A question that one passage answers in a few words."""
+
+    passage: str
+    """Title of the passage."""
+    question: str
+    answers: tuple[str, ...]
+    """Any of them makes an answer right."""
+    said: tuple[Said, ...] = ()
+    """One for each round. A later round asks only what full prefill answered right before."""
+
+    @staticmethod
+    def from_mapping(fields: dict[str, Any]) -> DemoQuestion:
+        said = tuple(Said(**texts) for texts in fields.get("said", ()))
+        return DemoQuestion(fields["passage"], fields["question"], tuple(fields["answers"]), said)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+    @property
+    def full_is_right(self) -> bool:
+        return bool(self.said) and all(is_right(texts.full, self.answers) for texts in self.said)
+
+    @property
+    def reuse_is_right(self) -> bool:
+        return any(is_right(texts.reuse, self.answers) for texts in self.said)
+
+    @property
+    def blend_is_right(self) -> bool:
+        return bool(self.said) and all(is_right(texts.blend, self.answers) for texts in self.said)
+
+    @property
+    def shows_blending(self) -> bool:
+        """Whether full prefill and the blend were right and full KV reuse was wrong."""
+        return self.full_is_right and self.blend_is_right and not self.reuse_is_right
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How often the reference model was right."""
+
+    asked: int
+    full_right: int
+    """Questions that full prefill answered right. The next two are among these."""
+    reuse_right: int
+    blend_right: int
+    reuse_wrong: int
+    """Questions that full prefill answered right and full KV reuse wrong."""
+    blend_mended: int
+    """Questions among those that the blend answered right."""
+
+    @staticmethod
+    def of(questions: Sequence[DemoQuestion]) -> Tally:
+        right = [question for question in questions if question.full_is_right]
+        lost = [question for question in right if not question.reuse_is_right]
+        return Tally(
+            asked=len(questions),
+            full_right=len(right),
+            reuse_right=len(right) - len(lost),
+            blend_right=sum(question.blend_is_right for question in right),
+            reuse_wrong=len(lost),
+            blend_mended=sum(question.blend_is_right for question in lost),
+        )
+
+
+@lru_cache(maxsize=1)
+def read_demo_questions() -> tuple[DemoQuestion, ...]:
+    """All questions, in the order in which they were written."""
+    text = (files(checkpoints) / QUESTIONS_FILE).read_text(encoding="utf-8")
+    return tuple(DemoQuestion.from_mapping(json.loads(line)) for line in text.splitlines())
+
+
+def write_demo_questions(path: Path, questions: Sequence[DemoQuestion]) -> None:
+    """Replace the file's content."""
+    lines = [json.dumps(question.to_mapping(), ensure_ascii=False) for question in questions]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def choose_shown(questions: Sequence[DemoQuestion]) -> DemoQuestion:
+    """The first question on which blending shows."""
+    return next(question for question in questions if question.shows_blending)

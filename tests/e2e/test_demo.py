@@ -1,0 +1,47 @@
+"""`kintsugi demo` on the real reference model. Skipped where pip cannot get it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kintsugi
+from kintsugi.core.errors import Unavailable
+from kintsugi.models.reference import REFERENCE, fetch_model
+
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(900)]
+
+SPEEDUP_MIN = 1.5
+"""Machines that run tests are busy; the demo's own figure is above 2.5."""
+
+
+@pytest.fixture(scope="module")
+def fetched() -> None:
+    pytest.importorskip("vllm")
+    try:
+        fetch_model(REFERENCE)
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("fetched")
+def test_full_prefill_and_the_blend_are_right_and_full_reuse_is_wrong() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(kintsugi.__file__).parent.parent)}
+    command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "demo", "--json"]
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=840, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["model"], document["fallback"]) == (REFERENCE.title, None)
+    assert 3_000 <= document["prompt_tokens"] <= 4_000
+    methods = {method["method"]: method for method in document["methods"]}
+    right = {name: method["right"] for name, method in methods.items()}
+    assert right == {"full prefill": True, "prefix caching": True, "full KV reuse": False, "blend": True}
+    assert methods["blend"]["accounting"]["outcome"] == "blended"
+    assert methods["blend"]["speedup"] > SPEEDUP_MIN
