@@ -157,7 +157,7 @@ def test_exact_prefixes_are_found_and_never_poisoned(
     supports(shape, "prefix caching", "exact")
 
 
-QUERY_LAYERS = {4: (1, 2), 6: (1, 2, 3)}
+QUERY_LAYERS = {4: (1, 2), 6: (2, 3, 4)}
 """The fusor's choice by the number of layers."""
 
 SELECTIONS = [
