@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,3 +74,19 @@ def test_a_context_reaches_the_connector() -> None:
 def test_a_store_of_another_process_is_asked_for() -> None:
     with pytest.raises(InvalidField, match="store"):
         _ = AsyncSpec.of(ModelSpec("m"), EngineSpec(), "ram://here").config
+
+
+def test_a_context_is_tokenised_with_the_revision_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    load = transformers.AutoTokenizer.from_pretrained
+    loaded: list[dict[str, Any]] = []
+
+    def record(folder: str, **options: Any) -> Any:
+        loaded.append(options)
+        return load(folder)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", record)
+    engines = EngineSpec(vllm={"revision": "older", "trust_remote_code": True})
+    spec = AsyncSpec.of(ModelSpec(str(BUNDLED_CHECKPOINT), context="bundled"), engines, STORE)
+    assert spec.prompt_form.tokenizer is not None
+    assert loaded == [{"revision": "older", "trust_remote_code": True}] * 2
