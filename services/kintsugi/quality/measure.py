@@ -341,23 +341,10 @@ class Scores:
     """See `PromptScore.likelihood_loss`; empty if it was not measured."""
 
     @property
-    def divergences(self) -> list[float]:
-        """KL at every position of every reference answer."""
-        return [metrics.kl_divergence(*pair) for pair in self._pairs]
-
-    @property
-    def _pairs(self) -> list[tuple[dict[int, float], dict[int, float]]]:
-        return [
-            pair
-            for full, blend in zip(self.full, self.blend, strict=True)
-            for pair in zip(full.steps, blend.steps, strict=False)
-        ]
-
-    @property
     def cost(self) -> float:
         return metrics.mean([answer.cost for answer in self.blend])
 
-    def score_cases(self, score: Callable[[str, Sequence[str]], float], of_blend: bool = True) -> list[float]:
+    def score_cases(self, score: Score, of_blend: bool = True) -> list[float]:
         """Score each case that has answers."""
         answers = self.blend if of_blend else self.full
         return [

@@ -34,7 +34,8 @@ from kintsugi.core.report import Binding, CalibrationReport
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality import metrics
 from kintsugi.quality.drift import DriftDetector
-from kintsugi.quality.evidence import WINDOW, Effect, EvidencePool, measure_effect
+from kintsugi.quality.effect import WINDOW, Effect, measure_effect
+from kintsugi.quality.evidence import EvidencePool
 from kintsugi.quality.measure import TOP_LOGPROBS
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.reports import fetch_report, trip

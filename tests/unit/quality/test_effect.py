@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kintsugi.core.baseline import Baseline, Deviation
-from kintsugi.quality.evidence import measure_effect
+from kintsugi.quality.effect import measure_effect
 from kintsugi.quality.metrics import mean_interval, share_interval
 
 
