@@ -242,7 +242,7 @@ class HybridSelector(QuerySelector):
 def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
     """The selection's query layers, limited to the model's depth; by default those within `QUERY_DEPTHS`.
 
-    Layers before and behind these rank tokens worse on the models that were measured (docs/QUALITY.md). The
+    Layers before and behind these rank tokens worse on the models that were measured (docs/adr/0006). The
     blend starts once the KV of the last query layer has been loaded.
     """
     first, end = (round(depth * num_layers) for depth in QUERY_DEPTHS)
