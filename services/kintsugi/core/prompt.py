@@ -34,13 +34,13 @@ class PromptChunk:
 
     title: str
     token_ids: tuple[int, ...]
-    lead: tuple[int, ...] = ()
+    separator: tuple[int, ...] = ()
     """Token ids between the chunk before and this one, which a template wrote. They are computed."""
 
 
 @dataclass(frozen=True)
 class RagPrompt:
-    """`[prefix][chunk]…[chunk][question]` as token ids, each chunk behind its lead."""
+    """`[prefix][chunk]…[chunk][question]` as token ids, each chunk behind its separator."""
 
     prefix: tuple[int, ...]
     chunks: tuple[PromptChunk, ...]
@@ -48,7 +48,7 @@ class RagPrompt:
 
     @property
     def token_ids(self) -> list[int]:
-        chunks = (i for chunk in self.chunks for i in (*chunk.lead, *chunk.token_ids))
+        chunks = (i for chunk in self.chunks for i in (*chunk.separator, *chunk.token_ids))
         return [*self.prefix, *chunks, *self.question]
 
     @property
@@ -56,7 +56,7 @@ class RagPrompt:
         """Where each chunk lies."""
         spans, end = [], len(self.prefix)
         for chunk in self.chunks:
-            start = end + len(chunk.lead)
+            start = end + len(chunk.separator)
             end = start + len(chunk.token_ids)
             spans.append(Span(start, end))
         return tuple(spans)

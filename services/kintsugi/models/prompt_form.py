@@ -88,13 +88,13 @@ class PromptForm:
             raise InvalidField("question", "is empty; ask something about the chunks")
         ending = self._phrase(question.strip()) if bare else question
         if self.name is FormName.DOCUMENTS:
-            head, *leads, opening, _ = _render_pieces(self.tokenizer, self.system, len(chunks))
+            head, *separators, opening, _ = _render_pieces(self.tokenizer, self.system, len(chunks))
             if self.tokenize(head) != self.head:
                 raise InvalidField(
                     "form", "documents: the template's beginning depends on their number; use the form chat"
                 )
-            lead_ids = [(), *map(self.tokenize, leads)]
-            chunks = [replace(chunk, lead=ids) for chunk, ids in zip(chunks, lead_ids, strict=True)]
+            separator_ids = [(), *map(self.tokenize, separators)]
+            chunks = [replace(chunk, separator=ids) for chunk, ids in zip(chunks, separator_ids, strict=True)]
             ending = opening + ending
         return RagPrompt(self.head, tuple(chunks), self.tokenize(ending + self.foot))
 

@@ -107,7 +107,7 @@ class SchedulerSide:
     """Whether vLLM's prefix cache is on."""
     _states: dict[str, _State] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
-    _leads: dict[bytes, str] = field(default_factory=dict)
+    _context_savers: dict[bytes, str] = field(default_factory=dict)
     """By the digest of a chunk space, the save that computes its context for all that wait."""
     _metadata: StepMetadata = field(default_factory=StepMetadata)
     _stats: BlendStats = field(default_factory=BlendStats)
@@ -273,7 +273,7 @@ class SchedulerSide:
         blocks = 0 if self.has_windows or not self.caches_prefixes else span.start // self.hash_block_size
         if state.space.context_token_ids and num_computed < blocks * self.hash_block_size:
             request_id = state.request.request_id
-            if self._leads.setdefault(state.space.digest, request_id) != request_id:
+            if self._context_savers.setdefault(state.space.digest, request_id) != request_id:
                 return None, False
         return span.end - num_computed, True
 
@@ -480,8 +480,8 @@ class SchedulerSide:
         accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is not None:
-            if self._leads.get(state.space.digest) == request.request_id:
-                del self._leads[state.space.digest]
+            if self._context_savers.get(state.space.digest) == request.request_id:
+                del self._context_savers[state.space.digest]
             if state.lookup is not None:
                 state.lookup.future.cancel()
             if state.in_flight:

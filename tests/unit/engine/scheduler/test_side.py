@@ -210,7 +210,7 @@ def test_one_save_computes_the_context_and_the_others_wait_for_it(side: Schedule
     assert side.get_num_new_matched_tokens(second, 32) == (28, True), "two blocks of the context are cached"
     assert side.get_num_new_matched_tokens(third, 0) == (60, True), "they are gone again: it computes them"
     side.request_finished(third)
-    assert side._leads == {}
+    assert side._context_savers == {}
 
 
 def test_without_a_prefix_cache_no_save_waits(side: SchedulerSide) -> None:
