@@ -21,7 +21,6 @@ from benchmarks.support.real.records import Records
 from benchmarks.support.real.rows import (
     JUDGED,
     OPEN,
-    PLAIN,
     REUSE,
     Configuration,
     Item,
@@ -32,11 +31,12 @@ from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, Prompt
+from kintsugi.models.context import NONE
 from kintsugi.models.prompt_form import PromptForm
 
 SETS = 6
 KL_PER_POSITION = 0.5
-CHOSEN = Configuration(PLAIN, Selection(0.2, SelectorName.QUERY))
+CHOSEN = Configuration(NONE, Selection(0.2, SelectorName.QUERY))
 AHEAD, OVER = Clock(float("inf")), Clock(0.0)
 
 

@@ -15,7 +15,6 @@ from benchmarks.support.real.rows import (
     CHOOSING,
     JUDGED,
     OPEN,
-    PLAIN,
     REUSE,
     SAMPLE,
     Choice,
@@ -34,6 +33,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
+from kintsugi.models.context import NONE
 
 HEADER = {"model": "toy"}
 WORK = PassWorkload(3600, 80, 30, 0.05, 600)
@@ -89,15 +89,15 @@ def test_records_of_another_measurement_are_refused_and_kept(tmp_path: Path, rec
 
 
 def test_candidates_stay_within_their_budgets() -> None:
-    tried = candidates([PLAIN, SAMPLE], WORK)
+    tried = candidates([NONE, SAMPLE], WORK)
     assert len(set(tried)) == len(tried)
-    assert {one.context for one in tried} == {PLAIN, SAMPLE}
+    assert {one.context for one in tried} == {NONE, SAMPLE}
     for budget in BUDGETS:
         costs = [configuration_cost(one.selection, WORK) for one in tried]
         assert any(0.9 * budget < cost <= budget for cost in costs)
         assert configuration_cost(baselines(WORK)[budget].selection, WORK) <= budget
     assert {one.selection.selector for one in baselines(WORK).values()} == {SelectorName.HKVD}
-    assert {one.context for one in baselines(WORK).values()} == {PLAIN}
+    assert {one.context for one in baselines(WORK).values()} == {NONE}
 
 
 def test_the_lowest_kl_within_the_budget_is_chosen(records: Records) -> None:

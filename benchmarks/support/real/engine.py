@@ -14,13 +14,14 @@ from typing import Any
 from benchmarks.support.engines import say
 from benchmarks.support.real.corpus import PassageSet
 from benchmarks.support.real.records import Records
-from benchmarks.support.real.rows import OPEN, PLAIN, Item
+from benchmarks.support.real.rows import OPEN, Item
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import FORCING, Generation, LocalEngine, Prompt
+from kintsugi.models.context import NONE
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import NAMESPACE, TOP_LOGPROBS
@@ -112,7 +113,7 @@ class RealBench:
     form: PromptForm
     sets: Sets
     records: Records
-    context: str = PLAIN
+    context: str = NONE
 
     def measure(self, items: Iterable[Item], clock: Clock) -> bool:
         """Add what the records lack. Returns whether nothing is left."""

@@ -18,12 +18,13 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import describe_selection
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.cost import PassWorkload
+from kintsugi.models.context import NONE
 
 CHOOSING, JUDGED = "choosing", "judged"
 OPEN = "open"
 """The question whose answer has no known wording."""
-PLAIN, SAMPLE, BUNDLED = "none", "sample", "bundled"
-"""Contexts that chunks are prepared behind: none, the corpus's public sample, Kintsugi's own passages."""
+SAMPLE = "sample"
+"""The context that is the corpus's public sample, beside `NONE` and `BUNDLED`."""
 BUDGETS = (0.1, 0.2)
 QUESTIONS_MIN = 300
 """Judged questions with known answers."""
@@ -46,7 +47,7 @@ class Configuration:
         return f"{describe_selection(self.selection)} behind {self.context}"
 
 
-REUSE = Configuration(PLAIN, Selection(0.0))
+REUSE = Configuration(NONE, Selection(0.0))
 """Full KV reuse: chunks saved alone behind the prompt's head, nothing recomputed."""
 
 
@@ -63,7 +64,7 @@ class Item:
     @property
     def context(self) -> str:
         """The context of the engine that answers."""
-        return PLAIN if self.configuration is None else self.configuration.context
+        return NONE if self.configuration is None else self.configuration.context
 
     @property
     def key(self) -> Key:
@@ -85,7 +86,7 @@ def families(num_layers: int) -> list[Selection]:
 def baselines(work: PassWorkload) -> dict[float, Configuration]:
     """CacheBlend's `hkvd`, as published: check layer 1, no preparation. By budget."""
     fitted = {budget: at_budget(Selection(0.5), work, budget * SAFETY) for budget in BUDGETS}
-    return {budget: Configuration(PLAIN, one) for budget, one in fitted.items() if one is not None}
+    return {budget: Configuration(NONE, one) for budget, one in fitted.items() if one is not None}
 
 
 def candidates(contexts: Sequence[str], work: PassWorkload) -> list[Configuration]:

@@ -29,11 +29,9 @@ from benchmarks.support.real.engine import (
 from benchmarks.support.real.questions import KINDS
 from benchmarks.support.real.records import Records
 from benchmarks.support.real.rows import (
-    BUNDLED,
     CHOOSING,
     JUDGED,
     OPEN,
-    PLAIN,
     REUSE,
     SAMPLE,
     Choice,
@@ -52,18 +50,18 @@ from benchmarks.support.real.speed import measure_ttft
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.prompt import FormName
 from kintsugi.fusor.control.cost import PassWorkload
-from kintsugi.models.context import tokenize_context
+from kintsugi.models.context import BUNDLED, NONE, tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form
+from kintsugi.models.reference import REFERENCE
 from kintsugi.quality import grid
 from kintsugi.quality.measure import Case
 from kintsugi.quality.questions import Question
 
-MODEL = "smollm2-135m"
-"""The reference model: SmolLM2-135M-Instruct, dequantised Q4_1."""
+MODEL = REFERENCE.name
 NUM_LAYERS = ("num_layers",)
 """Key of a record about the model."""
 MINUTES = 24 * 60.0
-CONTEXTS = (PLAIN, SAMPLE, BUNDLED)
+CONTEXTS = (NONE, SAMPLE, BUNDLED)
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ class RealSetup:
     """Tables, for the report's configuration."""
 
     def __post_init__(self) -> None:
-        if PLAIN not in self.contexts or set(self.contexts) - set(CONTEXTS):
-            raise InvalidField("contexts", f"must be {PLAIN} and any others of {', '.join(CONTEXTS)}")
+        if NONE not in self.contexts or set(self.contexts) - set(CONTEXTS):
+            raise InvalidField("contexts", f"must be {NONE} and any others of {', '.join(CONTEXTS)}")
 
     @property
     def size(self) -> Size:
@@ -172,7 +170,7 @@ class Run:
         again = [item for item in items if item.question != OPEN and item.number in some]
         is_checked = all(("uncached", *item.key[1:]) in self._records for item in again)
         done = self._measure(items) and (
-            is_checked or self._bench_of(PLAIN).check_prefix_cache(again, self._clock)
+            is_checked or self._bench_of(NONE).check_prefix_cache(again, self._clock)
         )
         return kinds if done else None
 
