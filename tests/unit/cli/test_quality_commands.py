@@ -146,6 +146,7 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
         ({}, ("--engine", "{"), "engine: is not JSON"),
         ({}, ("--connector", "[]"), "connector: must be a JSON object"),
         ({}, ("--connector", '{"prefix_token_ids": [1]}'), "use --form and --system"),
+        ({}, ("--connector", '{"context_token_ids": [1]}'), "use --context"),
     ],
 )
 def test_bad_input_is_code_2_and_says_what_to_change(

@@ -36,13 +36,17 @@ from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, star
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store
 
+REPLACED_BY = {"prefix_token_ids": "--form and --system", "context_token_ids": "--context"}
+"""Fields of the connector's configuration that follow from options."""
+
 
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     """`NOT_BLENDABLE` if nothing passes; the report is written all the same and keeps the gate shut."""
     prepare_model(screen, task.model)
     connector = parse_json_object("connector", task.connector, '{"portable": false}')
-    if "prefix_token_ids" in connector:
-        raise InvalidField("connector", "must not hold prefix_token_ids; use --form and --system")
+    for name, option in REPLACED_BY.items():
+        if name in connector:
+            raise InvalidField("connector", f"must not hold {name}; use {option}")
     arguments = parse_engine_arguments(task.engine)
     budget = Budget(task.prompts, task.minutes, task.seed)
     check_budget(budget, Thresholds())
