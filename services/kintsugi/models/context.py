@@ -19,6 +19,8 @@ BUNDLED_TOKENS = 320
 """Tokens of each bundled passage. Half as many helped less."""
 CONTEXT_TOKENS_MAX = 4096
 """A longer context is most likely the wrong file: every chunk is prefilled behind it."""
+CONTEXT_BYTES_MAX = 1 << 20
+"""A larger file is not read: it may be a checkpoint, and would be tokenised whole."""
 
 
 def tokenize_context(context: str, model: str) -> tuple[int, ...]:
@@ -58,7 +60,13 @@ def _read(path: Path) -> str:
         raise NotFound(
             f"{path} is not a file; as context give `{NONE}`, `{BUNDLED}` or the path of a text file"
         )
+    with path.open("rb") as file:
+        content = file.read(CONTEXT_BYTES_MAX + 1)
+    if len(content) > CONTEXT_BYTES_MAX:
+        raise InvalidField(
+            "context", f"{path} has more than {CONTEXT_BYTES_MAX} bytes; name a file with a passage or two"
+        )
     try:
-        return path.read_bytes().decode()  # reading as text would translate line endings
+        return content.decode()  # reading as text would translate line endings
     except UnicodeDecodeError:
         raise InvalidField("context", f"{path} is not UTF-8 text; convert it first") from None

@@ -52,6 +52,10 @@ def test_what_is_no_context_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(InvalidField, match=message):
             tokenize_context(str(file), MODEL)
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(InvalidField, match="more than 1048576 bytes"):
+        tokenize_context(str(file), MODEL)
     file.write_text("a passage")
     with pytest.raises(NotFound, match="neither a checkpoint folder"):
         tokenize_context(str(file), str(tmp_path / "absent"))
