@@ -109,7 +109,7 @@ class AsyncSpec:
             store,
             form=FormName(model.form),
             system_prompt=model.system_prompt,
-            context_token_ids=tokenize_context(model.context, model.path),
+            context_token_ids=tokenize_context(model.context, model.path, arguments),
             extra_config=connector,
             vllm_args=arguments,
             openai=engines.openai,

@@ -6,11 +6,13 @@ every token, because the context is part of the chunk space (docs/adr/0010).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.models.passages import read_bundled_passages
-from kintsugi.models.prompt_form import load_tokenizer
+from kintsugi.models.prompt_form import NO_ARGS, load_tokenizer
 
 NONE, BUNDLED = "none", "bundled"
 BUNDLED_PASSAGES = 2
@@ -23,17 +25,18 @@ CONTEXT_BYTES_MAX = 1 << 20
 """A larger file is not read: it may be a checkpoint, and would be tokenised whole."""
 
 
-def tokenize_context(context: str, model: str) -> tuple[int, ...]:
+def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO_ARGS) -> tuple[int, ...]:
     """The token ids of a context for the tokenizer of `model`, without special tokens.
 
     ``context``: `none`, `bundled` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
-    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. Raises `NotFound` for a file or
-    model that is not there, `InvalidField` for a file that is not text, empty or too long.
+    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. ``vllm_args``:
+    the engines', as for `load_tokenizer`. Raises `NotFound` for a file or model that is not there,
+    `InvalidField` for a file that is not text, empty or too long.
     """
     if context == NONE:
         return ()
     texts = _bundled_texts() if context == BUNDLED else [_read(Path(context))]
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, vllm_args)
     ids = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
     if context == BUNDLED:
         ids = [some[:BUNDLED_TOKENS] for some in ids]

@@ -55,7 +55,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         codec=task.codec,
         store=task.chunk_store,
         form=form,
-        context_token_ids=tokenize_context(task.context, task.model),
+        context_token_ids=tokenize_context(task.context, task.model, arguments),
         extra_config=connector,
         vllm_args={**arguments, "dtype": task.dtype},
     )

@@ -106,13 +106,13 @@ class CorpusOptions:
 
     def job_spec(self, version_column: str = "version", **options: Any) -> JobSpec:
         """The job over these documents, with further fields of `JobSpec`. Raises `InvalidField`."""
+        engine = options.get("engine", {})
         prefix = None  # the head of the model's own form
         if self.system is not None or self.form is not FormName.AUTO:
             from kintsugi.quality.session import load_form_behind  # what it imports is slow
 
-            engine = options.get("engine", {})
             prefix = list(load_form_behind(self.model, self.form, self.system, engine).head)
-        context = tokenize_context(self.context, self.model)
+        context = tokenize_context(self.context, self.model, engine)
         return JobSpec(
             source=self.source,
             model=self.model,
