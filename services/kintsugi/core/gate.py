@@ -11,6 +11,8 @@ from kintsugi.core.prompt import Domain, PromptShape
 from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport
 from kintsugi.core.request import BlendOptions
 
+OUTSIDE_CALIBRATION = "outside_calibration"
+"""Why a prompt is not blended that is unlike those of the calibration."""
 CALIBRATE = "run: kintsugi calibrate --model MODEL --store URL (or --allow-uncalibrated, at your own risk)"
 
 
@@ -63,7 +65,7 @@ class GateState:
         departure = None if self.domain is None else self.domain.departure(shape)
         if departure is not None:
             raise NotBlendable(
-                "outside_calibration",
+                OUTSIDE_CALIBRATION,
                 f"the prompt has {departure}; calibrate on prompts like those you serve",
             )
 

@@ -21,14 +21,17 @@ BUNDLED_TOKENS = 320
 """Tokens of each bundled passage. Half as many helped less."""
 CONTEXT_TOKENS_MAX = 4096
 """A longer context is most likely the wrong file: every chunk is prefilled behind it."""
+CONTEXT_BYTES_MAX = 1 << 20
+"""A larger file is not read: it may be a checkpoint, and would be tokenised whole."""
 
 
 def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO_ARGS) -> tuple[int, ...]:
-    """The token ids of a context for engines of `model` with these arguments, without special tokens.
+    """The token ids of a context for the tokenizer of `model`, without special tokens.
 
     ``context``: `none`, `bundled` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
-    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. Raises `NotFound` for a file or
-    model that is not there, `InvalidField` for a file that is not text, empty or too long.
+    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. ``vllm_args``:
+    the engines', as for `load_tokenizer`. Raises `NotFound` for a file or model that is not there,
+    `InvalidField` for a file that is not text, empty or too long.
     """
     if context == NONE:
         return ()
@@ -60,7 +63,13 @@ def _read(path: Path) -> str:
         raise NotFound(
             f"{path} is not a file; as context give `{NONE}`, `{BUNDLED}` or the path of a text file"
         )
+    with path.open("rb") as file:
+        content = file.read(CONTEXT_BYTES_MAX + 1)
+    if len(content) > CONTEXT_BYTES_MAX:
+        raise InvalidField(
+            "context", f"{path} has more than {CONTEXT_BYTES_MAX} bytes; name a file with a passage or two"
+        )
     try:
-        return path.read_bytes().decode()  # reading as text would translate line endings
+        return content.decode()  # reading as text would translate line endings
     except UnicodeDecodeError:
         raise InvalidField("context", f"{path} is not UTF-8 text; convert it first") from None

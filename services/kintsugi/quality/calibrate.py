@@ -51,6 +51,8 @@ from kintsugi.quality.measure import (
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
 from kintsugi.quality.racing import Ask, Race, RacePrompt
 
+AGREEMENT = frozenset({Quantity.KL, Quantity.DISAGREEMENT})
+"""What can be measured without answers."""
 ANSWER_TOKENS_MIN = 32
 """At least so many tokens of full prefill's answer are compared, if it does not end before."""
 FORM_PROMPTS = 32
@@ -155,7 +157,7 @@ def calibrate(
         grid.workload_of(cases, num_layers),
         budget.cost_max,
     )
-    race = Race(tried, race_prompts(cases), noise, thresholds)
+    race = Race(tried, race_prompts(cases, quantities), noise, thresholds)
     warnings += unjudged + _warn_of_few(race, cases, quantities, thresholds)
     runner = _RaceRunner(bench, order, race, quantities, notify)
     deadline_s = None if budget.minutes is None else started_s + 60 * budget.minutes
@@ -276,8 +278,9 @@ def _range(lengths: Sequence[int]) -> LengthRange:
     )
 
 
-def race_prompts(cases: Sequence[Case]) -> list[RacePrompt]:
-    """What the race may judge on its own: tasks, and two halves of the prompts' and the answers' lengths."""
+def race_prompts(cases: Sequence[Case], quantities: frozenset[Quantity]) -> list[RacePrompt]:
+    """What the race may judge on its own: tasks, and two halves of the prompts' and the answers' lengths. Of
+    `quantities`, a prompt without answers can measure agreement alone."""
     tasks = {case.question.task for case in cases}
     by_prompt = _halves("prompts", [len(case.prompt.token_ids) for case in cases])
     by_answer = _halves("answers", [len(case.answer_ids) for case in cases])
@@ -285,6 +288,7 @@ def race_prompts(cases: Sequence[Case]) -> list[RacePrompt]:
         RacePrompt(
             f"task {case.question.task}" if len(tasks) > 1 else "",
             tuple(name for name in (*mine, *theirs) if name),
+            quantities if case.question.answers else quantities & AGREEMENT,
         )
         for case, mine, theirs in zip(cases, by_prompt, by_answer, strict=True)
     ]
@@ -328,7 +332,7 @@ def _judged_quantities(
         else "no question has an answer"
     )
     return (
-        frozenset({Quantity.KL, Quantity.DISAGREEMENT}),
+        AGREEMENT,
         [f"{few}, so only agreement with full prefill is judged, not accuracy"],
     )
 
@@ -345,13 +349,17 @@ def _warn_of_few(
                 f"{thresholds.stratum_prompts_min} are left for the confirmation"
             )
     error = 1 - thresholds.confidence
-    needed = max(
-        prompts_needed(thresholds.highest(quantity, "", race.noise), error) for quantity in quantities
+    left, needed = min(
+        (
+            (race.counts[quantity, ""], prompts_needed(thresholds.highest(quantity, "", race.noise), error))
+            for quantity in quantities
+        ),
+        key=lambda found: found[0] - found[1],
     )
-    left = len(cases) - race.num_screening
     if left < needed:
+        what = "questions" if left == len(cases) - race.num_screening else "questions with answers"
         warnings.append(
-            f"{left} questions are left for the confirmation, but even a blend without any loss needs "
+            f"{left} {what} are left for the confirmation, but even a blend without any loss needs "
             f"{needed}; provide about {needed - left + 100} more"
         )
     return warnings

@@ -24,6 +24,7 @@ from kintsugi.core.baseline import Deviation
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError
 from kintsugi.core.report import Binding, ReportRevision, open_document, seal_document
 from kintsugi.core.schema import STRICT, load
+from kintsugi.quality.metrics import KL_MAX
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ ENGINES_MAX = 32
 """Parts of a document. Those that were written longest ago make room."""
 DEVIATIONS_MAX = 128
 """Deviations of a part: the latest ones."""
+ANSWER_TOKENS_MAX = 1 << 20
+"""More positions than any answer has: larger numbers overflow where they are averaged."""
 _DIGITS = 6
 _TICK = timedelta(milliseconds=1)
 """The resolution of `Evidence.created`."""
@@ -58,7 +61,9 @@ class EngineEvidence:
         if len(self.latest) > min(self.count, DEVIATIONS_MAX):
             raise InvalidField("evidence.latest", f"lists {len(self.latest)} deviations of {self.count}")
         for values in self.latest:
-            Deviation(*values)
+            one = Deviation(*values)
+            if one.kl > KL_MAX or one.positions > ANSWER_TOKENS_MAX:
+                raise InvalidField("evidence.latest", "holds a deviation that no answer can have")
 
     def since(self, count: int) -> list[Deviation]:
         """The listed deviations behind the first `count`; none if it has fewer."""

@@ -61,6 +61,8 @@ def _longest_common_subsequence(mine: list[str], theirs: list[str]) -> int:
 
 Distribution = Mapping[int, float]
 """Logprobs by token id, of the most likely tokens only."""
+KL_MAX = 1000.0
+"""Nats. A model whose KV is broken answers with NaN, which must count as the worst and not go missing."""
 
 
 def kl_divergence(full: Distribution, blend: Distribution) -> float:
@@ -68,7 +70,7 @@ def kl_divergence(full: Distribution, blend: Distribution) -> float:
 
     It is a lower bound of the true KL, and equal to it if both report the whole vocabulary: merging tokens
     only lowers it, and a token that `blend` does not report counts as likely as the least likely one it
-    reports.
+    reports. At most `KL_MAX`, which is also the divergence of anything that is no distribution.
     """
     unreported = min(blend.values())
     total, rest_full, rest_blend = 0.0, 1.0, 1.0
@@ -80,7 +82,7 @@ def kl_divergence(full: Distribution, blend: Distribution) -> float:
             rest_blend -= math.exp(blend[token])
     if rest_full > _REST_MIN:
         total += rest_full * math.log(rest_full / max(rest_blend, _REST_MIN))
-    return max(total, 0.0)
+    return min(max(total, 0.0), KL_MAX) if math.isfinite(total) else KL_MAX
 
 
 _REST_MIN = 1e-6
@@ -88,7 +90,9 @@ _REST_MIN = 1e-6
 
 
 def same_top(full: Distribution, blend: Distribution) -> bool:
-    """Whether both have the same most likely token."""
+    """Whether both have the same most likely token; what is no distribution has none."""
+    if any(map(math.isnan, (*full.values(), *blend.values()))):
+        return False
     return top_token(full) == top_token(blend)
 
 

@@ -67,6 +67,10 @@ class PromptLosses:
         return PromptLosses(self.cost, {q: loss for q, loss in self.by_quantity.items() if q in quantities})
 
 
+TestKey = tuple[Quantity, str]
+"""What a test is about: a loss, and a stratum; empty for all prompts."""
+
+
 @dataclass(frozen=True)
 class RacePrompt:
     """What a race knows of a prompt before anything is measured."""
@@ -75,6 +79,8 @@ class RacePrompt:
     """Empty where the questions name no tasks."""
     lengths: tuple[str, ...] = ()
     """Names of the length strata that it belongs to."""
+    quantities: frozenset[Quantity] = frozenset(Quantity)
+    """What it can measure."""
 
     @property
     def strata(self) -> tuple[str, ...]:
@@ -90,10 +96,6 @@ class Ask:
     is_confirmation: bool
     tasks: frozenset[str] | None = None
     """The tasks that the prompts were chosen for, and count for alone; None: the prompts are like all."""
-
-
-TestKey = tuple[Quantity, str]
-"""What a test is about: a loss, and a stratum; empty for all prompts."""
 
 
 @dataclass
@@ -165,8 +167,18 @@ class Race:
         self.num_screening = self._rounds[-1].end
         """Prompts that screening may use; those behind them belong to the confirmation."""
         self._unused = list(range(self.num_screening, len(prompts)))
-        counts = Counter(name for one in prompts[self.num_screening :] for name in one.strata)
-        self.judged = {name for name, count in counts.items() if count >= thresholds.stratum_prompts_min}
+        self.counts = Counter(
+            (quantity, stratum)
+            for one in prompts[self.num_screening :]
+            for stratum in ("", *one.strata)
+            for quantity in one.quantities
+        )
+        """Prompts of the confirmation that can measure each loss in each stratum."""
+        self._required = {
+            key for key, count in self.counts.items() if not key[1] or count >= thresholds.stratum_prompts_min
+        }
+        """The tests that a finalist has to pass. One whose prompts have not come up yet counts, too."""
+        self.judged = {stratum for _, stratum in self._required if stratum}
         """The strata with enough prompts to be judged on their own."""
         self._tasks = {one.task for one in prompts} & self.judged
         self.has_tasks = any(one.task for one in prompts)
@@ -218,9 +230,11 @@ class Race:
             if asked.tasks is not None:
                 strata = (self._prompts[number].task,)
             else:
-                strata = ("", *self.judged.intersection(self._prompts[number].strata))
+                strata = ("", *self._prompts[number].strata)
             for stratum in strata:
                 for quantity, loss in one.by_quantity.items():
+                    if stratum and (quantity, stratum) not in self._required:
+                        continue
                     grouped.setdefault((quantity, stratum), []).append(loss)
         for key, values in grouped.items():
             if key not in runner.tests:
@@ -260,8 +274,8 @@ class Race:
         return missing is not None and missing <= CHASE_PROMPTS_MAX
 
     def _is_covered(self, runner: Runner) -> bool:
-        """Whether it was measured in every stratum that is judged."""
-        return self.judged <= {stratum for _, stratum in runner.tests}
+        """Whether every loss that is judged was measured, in every stratum where it is."""
+        return self._required <= runner.tests.keys()
 
     def error_of(self, place: int) -> float:
         """The chance of error of a finalist's bounds: with which it passed, or which it may use now."""

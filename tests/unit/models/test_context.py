@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import AutoTokenizer
 
 from kintsugi.core.errors import InvalidField, NotFound
@@ -52,6 +53,24 @@ def test_what_is_no_context_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(InvalidField, match=message):
             tokenize_context(str(file), MODEL)
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(InvalidField, match="more than 1048576 bytes"):
+        tokenize_context(str(file), MODEL)
     file.write_text("a passage")
     with pytest.raises(NotFound, match="neither a checkpoint folder"):
         tokenize_context(str(file), str(tmp_path / "absent"))
+
+
+def test_the_engines_arguments_choose_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model at a revision, or with code of its own, has no other tokenizer for its context."""
+    asked: list[dict[str, object]] = []
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    def load(path: str, **arguments: object) -> object:
+        asked.append(arguments)
+        return tokenizer
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", load)
+    tokenize_context("bundled", MODEL, {"revision": "v2", "trust_remote_code": True, "dtype": "auto"})
+    assert asked == [{"revision": "v2", "trust_remote_code": True}]

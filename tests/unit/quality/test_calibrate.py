@@ -168,13 +168,13 @@ def test_tasks_and_halves_of_lengths_are_judged_on_their_own() -> None:
     cases = [case(index, task="alias" if index % 2 else "code") for index in range(6)]
     longer = dataclasses.replace(cases[0].prompt, question=(7,) * 9)
     cases = [dataclasses.replace(one, prompt=longer) if index > 3 else one for index, one in enumerate(cases)]
-    asked = race_prompts(cases)
+    asked = race_prompts(cases, frozenset(Quantity))
     assert [one.task for one in asked[:2]] == ["task code", "task alias"]
     assert {one.lengths for one in asked[:4]} == {("prompts up to 8 tokens",)}
     assert {one.lengths for one in asked[4:]} == {("prompts over 8 tokens",)}
     answers = [dataclasses.replace(one, answer_ids=(5,) * (1 + index % 2)) for index, one in enumerate(cases)]
-    assert race_prompts(answers)[1].lengths[1] == "answers over 1 tokens"
-    assert race_prompts(cases[:4:2])[0].strata == (), "one task, one length"
+    assert race_prompts(answers, frozenset(Quantity))[1].lengths[1] == "answers over 1 tokens"
+    assert race_prompts(cases[:4:2], frozenset(Quantity))[0].strata == (), "one task, one length"
 
 
 def test_every_selector_is_tried_at_layers_that_make_a_difference() -> None:
@@ -214,3 +214,7 @@ def test_bundled_passages_make_questions_without_answers() -> None:
     assert all(len(question.chunks) == 4 and not question.answers for question in questions)
     assert all(len(chunk) < 900 for question in questions for chunk in question.chunks)
     assert questions == make_passage_questions(lambda text: len(text), 600, 20, seed=3)
+    enough = [case(index, ("w5",) if index < 60 else ()) for index in range(COUNT)]
+    warned = calibrate(Bench(FakeEngine(), enough, 1), LAYERS, BINDING, BUDGET, Thresholds(), "test", "now")
+    assert warned.report.choice.selection is None
+    assert "questions with answers are left for the confirmation" in warned.warnings[-1]

@@ -109,6 +109,16 @@ def test_of_two_that_write_at_once_none_is_lost_for_good() -> None:
                 "engines": [{"engine": "x", "written": "now", "count": 0, "latest": [[1.0, 0.0, 1]]}],
             }
         ),
+        *(
+            seal_document(
+                {
+                    "calibration": "c1",
+                    "created": "now",
+                    "engines": [{"engine": "x", "written": "now", "count": 1, "latest": [deviation]}],
+                }
+            )
+            for deviation in ([1e200, 0.0, 1], [1.0, 0.0, 10**400])
+        ),
     ],
 )
 def test_garbage_is_replaced_and_named(document: bytes, caplog: pytest.LogCaptureFixture) -> None:

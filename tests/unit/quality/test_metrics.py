@@ -47,6 +47,14 @@ def test_kl_of_disjoint_tops_is_large() -> None:
     assert metrics.kl_divergence(full, blend) > 5
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_an_answer_of_no_distribution_is_the_worst(value: float) -> None:
+    full = logs(0.9, 0.1)
+    assert metrics.kl_divergence(full, dict.fromkeys(full, value)) == metrics.KL_MAX
+    assert metrics.kl_divergence(dict.fromkeys(full, math.nan), full) == metrics.KL_MAX
+    assert not metrics.same_top(full, dict.fromkeys(full, math.nan))
+
+
 weights = st.lists(st.floats(0.01, 1), min_size=6, max_size=6)
 
 

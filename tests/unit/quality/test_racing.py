@@ -12,6 +12,7 @@ from kintsugi.core.report import Noise, Quantity, ReportEntry, Thresholds, choos
 from kintsugi.quality.racing import Ask, PromptLosses, Race, RacePrompt
 
 QUIET = Noise(0.0, 0.0, 1.0)
+AGREEMENT = frozenset({Quantity.KL, Quantity.DISAGREEMENT})
 THRESHOLDS = Thresholds()
 Wrong = Callable[[Selection, int], float]
 """The chance that a configuration (named by its ratio, which is also its cost) is wrong on a prompt."""
@@ -182,10 +183,51 @@ def test_the_same_losses_are_decided_alike_and_the_report_agrees() -> None:
 
 def test_a_prompt_without_answers_counts_for_agreement_alone() -> None:
     losses = PromptLosses(0.2, {Quantity.KL: 0.0, Quantity.DISAGREEMENT: 0.0})
-    race = Race(candidates(0.2), prompts(300), QUIET, THRESHOLDS)
+    race = Race(candidates(0.2), [RacePrompt("", (), AGREEMENT)] * 300, QUIET, THRESHOLDS)
     while (asked := race.ask()) is not None:
         race.tell(asked, [[losses] * len(asked.prompts)])
     assert {bound.quantity for bound in race.bounds_of(0)} == {Quantity.KL, Quantity.DISAGREEMENT}
     assert passed(race) == [0.2]
     only = PromptLosses(0.2, dict.fromkeys(Quantity, 0.5)).only({Quantity.KL})
     assert only == PromptLosses(0.2, {Quantity.KL: 0.5})
+
+
+class FewAnswers:
+    """Every blend agrees with full prefill, and some prompts have an answer."""
+
+    def __init__(self, lost: float, has_answer: Callable[[int], bool]) -> None:
+        self._lost = lost
+        self._has_answer = has_answer
+
+    def drive(self, race: Race) -> Race:
+        while (asked := race.ask()) is not None:
+            race.tell(asked, [[self._losses(number) for number in asked.prompts] for _ in asked.selections])
+        return race
+
+    def prompts(self, count: int, task: Callable[[int], str] = lambda number: "") -> list[RacePrompt]:
+        return [
+            RacePrompt(task(number), (), frozenset(Quantity) if self._has_answer(number) else AGREEMENT)
+            for number in range(count)
+        ]
+
+    def _losses(self, number: int) -> PromptLosses:
+        found = dict.fromkeys(AGREEMENT, 0.0)
+        if self._has_answer(number):
+            found |= dict.fromkeys(set(Quantity) - AGREEMENT, self._lost)
+        return PromptLosses(0.3, found)
+
+
+def test_nothing_passes_before_every_loss_was_measured() -> None:
+    late = FewAnswers(0.9, lambda number: number >= 1950)
+    assert passed(late.drive(Race(candidates(0.3), late.prompts(2000), QUIET, THRESHOLDS))) == []
+
+
+def test_the_few_answers_of_a_task_are_not_judged_on_their_own() -> None:
+    world = FewAnswers(0.0, lambda number: number % 2 == 0 or number % 200 == 1)
+    asked = world.prompts(1200, lambda number: "task b" if number % 2 else "task a")
+    race = world.drive(Race(candidates(0.3), asked, QUIET, THRESHOLDS))
+    assert passed(race) == [0.3]
+    judged = {(bound.quantity, bound.stratum) for bound in race.bounds_of(0)}
+    assert (Quantity.KL, "task b") in judged
+    assert (Quantity.F1, "task a") in judged
+    assert (Quantity.F1, "task b") not in judged

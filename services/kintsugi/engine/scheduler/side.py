@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, NotBlendable
-from kintsugi.core.gate import GateState
+from kintsugi.core.gate import OUTSIDE_CALIBRATION, GateState
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
 from kintsugi.core.prompt import PromptShape
@@ -247,6 +247,10 @@ class SchedulerSide:
             if self._timing.probe_is_due(error.reason):
                 self._metadata.probes.append(self._probe(request, state, match))
             self._predict_full(request, num_computed)
+            if error.reason == OUTSIDE_CALIBRATION and num_computed:
+                # What was found cached may be the blend of a shorter prompt: look there again for exact KV.
+                hashing.unfork(request, state.ordinary_hasher)
+                return None, False
             return 0, False
         self._timing.record_plan(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
         return request.num_tokens - 1 - num_computed, True
@@ -298,6 +302,9 @@ class SchedulerSide:
         last = request.num_tokens - 1
         every_hit = self._hits(request, match)
         hits = hits_beyond(every_hit, num_computed)
+        exact = exact_end(match.spans, state.space, request.all_token_ids)
+        if state.job is None:
+            _check_calibrated(state, every_hit, request.num_prompt_tokens, exact)
         if every_hit and not hits:
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
         if self.has_windows and num_computed:
@@ -308,8 +315,6 @@ class SchedulerSide:
             loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
-            exact = exact_end(match.spans, state.space, request.all_token_ids)
-            _check_calibrated(state, every_hit, request.num_prompt_tokens, exact)
             plan = self._plan_blend(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()

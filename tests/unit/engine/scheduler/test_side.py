@@ -17,7 +17,10 @@ from vllm.v1.request import Request
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, Unavailable
-from kintsugi.core.plan import BlendPlan, Selection
+from kintsugi.core.gate import GateState
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
+from kintsugi.core.plan import BlendPlan, ChunkSource, Selection
+from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span
 from kintsugi.core.tokens import TokenIds
@@ -45,12 +48,13 @@ class StubStore(RamStore):
         super().__init__()
         self.is_down = False
         self.lookups = 0
+        self.held: dict[ChunkKey, Found] = {}
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
         self.lookups += 1
         if self.is_down:
             raise Unavailable("down")
-        return super().find(namespace, keys)
+        return [self.held.get(key) for key in keys] if self.held else super().find(namespace, keys)
 
 
 @dataclass(frozen=True)
@@ -249,3 +253,37 @@ def test_with_a_context_the_first_chunk_has_the_plain_copys_key(side: SchedulerS
     plain_elsewhere = (Span(0, 32), Span(32, 64, ChunkKey.of(space.plain, PROMPT[32:64])))
     with pytest.raises(ForeignChunkKey, match="prefix and context"):
         _add_span_keys(plain_elsewhere, space, TokenIds.of(PROMPT))
+
+
+def hold_chunks(side: SchedulerSide, store: StubStore) -> None:
+    """Let the store find both chunks of `PROMPT`."""
+    layout = KVLayout(1, 1, 8, "float32")
+    space = side._space("acme")
+    for tokens in (PROMPT[:32], PROMPT[32:64]):
+        key = ChunkKey.of(space, tokens)
+        of = (key, space.digest, space.fingerprint, "acme", 32, layout, Codec.RAW, None)
+        manifest = ChunkManifest(*of, digests=bytes(layout.digests_bytes))
+        store.held[key] = Found(manifest, ChunkSource())
+
+
+@pytest.mark.parametrize("cached", [48, 96])
+def test_a_prompt_outside_the_calibration_uses_no_blended_blocks_of_another(
+    side: SchedulerSide, store: StubStore, cached: int
+) -> None:
+    """A shorter prompt of the same chunks was blended, and left its blocks in the prefix cache."""
+    hold_chunks(side, store)
+    lengths = LengthRange(32, 64)
+    domain = Domain("plain", lengths, LengthRange(1, 9), LengthRange(1, 99), LengthRange(1, 9))
+    side.gate.state = GateState(None, "", Selection(0.15), None, domain)
+    request, plain = request_of("longer"), request_of("plain")
+    hashing.set_salt(plain, "acme")
+    side.on_new_request(request)
+    assert request.block_hashes != plain.block_hashes
+    for _ in range(10_000):
+        side._lookups.step_began()
+        assert side.get_num_new_matched_tokens(request, cached) == (None, False)
+        if side._states["longer"].accounting is not None:
+            break
+    assert request.block_hashes == plain.block_hashes
+    assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert said(side, request)["reason"].startswith("outside_calibration: the prompt has 100 tokens")
