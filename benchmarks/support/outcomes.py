@@ -97,7 +97,7 @@ def measure_slice(number: int, part: Path) -> None:
     asked = testbed.questions(tasks, RECORDED_FROM + number * SLICE_QUESTIONS, SLICE_QUESTIONS)
     with start_measuring_engine(MeasuringEngineSpec(str(BUNDLED_CHECKPOINT))) as running:
         bench = Bench(running, testbed.cases(running, asked), max_tokens=1)
-        bench.store_chunks(lambda done, total: None)
+        bench.store_chunks()
         say(f"slice {number}: {len(bench.cases)} prompts")
         everything = range(len(bench.cases))
         full = bench.full(everything)

@@ -69,7 +69,7 @@ def trained(
 def bench_of(running: LocalEngine, cases: Sequence[Case]) -> Bench:
     """With its chunks stored."""
     bench = Bench(running, cases, max_tokens=1, batch=BATCH)
-    bench.store_chunks(lambda done, total: None)
+    bench.store_chunks()
     return bench
 
 

@@ -224,9 +224,9 @@ class RealBench:
         left = {key: text for key, text in keys.items() if key not in self.records}
         chunks = [self.form.tokenize(text + CHUNK_END) for text in left.values()]
         for key, saved in zip(left, self.running.save(self.form.head, chunks, NAMESPACE), strict=True):
-            accounting = saved.accounting or {}
-            if accounting.get("outcome") != Outcome.SAVED.value:
-                raise NotBlendable(str(accounting.get("reason") or "no_answer"), "a chunk was not stored")
+            if not saved.is_saved:
+                reason = str((saved.accounting or {}).get("reason") or "no_answer")
+                raise NotBlendable(reason, "a chunk was not stored")
             self.records.add(key, {})
 
 

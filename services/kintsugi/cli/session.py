@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
-from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
 from kintsugi.engine.local import LocalEngine
@@ -184,7 +183,6 @@ def _store_chunks(engine: LocalEngine, prompt: RagPrompt, namespace: str) -> str
     """Store every chunk once. Returns why the first failed that could not be stored, or None."""
     distinct = list(dict.fromkeys(chunk.token_ids for chunk in prompt.chunks))
     for generation in engine.save(prompt.prefix, distinct, namespace):
-        accounting = generation.accounting or {}
-        if accounting.get("outcome") != Outcome.SAVED.value:
-            return str(accounting.get("reason") or "the connector did not answer")
+        if not generation.is_saved:
+            return str((generation.accounting or {}).get("reason") or "the connector did not answer")
     return None

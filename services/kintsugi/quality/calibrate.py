@@ -199,7 +199,7 @@ class _RaceRunner:
         """Until the race is over, or `has_time` says no between two rounds."""
         while has_time() and (asked := self.race.ask()) is not None:
             indices = [self._order[number] for number in asked.prompts]
-            self._bench.store_chunks(lambda done, total: None, indices)
+            self._bench.store_chunks(indices=indices)
             self._bench.full(indices)
             if asked.is_confirmation:
                 if not self.confirmed:
@@ -367,7 +367,7 @@ def _warn_of_few(
 
 def _check_full_prefill(bench: Bench, indices: Sequence[int], form: str) -> list[str]:
     """Return warnings about full prefill's accuracy. Raises `InvalidField` for a form that does not work."""
-    bench.store_chunks(lambda done, total: None, indices)
+    bench.store_chunks(indices=indices)
     said = []
     for index, answer in zip(indices, bench.full(indices), strict=True):
         question = bench.cases[index].question

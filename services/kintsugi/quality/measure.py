@@ -146,7 +146,9 @@ class Bench:
         self._full_given: dict[int, CaseAnswer] = {}
         self._stored: set[tuple[int, ...]] = set()
 
-    def store_chunks(self, on_progress: OnProgress, indices: Sequence[int] | None = None) -> int:
+    def store_chunks(
+        self, on_progress: OnProgress = lambda done, total: None, indices: Sequence[int] | None = None
+    ) -> int:
         """Prefill and store every distinct chunk, of some cases if `indices` names them. Returns the number
         of chunks that were new. Raises `NotBlendable` if one cannot be stored."""
         prefix = self.cases[0].prompt.prefix
@@ -155,10 +157,10 @@ class Bench:
         distinct = [token_ids for token_ids in wanted if token_ids not in self._stored]
         for start in range(0, len(distinct), SAVE_BATCH):
             for saved in self.engine.save(prefix, distinct[start : start + SAVE_BATCH], NAMESPACE):
-                accounting = saved.accounting or {}
-                if accounting.get("outcome") != Outcome.SAVED.value:
+                if not saved.is_saved:
                     reason = str(
-                        accounting.get("reason") or "no_answer: the engine runs without our connector"
+                        (saved.accounting or {}).get("reason")
+                        or "no_answer: the engine runs without our connector"
                     )
                     raise NotBlendable(*(reason.split(": ", 1) if ": " in reason else (reason, "")))
             on_progress(min(start + SAVE_BATCH, len(distinct)), len(distinct))

@@ -102,7 +102,7 @@ def test_what_is_beyond_a_threshold_seldom_passes_however_many_are_tried() -> No
 
 
 def test_a_task_cannot_hide_behind_the_others() -> None:
-    """Of eight tasks one loses 8 %: 1 % of all, which passes where no tasks are named."""
+    """One of eight tasks loses 8 %: 1 % of all, which passes where no tasks are named."""
     tasks = [f"task {name}" for name in "abcdefgh"]
 
     def wrong(selection: Selection, prompt: int) -> float:

@@ -268,7 +268,7 @@ def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
 
 
 def test_as_many_positions_are_compared_as_calibration_measured(store: RamStore) -> None:
-    """Of an answer of five tokens, whose last one ends it."""
+    """The answer has five tokens, and the last one ends it."""
     engine, answered = FakeEngine(), Prompt([0, 1, 2, 3], KintsugiParams("acme"), max_tokens=5)
     ended = dataclasses.replace(answer(5, 0.9, BLENDED, answered), finish_reason="stop")
     for measured, forced in ((None, 4), (2, 2), (32, 4), (1, None)):

@@ -106,7 +106,7 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
                 shaped = reshape_cases(cases, axes.chunk_tokens[0], axes.chunk_counts[0])
                 bench = Bench(engine, shaped, max_tokens)
                 with screen.step("Measuring request rates") as say:
-                    bench.store_chunks(lambda done, total: None)
+                    bench.store_chunks()
                     best = best_by_selector(found.rows)
                     found.rates += measure_rates(engine, bench, best, axes.rates_per_s, say)
 
