@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.errors import InvalidField
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.prompt_form import NO_ARGS, load_tokenizer
+from kintsugi.models.texts import read_user_text
 
 NONE, BUNDLED = "none", "bundled"
 BUNDLED_PASSAGES = 2
@@ -21,8 +22,6 @@ BUNDLED_TOKENS = 320
 """Tokens of each bundled passage. Half as many helped less."""
 CONTEXT_TOKENS_MAX = 4096
 """A longer context is most likely the wrong file: every chunk is prefilled behind it."""
-CONTEXT_BYTES_MAX = 1 << 20
-"""A larger file is not read: it may be a checkpoint, and would be tokenised whole."""
 
 
 def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO_ARGS) -> tuple[int, ...]:
@@ -64,25 +63,7 @@ def _encode(context: str, texts: Sequence[str], tokenizer: Any) -> tuple[int, ..
 
 
 def _read_texts(context: str) -> list[str]:
-    return _bundled_texts() if context == BUNDLED else [_read(Path(context))]
-
-
-def _bundled_texts() -> list[str]:
-    return [passage.text for passage in read_bundled_passages()[:BUNDLED_PASSAGES]]
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise NotFound(
-            f"{path} is not a file; as context give `{NONE}`, `{BUNDLED}` or the path of a text file"
-        )
-    with path.open("rb") as file:
-        content = file.read(CONTEXT_BYTES_MAX + 1)
-    if len(content) > CONTEXT_BYTES_MAX:
-        raise InvalidField(
-            "context", f"{path} has more than {CONTEXT_BYTES_MAX} bytes; name a file with a passage or two"
-        )
-    try:
-        return content.decode()  # reading as text would translate line endings
-    except UnicodeDecodeError:
-        raise InvalidField("context", f"{path} is not UTF-8 text; convert it first") from None
+    if context == BUNDLED:
+        return [passage.text for passage in read_bundled_passages()[:BUNDLED_PASSAGES]]
+    purpose = f"`{NONE}`, `{BUNDLED}` or a text file with a passage or two"
+    return [read_user_text(Path(context), "context", purpose)]

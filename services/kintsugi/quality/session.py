@@ -15,6 +15,7 @@ from kintsugi.core.prompt import FormName
 from kintsugi.engine.local import FORCING, LocalEngine
 from kintsugi.models.prompt_form import NO_ARGS, PromptForm, load_form
 from kintsugi.models.reference import resolve_model
+from kintsugi.models.texts import read_user_text
 
 PATIENCE_MS = 120_000
 """Deadline for lookups and layers: long, so that a busy machine does not cause declined blends."""
@@ -64,17 +65,11 @@ def load_form_behind(
 ) -> PromptForm:
     """The model's form with the system prompt in a file; None: the template's own, if it has one.
 
-    Raises `NotFound` for a missing file or model, `InvalidField` for a file that is not text, and what
-    `PromptForm.of` raises.
+    Raises `NotFound` for a missing model, and as `read_user_text` and `PromptForm.of` do.
     """
     text = None
     if system is not None:
-        if not system.is_file():
-            raise NotFound(f"{system} is not a file; name a text file with the system prompt")
-        try:
-            text = system.read_bytes().decode()  # reading as text would translate line endings
-        except UnicodeDecodeError:
-            raise InvalidField("system", f"{system} is not UTF-8 text; convert it first") from None
+        text = read_user_text(system, "system", "a text file with the system prompt")
     return load_form(model, name, text, vllm_args)
 
 

@@ -334,6 +334,10 @@ def test_a_system_prompt_that_is_no_text_or_of_no_model_is_explained(tmp_path: P
     (tmp_path / "text").write_text("Be brief.")
     with pytest.raises(InvalidField, match="not UTF-8"):
         load_form_behind("m", FormName.AUTO, tmp_path / "binary")
+    with (tmp_path / "weights").open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(InvalidField, match=r"system: .* has more than 1048576 bytes"):
+        load_form_behind("m", FormName.AUTO, tmp_path / "weights")
     with pytest.raises(NotFound, match="check the name"):
         load_form_behind(str(tmp_path / "no model"), FormName.AUTO, tmp_path / "text")
     with pytest.raises(NotFound, match="is not a file"):

@@ -43,7 +43,7 @@ def test_a_file_is_taken_whole_and_without_special_tokens(tmp_path: Path) -> Non
 
 def test_what_is_no_context_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "context.txt"
-    with pytest.raises(NotFound, match="`none`, `bundled` or the path"):
+    with pytest.raises(NotFound, match="`none`, `bundled` or a text file"):
         tokenize_context(str(file), MODEL)
     for content, message in (
         (b"", "has no tokens"),
