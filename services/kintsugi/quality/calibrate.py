@@ -11,18 +11,22 @@ questions alone, unless `Budget.minutes` ends the search.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from kintsugi.core.baseline import POSITIONS_MAX, PROMPTS_MAX
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import (
+    REPORT_BYTES_MAX,
     Binding,
     CalibrationReport,
+    LossBound,
     Quantity,
     ReportEntry,
     Search,
@@ -49,7 +53,7 @@ from kintsugi.quality.measure import (
     tokenize_questions,
 )
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
-from kintsugi.quality.racing import Ask, Race, RacePrompt
+from kintsugi.quality.racing import FINALISTS_MAX, Ask, Race, RacePrompt
 
 AGREEMENT = frozenset({Quantity.KL, Quantity.DISAGREEMENT})
 """What can be measured without answers."""
@@ -70,6 +74,12 @@ PASSAGE_CHUNKS = 4
 PASSAGE_TOKENS = 192
 """Tokens of each bundled passage in a prompt: enough for attention across chunks, few enough to measure
 often."""
+_WIDEST = 0.123456
+"""A measurement with as many digits as a report keeps."""
+_POSITION_BYTES = 16
+"""Room in a report for one position of its baseline."""
+_OTHER_BYTES = 1 << 14
+"""Room for whatever else it holds."""
 PROMPTS = 2000
 MINUTES = 12.0
 
@@ -157,6 +167,7 @@ def calibrate(
         budget.cost_max,
     )
     race = Race(tried, race_prompts(cases, quantities), noise, thresholds)
+    _check_report_size(race, tried, min(len(cases), PROMPTS_MAX) * min(bench.max_tokens, POSITIONS_MAX))
     warnings += unjudged + _warn_of_few(race, cases, quantities, thresholds)
     runner = _RaceRunner(bench, order, race, quantities, notify)
     deadline_s = None if budget.minutes is None else started_s + 60 * budget.minutes
@@ -383,6 +394,35 @@ def check_full_prefill(bench: Bench, indices: Sequence[int], form: str, notify: 
             "use easier questions"
         ]
     return []
+
+
+def _check_report_size(race: Race, tried: Sequence[Selection], positions: int) -> None:
+    """Raise `InvalidField` if no store could keep the report: it holds the bounds of each finalist in every
+    stratum, and a baseline of so many positions. Call it before the search spends minutes."""
+    bounds = [
+        LossBound(quantity, stratum, -_WIDEST, _WIDEST, len(race.counts))
+        for stratum in ("", *race.judged)
+        for quantity in Quantity
+    ]
+    rates = dict.fromkeys(("exact_match", "exact_match_full", "f1", "f1_full", "likelihood_loss"), _WIDEST)
+    screened = [
+        ReportEntry(one, _WIDEST, _WIDEST, _WIDEST, _WIDEST, 1000, 100_000, **rates)  # type: ignore[arg-type]
+        for one in tried
+    ]
+    finalists = [
+        replace(one, place=0, error=_WIDEST, bounds=bounds, prompts_missing=1000)
+        for one in screened[:FINALISTS_MAX]
+    ]
+    entries = [*screened, *finalists]
+    num_bytes = len(json.dumps({"entries": [asdict(one) for one in entries]}, indent=1))
+    room = REPORT_BYTES_MAX - _OTHER_BYTES - _POSITION_BYTES * positions
+    if num_bytes > room:
+        raise InvalidField(
+            "questions",
+            f"{len(race.judged)} kinds of questions would be judged on their own, which takes about "
+            f"{num_bytes} bytes of the report, and a store has room for {room}; name about "
+            f"{room * len(race.judged) // num_bytes} tasks, or give them shorter names",
+        )
 
 
 def _ends_at_once(answer: CaseAnswer) -> bool:

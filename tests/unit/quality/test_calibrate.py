@@ -10,7 +10,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import LengthRange
-from kintsugi.core.report import CalibrationReport, Quantity, Thresholds
+from kintsugi.core.report import REPORT_BYTES_MAX, CalibrationReport, Quantity, Thresholds
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid
 from kintsugi.quality.calibrate import Budget, Calibration, calibrate, make_passage_questions, race_prompts
@@ -224,3 +224,24 @@ def test_bundled_passages_make_questions_without_answers() -> None:
     )
     assert warned.report.choice.selection is None
     assert "questions with answers are left for the confirmation" in warned.warnings[-1]
+
+
+def test_a_report_too_large_for_a_store_is_refused_before_the_search() -> None:
+    """Names count, too: here each task's is as long as a path."""
+    name = "a folder of questions/" * 10
+
+    def calibrated(tasks: int, budget: Budget) -> CalibrationReport:
+        cases = [case(index, task=f"{name}{index % tasks}") for index in range(80 * tasks)]
+        arguments = (LAYERS, BINDING, budget, Thresholds(), "test", "2026-01-01", "plain")
+        return calibrate(Bench(engine, cases, 1), *arguments, clock_s=lambda: 0.0).report
+
+    engine = FakeEngine()
+    with pytest.raises(
+        InvalidField, match=r"^questions: 100 kinds .* has room for 1015808; name about \d\d "
+    ):
+        calibrated(100, Budget(prompts=8000))
+    assert not blended(engine)
+    engine.right_from = lambda selection, index: True
+    report = calibrated(80, Budget(prompts=6400))
+    assert len({bound.stratum for entry in report.entries for bound in entry.bounds}) > 80
+    assert len(report.to_bytes()) < REPORT_BYTES_MAX
