@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
@@ -247,6 +248,21 @@ class StoreContract:
         assert store.get_report(FINGERPRINT, "gate") == tripped.to_bytes()
         store.put_report(FINGERPRINT, "gate", again)
         assert store.get_report(FINGERPRINT, "gate") == again
+
+    def test_a_report_from_the_future_is_refused_unless_it_turns_blending_off(
+        self, store: ChunkStore
+    ) -> None:
+        soon = (datetime.now(UTC) + timedelta(hours=12)).isoformat(timespec="seconds")
+        store.put_report(FINGERPRINT, "gate", make_report(soon).to_bytes())
+        future = make_report("9998-01-01T00:00:00+00:00")
+        with pytest.raises(InvalidField, match=r"created: 9998-01-01.* more than a day ahead"):
+            store.put_report(FINGERPRINT, "gate", future.to_bytes())
+        assert store.get_report(FINGERPRINT, "gate") == make_report(soon).to_bytes()
+        tripped = future.as_tripped("KL", "2026-01-03T00:00:00+00:00").to_bytes()
+        store.put_report(FINGERPRINT, "gate", tripped)
+        assert store.get_report(FINGERPRINT, "gate") == tripped
+        store.put_report(FINGERPRINT, "gate", make_report(soon).to_bytes())
+        assert store.get_report(FINGERPRINT, "gate") == make_report(soon).to_bytes()
 
     def test_stats_count_what_is_held(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))

@@ -42,6 +42,9 @@ FIRST_SHARE = 0.5
 HIGHEST_LOSS = 0.5
 """Cap of every threshold, however noisy full prefill is: a blend that loses more is not a blend."""
 
+FUTURE_MAX = timedelta(days=1)
+"""A new report may be dated so far ahead of a store's clock: clocks differ."""
+
 _STEP = timedelta(seconds=1)
 """The resolution of `CalibrationReport.created`."""
 _OLDEST = datetime.min.replace(tzinfo=UTC)
@@ -433,6 +436,26 @@ def supersedes(document: bytes, other: bytes | None) -> bool:
     if other is None:
         return True
     return document != other and ReportRevision.of(document) > ReportRevision.of(other)
+
+
+def replaces(document: bytes, held: bytes | None, now: datetime) -> bool:
+    """Whether a store keeps a report in place of the one that it holds, if any. Pure.
+
+    Raises `InvalidField` for a report from the future, which would supersede the calibrations of years to
+    come. A tripped one is taken, because nothing may keep blending from being turned off; whichever report is
+    put next replaces it.
+    """
+    latest = now + FUTURE_MAX
+    revision = ReportRevision.of(document)
+    if revision.created > latest and not revision.is_tripped:
+        raise InvalidField(
+            "created",
+            f"{revision.created.isoformat()} is more than a day ahead of the store's clock "
+            f"({now.isoformat(timespec='seconds')}); set the clock that is wrong, and calibrate again",
+        )
+    if held is None or ReportRevision.of(held).created > latest:
+        return True
+    return not supersedes(held, document)
 
 
 def _moment(created: object) -> datetime:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from datetime import UTC, datetime
 
 import pytest
 
@@ -26,6 +27,7 @@ from kintsugi.core.report import (
     describe_selection,
     entitlements,
     passing,
+    replaces,
     shortfalls,
     supersedes,
 )
@@ -351,3 +353,20 @@ def test_a_context_is_part_of_the_binding_and_of_the_reports_name() -> None:
 def test_without_a_context_name_and_document_are_as_before() -> None:
     assert BINDING.report_name == "calibration/raw/03f79bf01f1b022ca63c907c5e471678/76d4e78c7ec55c4f"
     assert "context" not in json.loads(report(entry()).to_bytes())["binding"]
+
+
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+
+
+def test_a_report_from_the_future_never_keeps_a_later_calibration_out() -> None:
+    today, tomorrow = made("2026-06-01"), made("2026-06-01T23:00:00+00:00")
+    assert replaces(tomorrow, today, NOW)
+    assert not replaces(today, tomorrow, NOW)
+    future = "2026-06-02T00:00:01+00:00"
+    with pytest.raises(InvalidField, match=r"created: 2026-06-02T00:00:01.*set the clock that is wrong"):
+        replaces(made(future), None, NOW)
+    assert replaces(made(future, "KL"), today, NOW), "nothing keeps blending from being turned off"
+    for held in (made(future), made(future, "KL"), made("9999-01-01")):
+        assert replaces(today, held, NOW)
+    assert replaces(b"no report", None, NOW)
+    assert not replaces(b"no report", today, NOW)

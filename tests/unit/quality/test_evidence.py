@@ -73,7 +73,7 @@ def test_of_two_that_write_at_once_none_is_lost_for_good() -> None:
             super().put_report(fingerprint, name, document)
             super().put_report(fingerprint, name, other)
 
-    far = (START + timedelta(days=400)).isoformat(timespec="milliseconds")
+    far = (START + timedelta(days=100)).isoformat(timespec="milliseconds")
     other = Evidence("c1", far, (part("other", far),)).to_bytes()
     overtaken = Overtaken()
     one = EvidencePool(overtaken, BINDING, "one", now=lambda: START)

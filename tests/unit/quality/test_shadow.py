@@ -189,6 +189,16 @@ def test_a_calibration_counts_although_its_clock_is_behind(store: RamStore) -> N
     assert fetch_report(store, BINDING) == dataclasses.replace(judged, created="2026-01-01T00:00:01+00:00")
 
 
+def test_a_calibration_follows_one_that_a_wrong_clock_dated_ahead() -> None:
+    store, ahead = RamStore(), dataclasses.replace(good_report(), created="9998-01-01T00:00:00+00:00")
+    assert trip(store, ahead, "drift", "2026-01-01")
+    publish(store, good_report())
+    assert fetch_report(store, good_report().binding) == good_report()
+    with pytest.raises(InvalidField, match="more than a day ahead"):
+        publish(store, ahead)
+    assert fetch_report(store, good_report().binding) == good_report()
+
+
 def test_a_calibration_made_between_judging_and_tripping_stays(store: RamStore) -> None:
     """The store decides: reading first would leave a moment in which the new calibration is overwritten."""
 

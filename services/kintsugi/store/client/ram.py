@@ -8,10 +8,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
-from kintsugi.core.report import REPORT_BYTES_MAX, supersedes
+from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
@@ -164,7 +165,7 @@ class RamStore(ChunkStore):
             raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
         with self._lock:
             held = self._reports.get((fingerprint, name))
-            if held is not None and supersedes(held, document):
+            if not replaces(document, held, datetime.now(UTC)):
                 return
             if len(self._reports) >= REPORTS_MAX and held is None:
                 raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")

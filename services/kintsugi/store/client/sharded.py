@@ -341,7 +341,8 @@ class ShardedStore(ChunkStore):
         a trip would undo it on the day when it alone answers."""
 
         def put(store: GrpcStore) -> None:
-            with suppress(ResourceExhausted):  # a shard without room is no reason to fail a read
+            # A shard without room, or with another clock, is no reason to fail a read.
+            with suppress(ResourceExhausted, InvalidField):
                 store.put_report(fingerprint, name, newest)
 
         self._ask_all([shard for shard, document in held.items() if supersedes(newest, document)], put)

@@ -138,8 +138,9 @@ class ChunkStore(ABC):
     @abstractmethod
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         """Keep a small document (a calibration report) by fingerprint and name, unless the stored one
-        supersedes it (`core.report.supersedes`). Raises `ResourceExhausted` if the document is larger than
-        `core.report.REPORT_BYTES_MAX`, or if too many are stored."""
+        supersedes it (`core.report.replaces`). Raises `ResourceExhausted` if the document is larger than
+        `core.report.REPORT_BYTES_MAX`, or if too many are stored, and `InvalidField` if it is dated more than
+        a day ahead."""
 
     @abstractmethod
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import lmdb
 import xxhash
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
-from kintsugi.core.report import REPORT_BYTES_MAX, supersedes
+from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ModelFingerprint
 
 REPORTS_MAX = 1024
@@ -34,7 +35,7 @@ class Reports:
                         self._documents[key] = value[_CHECKSUM_BYTES:]
 
     def put(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Keep a document, unless the stored one supersedes it. Durable on return.
+        """Keep a document, unless the stored one supersedes it (`core.report.replaces`). Durable on return.
 
         Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
         if len(document) > REPORT_BYTES_MAX:
@@ -44,7 +45,7 @@ class Reports:
         key = _key(fingerprint, name)
         with self._lock:
             held = self._documents.get(key)
-            if held is not None and supersedes(held, document):
+            if not replaces(document, held, datetime.now(UTC)):
                 return
             if len(self._documents) >= REPORTS_MAX and held is None:
                 raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")
