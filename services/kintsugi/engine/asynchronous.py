@@ -34,7 +34,7 @@ from kintsugi.core.prompt import FormName
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.schema import load
-from kintsugi.core.spaces import check_namespace
+from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.load import LoadMeter, LoadStats
@@ -42,14 +42,13 @@ from kintsugi.engine.local import (
     KV_CACHE_BYTES,
     Generation,
     Prompt,
-    leads_of,
     save_prompt,
     transfer_config,
 )
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.watching import WatchedClient, Watcher, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
-from kintsugi.models.context import tokenize_context
+from kintsugi.models.context import NONE, encode_context
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
@@ -84,7 +83,8 @@ class AsyncSpec:
     """How prompts are written."""
     system_prompt: str | None = None
     """The system prompt; None: the chat template's own, if it has one."""
-    context_token_ids: tuple[int, ...] = ()
+    context: str = NONE
+    """What `models.context.encode_context` takes."""
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     """More of `engine.config.EngineConfig`."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class AsyncSpec:
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
         """The engine that a service's configuration asks for. Reads the tokenizer where there is a context.
-        Raises as `tokenize_context` and `reference.fetch_model`."""
+        Raises as `encode_context`, `load_form` and `reference.fetch_model`."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
         if engines.allow_uncalibrated:
             connector["allow_uncalibrated"] = True
@@ -103,17 +103,19 @@ class AsyncSpec:
             arguments["max_model_len"] = model.max_model_len
         if engines.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(engines.kv_cache_gib * (1 << 30))
-        return AsyncSpec(
+        spec = AsyncSpec(
             resolve_model(model.path),
             model.name or Path(model.path).name or model.path,
             store,
             form=FormName(model.form),
             system_prompt=model.system_prompt,
-            context_token_ids=tokenize_context(model.context, model.path, arguments),
+            context=model.context,
             extra_config=connector,
             vllm_args=arguments,
             openai=engines.openai,
         )
+        _ = spec.context_token_ids  # a context that cannot be read is refused at once
+        return spec
 
     @cached_property
     def prompt_form(self) -> PromptForm:
@@ -121,11 +123,17 @@ class AsyncSpec:
         `load_form` does."""
         return load_form(self.model, self.form, self.system_prompt, self.vllm_args)
 
+    @cached_property
+    def context_token_ids(self) -> tuple[int, ...]:
+        """The context between the prefix and each chunk. Raises as `encode_context` does."""
+        return () if self.context == NONE else encode_context(self.context, self.prompt_form.tokenizer)
+
     @property
     def connector(self) -> dict[str, Any]:
         """The connector's configuration, for vLLM."""
         values: dict[str, Any] = {**self.extra_config, "store": self.store}
-        if self.form is not FormName.AUTO or self.system_prompt is not None:
+        # With a context the form is loaded anyway, and its head saves the engine loading it again.
+        if self.form is not FormName.AUTO or self.system_prompt is not None or self.context != NONE:
             values["prefix_token_ids"] = list(self.prompt_form.head)
         if self.context_token_ids:
             values["context_token_ids"] = list(self.context_token_ids)
@@ -375,18 +383,22 @@ class AsyncEngine(EngineBackend):
         self.check_health()
         check_namespace(namespace)
         kept_in = "" if tier == "auto" else tier
+        space = ChunkSpace(
+            self.binding.model, namespace, self.prefix_token_ids, self._portable, self._context
+        )
+        copies = space.copies(self._spec.config.plain_copies)
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
         async def one(index: int, chunk: TokenIds) -> SaveOutcome:
             outcome = SaveOutcome(SaveState.FAILED)
-            for copy, lead in enumerate(leads_of(self._spec.config, self.prefix_token_ids)):
+            for number, copy in enumerate(copies):
                 try:
-                    prompt = save_prompt(lead, chunk, namespace, tier=kept_in)
+                    prompt = save_prompt(copy.lead_token_ids, chunk, namespace, tier=kept_in)
                 except InvalidField as error:
                     return SaveOutcome(SaveState.FAILED, str(error))
                 assert prompt.params is not None
                 request = EngineRequest(
-                    f"{request_id}-{index}-{copy}",
+                    f"{request_id}-{index}-{number}",
                     TokenIds.of(prompt.token_ids),
                     prompt.params,
                     {"max_tokens": 1, "temperature": 0.0},

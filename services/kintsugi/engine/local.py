@@ -22,9 +22,8 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, 
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.core.tokens import TokenIds
-from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.models.reference import resolve_model
 
@@ -228,7 +227,9 @@ class LocalEngine:
         With a context, every copy of a chunk is stored. One result per chunk: of its copies, the first that
         could not be stored, else the prepared one.
         """
-        leads = leads_of(self._scheduler.config, prefix_token_ids)
+        prefix, config = tuple(prefix_token_ids), self._scheduler.config
+        space = ChunkSpace(self.binding.model, namespace, prefix, config.portable, self.context_token_ids)
+        leads = [copy.lead_token_ids for copy in space.copies(config.plain_copies)]
         saved = self.generate([save_prompt(lead, chunk, namespace) for chunk in chunks for lead in leads])
         copies = [saved[start : start + len(leads)] for start in range(0, len(saved), len(leads))]
         return [next((one for one in some if not one.is_saved), some[0]) for some in copies]
@@ -343,15 +344,6 @@ def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": dict(extra_config),
     }
-
-
-def leads_of(config: EngineConfig, prefix_token_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """What each copy of a chunk is prefilled behind, the prepared chunk's first."""
-    prefix = tuple(prefix_token_ids)
-    if not config.context_token_ids:
-        return [prefix]
-    prepared = prefix + tuple(config.context_token_ids)
-    return [prepared, prefix] if config.plain_copies else [prepared]
 
 
 def save_prompt(

@@ -186,13 +186,13 @@ def test_chunks_are_saved_one_by_one_and_fail_one_by_one() -> None:
 
 
 def test_with_a_context_both_copies_are_saved_or_the_chunk_has_failed() -> None:
-    context: dict[str, Any] = {"context_token_ids": (3, 4)}
+    context: dict[str, Any] = {"context_token_ids": [3, 4]}
     for more, spans in (
         ({}, [[[3, 5]], [[1, 3]]]),
-        ({"extra_config": {"plain_copies": False}}, [[[3, 5]]]),
+        ({"plain_copies": False}, [[[3, 5]]]),
     ):
         client = ScriptedClient((7,), SAVED)
-        engine = engine_over(client, **context, **more)
+        engine = engine_over(client, extra_config={**context, **more})
         (outcome,) = asyncio.run(engine.save("s", "acme", [TokenIds.of([5, 6])]))
         assert outcome.state is SaveState.SAVED
         prompts = [list(prompt["prompt_token_ids"]) for prompt, *_ in client.asked]
@@ -203,7 +203,9 @@ def test_with_a_context_both_copies_are_saved_or_the_chunk_has_failed() -> None:
         assert (info.context_token_ids, info.plain_copies) == ((3, 4), len(spans) == 2)
     # The plain copy of this chunk fits, what is prepared does not.
     client = ScriptedClient((7,), SAVED)
-    (outcome,) = asyncio.run(engine_over(client, **context).save("s", "acme", [TokenIds.of(range(13))]))
+    (outcome,) = asyncio.run(
+        engine_over(client, extra_config=context).save("s", "acme", [TokenIds.of(range(13))])
+    )
     assert outcome.state is SaveState.FAILED
     assert "exceed the model's 16" in outcome.reason
 

@@ -76,7 +76,9 @@ def test_a_store_of_another_process_is_asked_for() -> None:
         _ = AsyncSpec.of(ModelSpec("m"), EngineSpec(), "ram://here").config
 
 
-def test_a_context_is_tokenised_with_the_revision_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_form_and_context_load_the_tokenizer_once_at_the_revision_that_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     transformers = pytest.importorskip("transformers")
     load = transformers.AutoTokenizer.from_pretrained
     loaded: list[dict[str, Any]] = []
@@ -89,4 +91,6 @@ def test_a_context_is_tokenised_with_the_revision_that_is_served(monkeypatch: py
     engines = EngineSpec(vllm={"revision": "older", "trust_remote_code": True})
     spec = AsyncSpec.of(ModelSpec(str(BUNDLED_CHECKPOINT), context="bundled"), engines, STORE)
     assert spec.prompt_form.tokenizer is not None
-    assert loaded == [{"revision": "older", "trust_remote_code": True}] * 2
+    assert spec.config.context_token_ids
+    assert spec.config.prefix_token_ids == list(spec.prompt_form.head), "so the engine need not load it"
+    assert loaded == [{"revision": "older", "trust_remote_code": True}]
