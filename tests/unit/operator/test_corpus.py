@@ -146,7 +146,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
     assert json.loads(measured["connector"]) == {"portable": False}
     assert measured["system"] == told["system"]
     assert measured["form"] == told["form"] == "plain"
-    assert measured["context"] == told["context"] == "bundled"
+    assert measured["context"] == [told["context"]] == ["bundled"], "one, so nothing is chosen"
 
 
 def test_nothing_is_said_that_goes_without_saying() -> None:
