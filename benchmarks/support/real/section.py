@@ -269,4 +269,4 @@ class Run:
 def _header(setup: RealSetup, *texts: object) -> Mapping[str, Any]:
     """What records must have in common to be joined."""
     digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
-    return {"model": setup.model, "texts": digest, "version": 1}
+    return {"model": setup.model, "texts": digest, "version": 2}
