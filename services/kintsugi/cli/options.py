@@ -30,6 +30,13 @@ Context = Annotated[
     str,
     typer.Option(help="Text that chunks are prefilled behind after the prefix: none, bundled, or a file."),
 ]
+Contexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text that chunks are prefilled behind after the prefix: none (default), bundled, or a file. "
+        "Repeat to try several and calibrate with the best."
+    ),
+]
 PlainCopies = Annotated[
     bool, typer.Option(help="With a context: also store chunks for the first place of a prompt.")
 ]
@@ -115,7 +122,11 @@ class CalibrateTask:
         int, typer.Option(help="Use at most so many questions; at least 32. Only as many as needed are run.")
     ] = 2000
     minutes: Annotated[
-        float, typer.Option(help="End the search after so many; what is undecided then does not pass.")
+        float,
+        typer.Option(
+            help="End the search, with the choice of a context, after so many; what is undecided then does "
+            "not pass."
+        ),
     ] = 12.0
     seed: Annotated[int, typer.Option(help="Seed for choosing questions. Same seed, same report.")] = 0
     dtype: Dtype = "auto"
@@ -124,7 +135,7 @@ class CalibrateTask:
     ] = None
     form: Form = FormName.AUTO
     system: SystemPrompt = None
-    context: Context = NONE
+    context: Contexts = None
     engine: EngineArguments = "{}"
     connector: Annotated[
         str, typer.Option(help="Further configuration of the connector, as a JSON object.")

@@ -6,7 +6,7 @@ every token, because the context is part of the chunk space (docs/adr/0010).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,26 @@ CONTEXT_BYTES_MAX = 1 << 20
 
 
 def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO_ARGS) -> tuple[int, ...]:
-    """The token ids of a context for the tokenizer of `model`, without special tokens.
+    """The token ids of a context for the tokenizer of `model`. See `encode_context`.
 
-    ``context``: `none`, `bundled` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
-    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. ``vllm_args``:
-    the engines', as for `load_tokenizer`. Raises `NotFound` for a file or model that is not there,
-    `InvalidField` for a file that is not text, empty or too long.
+    ``vllm_args``: the engines', as for `load_tokenizer`. The tokenizer is loaded only if there is text.
     """
     if context == NONE:
         return ()
-    texts = _bundled_texts() if context == BUNDLED else [_read(Path(context))]
-    tokenizer = load_tokenizer(model, vllm_args)
+    return _encode(context, _read_texts(context), load_tokenizer(model, vllm_args))
+
+
+def encode_context(context: str, tokenizer: Any) -> tuple[int, ...]:
+    """The token ids of a context, without special tokens.
+
+    ``context``: `none`, `bundled` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
+    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. Raises `NotFound` for a file
+    that is not there, `InvalidField` for a file that is not text, empty or too long.
+    """
+    return () if context == NONE else _encode(context, _read_texts(context), tokenizer)
+
+
+def _encode(context: str, texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
     ids = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
     if context == BUNDLED:
         ids = [some[:BUNDLED_TOKENS] for some in ids]
@@ -52,6 +61,10 @@ def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO
             "of a chunk's length are enough",
         )
     return tokens
+
+
+def _read_texts(context: str) -> list[str]:
+    return _bundled_texts() if context == BUNDLED else [_read(Path(context))]
 
 
 def _bundled_texts() -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
-from kintsugi.core.prompt import Domain, FormName, LengthRange
+from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import (
     Binding,
     CalibrationReport,
@@ -135,8 +135,8 @@ def calibrate(
     thresholds: Thresholds,
     source: str,
     created: str,
+    form: str,
     notify: Notify = lambda text: None,
-    form: str = FormName.PLAIN.value,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> Calibration:
     """Measure configurations and write a report.
@@ -145,9 +145,8 @@ def calibrate(
     form in which full prefill is rarely right or says nothing.
     """
     started_s = clock_s()
-    order = _sample_cases(len(bench.cases), budget, thresholds)
-    notify("full prefill")
-    warnings = _check_full_prefill(bench, order[:FORM_PROMPTS], form)
+    order = sample_cases(len(bench.cases), budget, thresholds)
+    warnings = check_full_prefill(bench, order[:FORM_PROMPTS], form, notify)
     notify("noise floor")
     noise = bench.noise(order[:NOISE_PROMPTS])
     cases = [bench.cases[index] for index in order]
@@ -304,7 +303,7 @@ def _halves(what: str, lengths: Sequence[int]) -> list[tuple[str, ...]]:
     return [(names[length > middle],) if length else () for length in lengths]
 
 
-def _sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
+def sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
     """Choose the indices of the cases to use, shuffled by the seed."""
     check_budget(budget, thresholds)
     if count < thresholds.prompts_min:
@@ -365,9 +364,11 @@ def _warn_of_few(
     return warnings
 
 
-def _check_full_prefill(bench: Bench, indices: Sequence[int], form: str) -> list[str]:
+def check_full_prefill(bench: Bench, indices: Sequence[int], form: str, notify: Notify) -> list[str]:
     """Return warnings about full prefill's accuracy. Raises `InvalidField` for a form that does not work."""
+    notify(f"storing the chunks of {len(indices)} prompts")
     bench.store_chunks(indices=indices)
+    notify(f"full prefill of {len(indices)} prompts")
     said = []
     for index, answer in zip(indices, bench.full(indices), strict=True):
         question = bench.cases[index].question

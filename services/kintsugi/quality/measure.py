@@ -146,6 +146,13 @@ class Bench:
         self._full_given: dict[int, CaseAnswer] = {}
         self._stored: set[tuple[int, ...]] = set()
 
+    def on_engine(self, engine: MeasuredEngine) -> Bench:
+        """The same cases on another engine of the same model. Full prefill's answers are shared: nothing that
+        an engine loads changes them."""
+        other = Bench(engine, self.cases, self.max_tokens, self.batch)
+        other._full, other._full_given = self._full, self._full_given
+        return other
+
     def store_chunks(
         self, on_progress: OnProgress = lambda done, total: None, indices: Sequence[int] | None = None
     ) -> int:

@@ -164,7 +164,7 @@ class Race:
         self._prompts = prompts
         self._rounds = list(_screening_rounds(len(prompts)))
         self._in_screening = list(self.screened)
-        self.num_screening = self._rounds[-1].end
+        self.num_screening = count_screening(len(prompts))
         """Prompts that screening may use; those behind them belong to the confirmation."""
         self._unused = list(range(self.num_screening, len(prompts)))
         self.counts = Counter(
@@ -354,6 +354,12 @@ class Round:
     first: int
     end: int
     stay: int
+
+
+def count_screening(num_prompts: int) -> int:
+    """How many of the prompts screening may use: the first ones. Those behind them are left for the
+    confirmation."""
+    return list(_screening_rounds(num_prompts))[-1].end
 
 
 def _screening_rounds(num_prompts: int) -> Iterator[Round]:

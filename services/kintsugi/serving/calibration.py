@@ -96,8 +96,8 @@ class Calibrator:
             thresholds,
             "bundled passages" if file is None else file.name,
             utc_now(),
-            self._say,
             form.name.value,
+            self._say,
         )
         return calibration.report
 

@@ -88,7 +88,15 @@ def test_calibration_decides_alike_twice_and_the_gate_reads_it(engine: LocalEngi
     lenient = Thresholds(top1_agreement_min=0.3, kl_mean_max=0.4)
     first, again = (
         calibrate(
-            bench, engine.num_layers, engine.binding, budget, lenient, "test", "now", clock_s=lambda: 0.0
+            bench,
+            engine.num_layers,
+            engine.binding,
+            budget,
+            lenient,
+            "test",
+            "now",
+            "plain",
+            clock_s=lambda: 0.0,
         ).report
         for _ in range(2)
     )

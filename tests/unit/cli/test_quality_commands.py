@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,6 +200,96 @@ def test_a_context_reaches_the_engine_that_is_measured(
     out = ["--out", str(tmp_path / "report.json")] if command == "calibrate" else []
     RUNNER.invoke(app, [*arguments, *out])
     assert [spec.context_token_ids for spec in seen] == [tokenize_context("bundled", model)]
+
+
+@pytest.fixture
+def behind_contexts(monkeypatch: pytest.MonkeyPatch, engine: RunningEngine) -> list[int]:
+    """Starts one engine for each context: the longer the context, the better its blends. The number of
+    context tokens of each engine that was started, in order."""
+    started: list[int] = []
+
+    @contextmanager
+    def start(spec: MeasuringEngineSpec) -> Iterator[RunningEngine]:
+        started.append(len(spec.context_token_ids))
+        one = RunningEngine()
+        one.binding = replace(BINDING, context="c" * started[-1])
+        enough = {0: 0.3, 2: 0.15, 9: 0.0}[started[-1]]
+        one.right_from = lambda selection, index: selection.ratio >= enough
+        yield one
+
+    monkeypatch.setattr(calibrate, "start_measuring_engine", start)
+    return started
+
+
+def contexts_of(folder: Path, *tokens: int) -> list[str]:
+    """Options that name a file for each number of tokens; 0 is none."""
+    found = []
+    for count in tokens:
+        path = folder / f"{count}.txt"
+        path.write_text("word " * count)
+        found += ["--context", str(path) if count else "none"]
+    return found
+
+
+def test_the_best_of_several_contexts_is_calibrated_with_and_shown(
+    behind_contexts: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    contexts = contexts_of(tmp_path, 0, 9, 2)
+    result = calibrated(tmp_path, *contexts)
+    assert result.exit_code == ExitCode.OK, result.stderr
+    assert behind_contexts == [0, 9, 2, 9], "each is tried, then the best one is measured"
+    report = reports.read(tmp_path / "report.json")
+    assert report.binding.context == "c" * 9
+    assert result.stdout.splitlines()[-1] == f"model.context: {tmp_path / '9.txt'}"
+    shown = " ".join(result.stdout.split())
+    assert "its KL is lower than behind none by" in shown
+    assert "Trying the context none" in capfd.readouterr().err
+    document = json.loads(calibrated(tmp_path, *contexts, "--json").stdout)
+    assert document["binding"]["context"] == "c" * 9
+    assert document["context"]["context"] == str(tmp_path / "9.txt")
+    assert document["context"]["num_prompts"] == 32
+    none, best, _ = document["context"]["tried"]
+    assert none["gain"] is None
+    assert best["gain"]["low"] > 0
+
+
+def test_one_context_is_not_probed(behind_contexts: list[int], tmp_path: Path) -> None:
+    result = calibrated(tmp_path, *contexts_of(tmp_path, 9), "--json")
+    assert behind_contexts == [9]
+    assert "context" not in json.loads(result.stdout)
+    assert "model.context" not in calibrated(tmp_path, *contexts_of(tmp_path, 9)).stdout
+
+
+def test_minutes_that_choosing_used_up_are_said(
+    behind_contexts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    prober = functools.partial(calibrate.ContextProber, clock_s=lambda: 60.0 * next(ticks))
+    monkeypatch.setattr(calibrate, "ContextProber", prober)
+    result = calibrated(tmp_path, *contexts_of(tmp_path, 0, 9), "--minutes", "2")
+    assert result.exit_code == ExitCode.BAD_INPUT
+    said = " ".join(result.stderr.split())
+    assert "of 2 minutes and chose " in said
+    assert "allow more, or calibrate with --context " in said
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.usefixtures("no_engine", "engine")
+@pytest.mark.parametrize(
+    ("contexts", "code", "word"),
+    [
+        (("none", "none"), ExitCode.BAD_INPUT, "none is the same context as none"),
+        (("none", "absent.txt"), ExitCode.BAD_INPUT, "absent.txt is not a file"),
+        (("none", __file__, __file__), ExitCode.BAD_INPUT, "name each context once"),
+    ],
+)
+def test_contexts_that_cannot_be_compared_are_refused_before_an_engine_is_started(
+    tmp_path: Path, contexts: tuple[str, ...], code: ExitCode, word: str
+) -> None:
+    options = [part for context in contexts for part in ("--context", context)]
+    result = calibrated(tmp_path, *options)
+    assert result.exit_code == code, result.stderr
+    assert word in " ".join(result.stderr.split())
 
 
 @pytest.mark.usefixtures("no_engine")

@@ -40,6 +40,7 @@ def run(
         Thresholds(),
         "test",
         "2026-01-01",
+        "plain",
         notify,
         clock_s=clock_s,
     )
@@ -113,6 +114,7 @@ def test_the_minutes_end_the_search_and_the_undecided_says_how_many_more_it_take
 def test_progress_names_what_is_tried_and_what_leads() -> None:
     lines: list[str] = []
     run(FakeEngine(), notify=lines.append)
+    assert lines[:2] == ["storing the chunks of 32 prompts", "full prefill of 32 prompts"]
     assert any(line.startswith("screening 1 of ") for line in lines)
     assert any(line.startswith("confirming ") for line in lines)
 
@@ -154,12 +156,14 @@ def test_partly_answered_and_hard_questions_are_warned_about() -> None:
         for index in range(COUNT)
     ]
     bench = Bench(FakeEngine(), cases, 1)
-    warnings = calibrate(bench, LAYERS, BINDING, BUDGET, Thresholds(), "test", "now").warnings
+    warnings = calibrate(bench, LAYERS, BINDING, BUDGET, Thresholds(), "test", "now", "plain").warnings
     assert len(warnings) == 2
     assert "full prefill itself scores 0." in warnings[0]
     assert "40 of 400 questions have no answer" in warnings[1]
     some = [case(index, ("w5",) if index < 20 else ()) for index in range(COUNT)]
-    few = calibrate(Bench(FakeEngine(), some, 1), LAYERS, BINDING, BUDGET, Thresholds(), "test", "now")
+    few = calibrate(
+        Bench(FakeEngine(), some, 1), LAYERS, BINDING, BUDGET, Thresholds(), "test", "now", "plain"
+    )
     assert "only 20 of 400 questions have an answer" in few.warnings[0]
     assert few.report.choice.selection is not None
 
@@ -215,6 +219,8 @@ def test_bundled_passages_make_questions_without_answers() -> None:
     assert all(len(chunk) < 900 for question in questions for chunk in question.chunks)
     assert questions == make_passage_questions(lambda text: len(text), 600, 20, seed=3)
     enough = [case(index, ("w5",) if index < 60 else ()) for index in range(COUNT)]
-    warned = calibrate(Bench(FakeEngine(), enough, 1), LAYERS, BINDING, BUDGET, Thresholds(), "test", "now")
+    warned = calibrate(
+        Bench(FakeEngine(), enough, 1), LAYERS, BINDING, BUDGET, Thresholds(), "test", "now", "plain"
+    )
     assert warned.report.choice.selection is None
     assert "questions with answers are left for the confirmation" in warned.warnings[-1]

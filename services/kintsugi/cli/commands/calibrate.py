@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,10 +30,15 @@ from kintsugi.core.report import (
     describe_selection,
     passing,
 )
-from kintsugi.models.context import tokenize_context
+from kintsugi.engine.local import LocalEngine
+from kintsugi.models.context import NONE, encode_context
+from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
-from kintsugi.quality.questions import read_questions
+from kintsugi.quality.contexts.choice import ContextChoice, check_contexts
+from kintsugi.quality.contexts.probing import ContextProber
+from kintsugi.quality.measure import Bench
+from kintsugi.quality.questions import Question, read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, start_measuring_engine
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store
@@ -54,37 +61,135 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     given = None if task.questions is None else read_questions(task.questions)
     with screen.step("Reading the tokenizer"):
         form = load_form_behind(task.model, task.form, task.system, arguments)
-    spec = MeasuringEngineSpec(
-        task.model,
-        codec=task.codec,
-        store=task.chunk_store,
-        form=form,
-        context_token_ids=tokenize_context(task.context, task.model, arguments),
-        extra_config=connector,
-        vllm_args={**arguments, "dtype": task.dtype},
-    )
-    with screen.engine_log(), ExitStack() as stack:
-        with screen.step("Starting vLLM"):
-            engine = stack.enter_context(start_measuring_engine(spec))
-        with screen.step("Reading the questions"):
-            bench, warnings = prepare_bench(engine, form, given, budget)
-        with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
-            source = str(task.questions or "bundled passages")
-            calibration = calibrate(
-                bench,
-                engine.num_layers,
-                engine.binding,
-                budget,
-                Thresholds(),
-                source,
-                utc_now(),
-                say,
-                form.name.value,
-            )
-    warnings = [*warnings, *calibration.warnings]
-    for warning in warnings:
+    contexts = task.context or [NONE]
+    token_ids = [encode_context(context, form.tokenizer) for context in contexts]
+    check_contexts(contexts, token_ids)
+    specs = {
+        context: MeasuringEngineSpec(
+            task.model,
+            codec=task.codec,
+            store=task.chunk_store,
+            form=form,
+            context_token_ids=ids,
+            extra_config=connector,
+            vllm_args={**arguments, "dtype": task.dtype},
+        )
+        for context, ids in zip(contexts, token_ids, strict=True)
+    }
+    measured = _measure(screen, specs, form, given, budget, str(task.questions or "bundled passages"))
+    for warning in measured.warnings:
         screen.note(f"kintsugi: warning: {warning}")
-    report = calibration.report
+    _keep_report(screen, task, measured.report)
+    screen.show(measured.document, measured.render)
+    blends = measured.report.choice.selection is not None
+    return ExitCode.OK if blends else ExitCode.NOT_BLENDABLE
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The result of the command."""
+
+    report: CalibrationReport
+    warnings: list[str]
+    context: ContextChoice | None
+    """None if there was one context, so nothing to choose."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The report as JSON, and beside it what is not part of the report."""
+        beside: dict[str, Any] = {"warnings": self.warnings}
+        if self.context is not None:
+            beside["context"] = asdict(self.context)
+        return {**json.loads(self.report.to_bytes()), **beside}
+
+    def render(self, console: Console) -> None:
+        if self.context is not None:
+            render_contexts(console, self.context)
+        render(console, self.report)
+        if self.context is not None:
+            setting = f"model.context: {self.context.context}"
+            console.print(Text(setting), style="bold", soft_wrap=True)
+
+
+def _measure(
+    screen: Screen,
+    specs: Mapping[str, MeasuringEngineSpec],
+    form: PromptForm,
+    given: Sequence[Question] | None,
+    budget: Budget,
+    source: str,
+) -> _Measured:
+    """Choose a context if there are several, then calibrate on an engine with it."""
+    prober = ContextProber(len(specs), budget, Thresholds(), form.name.value)
+    bench: Bench | None = None
+    warnings: list[str] = []
+    choice: ContextChoice | None = None
+    with screen.engine_log():
+        if len(specs) > 1:
+            for context, spec in specs.items():
+                with _start_engine(screen, spec, f" with the context {context}") as engine:
+                    if bench is None:
+                        bench, warnings = _prepare(screen, engine, form, given, budget)
+                    with screen.step(f"Trying the context {context}") as say:
+                        prober.probe(context, bench.on_engine(engine), engine.num_layers, say)
+            choice = prober.choose()
+            screen.note(f"calibrating with the context {choice.context}: {choice.why}")
+        spec = specs[choice.context] if choice is not None else next(iter(specs.values()))
+        with _start_engine(screen, spec) as engine:
+            if bench is None:
+                bench, warnings = _prepare(screen, engine, form, given, budget)
+            if choice is not None:
+                budget = _leave_minutes(budget, prober, choice)
+            with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
+                calibration = calibrate(
+                    bench.on_engine(engine),
+                    engine.num_layers,
+                    engine.binding,
+                    budget,
+                    Thresholds(),
+                    source,
+                    utc_now(),
+                    form.name.value,
+                    say,
+                )
+    return _Measured(calibration.report, [*warnings, *calibration.warnings], choice)
+
+
+@contextmanager
+def _start_engine(screen: Screen, spec: MeasuringEngineSpec, which: str = "") -> Iterator[LocalEngine]:
+    with ExitStack() as stack:
+        with screen.step(f"Starting vLLM{which}"):
+            engine = stack.enter_context(start_measuring_engine(spec))
+        yield engine
+
+
+def _prepare(
+    screen: Screen,
+    engine: LocalEngine,
+    form: PromptForm,
+    given: Sequence[Question] | None,
+    budget: Budget,
+) -> tuple[Bench, list[str]]:
+    with screen.step("Reading the questions"):
+        return prepare_bench(engine, form, given, budget)
+
+
+def _leave_minutes(budget: Budget, prober: ContextProber, choice: ContextChoice) -> Budget:
+    """What is left of the budget. Raises `InvalidField` if the minutes are used up."""
+    if budget.minutes is None:
+        return budget
+    left = budget.minutes - prober.minutes
+    if left <= 0:
+        raise InvalidField(
+            "minutes",
+            f"choosing the context took {prober.minutes:.1f} of {budget.minutes:g} minutes and chose "
+            f"{choice.context}; allow more, or calibrate with --context {choice.context} alone",
+        )
+    return replace(budget, minutes=left)
+
+
+def _keep_report(screen: Screen, task: CalibrateTask, report: CalibrationReport) -> None:
+    """Write and publish the report where the options say."""
     if task.out is not None:
         reports.write(task.out, report)
         screen.note(f"wrote {task.out}")
@@ -92,9 +197,6 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         with closing(open_store(task.store)) as store:
             reports.publish(store, report)
         screen.note(f"published as {report.binding.report_name} in {task.store}")
-    document = {**json.loads(report.to_bytes()), "warnings": warnings}
-    screen.show(document, lambda console: render(console, report))
-    return ExitCode.OK if report.choice.selection is not None else ExitCode.NOT_BLENDABLE
 
 
 def _check_destination(task: CalibrateTask) -> None:
@@ -115,6 +217,18 @@ def _check_destination(task: CalibrateTask) -> None:
     if task.store is not None:
         with closing(open_store(task.store)) as store:
             store.stats()
+
+
+def render_contexts(console: Console, choice: ContextChoice) -> None:
+    """Print what the probes measured behind each context, and which one was chosen."""
+    table = make_figures_table(("", "context", "KL", "lower than none"), box=SIMPLE_HEAD)
+    for one in choice.tried:
+        chosen = one.context == choice.context
+        gain = "–" if one.gain is None else str(one.gain)
+        cells = [Text("✓" if chosen else ""), Text(one.context), Text(f"{one.kl_mean:.3f}"), Text(gain)]
+        table.add_row(*cells, style="bold yellow" if chosen else "")
+    console.print(table)
+    console.print(Text(f"context: {choice.context} ({choice.why})"))
 
 
 HEADINGS = ("", "configuration", "cost", "KL", "differs", "EM lost", "F1 lost", "n")

@@ -1,0 +1,1 @@
+"""Chooses one of several contexts before a calibration."""
