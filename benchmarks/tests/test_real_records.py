@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from benchmarks.support.real import figures
+from benchmarks.support.real.calibration import CALIBRATED, calibrated
 from benchmarks.support.real.corpus import PassageSet
 from benchmarks.support.real.questions import QUOTE, Asked
 from benchmarks.support.real.records import Records
@@ -182,7 +185,8 @@ def test_the_task_share_counts_questions_and_resamples_prompts(records: Records)
             add_answer(records, JUDGED, number, question, True)
             add_answer(records, JUDGED, number, question, number > 0, QUERY)
             add_answer(records, JUDGED, number, question, number > 4, REUSE)
-    share, gap = figures.task_figures(records, QUERY, ["kind0", "kind1"], bars=True)
+    (share,) = figures.task_figures(records, QUERY, ["kind0", "kind1"], "", bars=True)
+    (gap,) = figures.gap_figures(records, ["kind0", "kind1"])
     assert share.value == pytest.approx(38 / 40)
     assert share.holds is False  # its lower bound is below .93, as one of twenty prompts lost all
     assert "40 questions on 20 prompts" in share.detail
@@ -197,16 +201,55 @@ def test_a_prompt_whose_questions_are_not_all_answered_does_not_count(records: R
         for question in answered:
             add_answer(records, JUDGED, number, question, number == 0, QUERY)
             add_answer(records, JUDGED, number, question, number == 0, REUSE)
-    assert figures.task_figures(records, CHEAP, ["kind0", "kind1"], bars=False) == []
-    share, gap = figures.task_figures(records, QUERY, ["kind0", "kind1"], bars=False)
-    assert (share.value, gap.value, share.holds) == (1.0, 0.0, None)
+    assert figures.task_figures(records, CHEAP, ["kind0", "kind1"], "", bars=False) == []
+    (share,) = figures.task_figures(records, QUERY, ["kind0", "kind1"], "_cost20", bars=False)
+    (gap,) = figures.gap_figures(records, ["kind0", "kind1"])
+    assert (share.name, share.value, share.holds) == ("real_task_share_cost20", 1.0, None)
+    assert gap.value == 0.0
+
+
+def test_points_lost_are_bounded_over_all_and_in_the_worse_half_of_the_lengths(records: Records) -> None:
+    for number in range(40):
+        add_answer(records, JUDGED, number, 0, True)
+        add_answer(records, JUDGED, number, 0, number % 10 != 9 or number < 20, QUERY)
+    lengths = {number: 3000 + number for number in range(40)}
+    assert figures.loss_figures(records, CHEAP, ["kind0"], lengths, "", bars=True) == []
+    pooled, worst = figures.loss_figures(records, QUERY, ["kind0"], lengths, "", bars=True)
+    assert "5.000" in pooled.detail  # two of forty
+    assert "10.000" in worst.detail  # both in the longer half
+    assert "3020-3039 tokens" in worst.detail
+    assert pooled.value is not None
+    assert worst.value is not None
+    assert 5.0 < pooled.value < worst.value
+    assert (pooled.holds, worst.holds) == (False, False)
+
+
+def test_a_calibration_is_a_record_of_its_choice(records: Records) -> None:
+    assert calibrated(records) is None
+    assert figures.calibration_figures(records, bars=True) == []
+    selection = asdict(Selection(0.2, SelectorName.QUERY, query_layers=(4, 5)))
+    found = {"minutes": 14.0, "selection": selection, "why": "cheapest", "context": SAMPLE}
+    records.add(CALIBRATED, json.loads(json.dumps({**found, "domain": {}, "search": {}})))
+    assert calibrated(records) == Configuration(
+        SAMPLE, Selection(0.2, SelectorName.QUERY, query_layers=(4, 5))
+    )
+    (minutes,) = figures.calibration_figures(records, bars=True)
+    assert (minutes.value, minutes.holds) == (14.0, True)
+
+
+def test_a_calibration_may_choose_nothing(records: Records) -> None:
+    found = {"minutes": 16.0, "selection": None, "why": "undecided", "context": NONE}
+    records.add(CALIBRATED, {**found, "domain": {}, "search": {}})
+    assert calibrated(records) is None
+    (minutes,) = figures.calibration_figures(records, bars=True)
+    assert minutes.holds is False
+    assert "nothing passes: undecided" in minutes.detail
 
 
 def test_the_speed_up_is_one_of_medians(records: Records) -> None:
-    assert figures.speed_figure(records, QUERY, bars=True) is None
+    assert figures.speed_figures(records, QUERY, "", bars=True) == []
     for number, (full, blend) in enumerate([(5.0, 1.0), (6.0, 2.0), (70.0, 1.5)]):
         records.add(("ttft", QUERY.name, number), {"full": full, "blend": blend, "cost": 0.18})
-    found = figures.speed_figure(records, QUERY, bars=True)
-    assert found is not None
+    (found,) = figures.speed_figures(records, QUERY, "", bars=True)
     assert (found.value, found.holds) == (4.0, True)
     assert "3 prompts" in found.detail

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.support.figures import Figure, spread
+from benchmarks.support.real.calibration import CALIBRATED, calibrated
 from benchmarks.support.real.records import Records
 from benchmarks.support.real.rows import JUDGED, OPEN, REUSE, Choice, Configuration, KindRight, open_answers
 from benchmarks.support.real.speed import BLEND, FULL
@@ -17,7 +18,10 @@ from kintsugi.quality.metrics import Interval
 KL_BARS = {0.2: ("real_kl_share_cost20", 0.25), 0.1: ("real_kl_share_cost10", 0.42)}
 NOTHING_BAR = ("real_kl_share_r0", 0.55)
 TASK_BAR, TASK_LOW_BAR = 0.97, 0.93
+LOSS_BAR, STRATUM_LOSS_BAR = 3.0, 6.0
+"""Points."""
 SPEED_BAR = 3.5
+MINUTES_BAR = 15.0
 SERVED_BUDGET = 0.2
 """The budget whose configuration answers the questions and is served."""
 
@@ -62,14 +66,14 @@ def kl_figures(records: Records, choice: Choice, bars: bool) -> list[Figure]:
     return [*figures, Figure.at_most(name, interval.mean, bar if bars else None, "", detail)]
 
 
-def task_figures(records: Records, blend: Configuration, kinds: Sequence[str], bars: bool) -> list[Figure]:
-    """What the blend and full reuse answer rightly of what full prefill is asked, prompts resampled whole.
-    Empty where no prompt's questions were all answered."""
-    full = _right(records.below("full", JUDGED), kinds)
-    mine = _right(_of(records, blend), kinds)
-    reuse = _right(_of(records, REUSE), kinds)
-    numbers = sorted(number for number in full if _asked(full, number) == _asked(mine, number))
-    if not numbers or not reuse:
+def task_figures(
+    records: Records, blend: Configuration, kinds: Sequence[str], suffix: str, bars: bool
+) -> list[Figure]:
+    """What the blend answers rightly of what full prefill does, prompts resampled whole. Empty where no
+    prompt's questions were all answered."""
+    full, mine = _right(records.below("full", JUDGED), kinds), _right(_of(records, blend), kinds)
+    numbers = _answered(full, mine)
+    if not numbers:
         return []
     share = metrics.ratio_bootstrap(_sums(mine, numbers), _sums(full, numbers))
     count = sum(len(full[number]) for number in numbers)
@@ -78,17 +82,63 @@ def task_figures(records: Records, blend: Configuration, kinds: Sequence[str], b
     detail += f"full/blend by kind {_by_kind(records, blend, kinds)}"
     holds = share.mean >= TASK_BAR and share.low >= TASK_LOW_BAR
     bar = f"≥ {TASK_BAR}, lower bound ≥ {TASK_LOW_BAR}"
-    first = Figure("real_task_share", share.mean, "", *((bar, holds) if bars else ()), detail=detail)
-    return [first, _gap_figure(records, full, reuse, kinds)]
+    name = f"real_task_share{suffix}"
+    return [Figure(name, share.mean, "", *((bar, holds) if bars else ()), detail=detail)]
 
 
-def _gap_figure(records: Records, full: _Right, reuse: _Right, kinds: Sequence[str]) -> Figure:
-    numbers = sorted(number for number in full if _asked(full, number) == _asked(reuse, number))
-    lost = [f - r for f, r in zip(_sums(full, numbers), _sums(reuse, numbers), strict=True)]
-    count = [float(len(full[number])) for number in numbers]
-    gap = metrics.ratio_bootstrap([100 * one for one in lost], count)
-    detail = f"{gap}, {sum(count):.0f} questions; full/reuse by kind {_by_kind(records, REUSE, kinds)}"
-    return Figure("real_reuse_gap", gap.mean, "points", detail=detail)
+def loss_figures(
+    records: Records,
+    blend: Configuration,
+    kinds: Sequence[str],
+    prompt_tokens: Mapping[int, int],
+    suffix: str,
+    bars: bool,
+) -> list[Figure]:
+    """Upper bounds of the points that a blend loses on fresh questions: over all, and in the worse half of
+    the prompts by length. Empty as `task_figures`."""
+    full, mine = _right(records.below("full", JUDGED), kinds), _right(_of(records, blend), kinds)
+    numbers = sorted(_answered(full, mine), key=lambda number: prompt_tokens[number])
+    if len(numbers) < 2:
+        return []
+    middle = len(numbers) // 2
+    pooled = _lost_points(full, mine, numbers)
+    halves = {
+        half: _lost_points(full, mine, half) for half in (tuple(numbers[:middle]), tuple(numbers[middle:]))
+    }
+    worst = max(halves, key=lambda half: halves[half].high)
+    lengths = [prompt_tokens[number] for number in worst]
+    where = f"prompts of {lengths[0]}-{lengths[-1]} tokens"
+    name = f"calibrated_loss_fresh_real{suffix}"
+    pooled_bar, stratum_bar = (LOSS_BAR, STRATUM_LOSS_BAR) if bars else (None, None)
+    return [
+        Figure.at_most(name, pooled.high, pooled_bar, "points", f"{pooled}, {blend.name}"),
+        Figure.at_most(
+            f"{name}_worst_length", halves[worst].high, stratum_bar, "points", f"{halves[worst]}, {where}"
+        ),
+    ]
+
+
+def gap_figures(records: Records, kinds: Sequence[str]) -> list[Figure]:
+    """The points that full KV reuse loses."""
+    full, reuse = _right(records.below("full", JUDGED), kinds), _right(_of(records, REUSE), kinds)
+    numbers = _answered(full, reuse)
+    if not numbers:
+        return []
+    gap = _lost_points(full, reuse, numbers)
+    count = sum(len(full[number]) for number in numbers)
+    detail = f"{gap}, {count} questions; full/reuse by kind {_by_kind(records, REUSE, kinds)}"
+    return [Figure("real_reuse_gap", gap.mean, "points", detail=detail)]
+
+
+def _answered(full: _Right, other: _Right) -> list[int]:
+    """The sets whose questions both answered."""
+    return sorted(number for number in full if _asked(full, number) == _asked(other, number))
+
+
+def _lost_points(full: _Right, other: _Right, numbers: Sequence[int]) -> Interval:
+    """Of a hundred questions, how many fewer are answered rightly; sets resampled whole."""
+    lost = [100 * (f - o) for f, o in zip(_sums(full, numbers), _sums(other, numbers), strict=True)]
+    return metrics.ratio_bootstrap(lost, [float(len(full[number])) for number in numbers])
 
 
 def _of(records: Records, one: Configuration) -> dict[Any, dict[str, Any]]:
@@ -140,22 +190,25 @@ def kind_figures(right: Mapping[str, KindRight], kept: Sequence[str]) -> list[Fi
     ]
 
 
-def speed_figure(records: Records, one: Configuration, bars: bool) -> Figure | None:
-    """Full prefill's median time to first token ÷ the blend's; None if nothing was measured."""
+def speed_figures(records: Records, one: Configuration, suffix: str, bars: bool) -> list[Figure]:
+    """Full prefill's median time to first token ÷ the blend's; empty if nothing was measured."""
     found = list(records.below("ttft", one.name).values())
     if not found:
-        return None
+        return []
     full, blend = [values[FULL] for values in found], [values[BLEND] for values in found]
     cost = statistics.mean(values["cost"] for values in found)
     speedup = statistics.median(full) / statistics.median(blend)
     detail = f"{spread(full)} ÷ {spread(blend)}, {len(found)} prompts, {one.name}, cost {cost:.3f}"
-    return Figure.at_least("real_ttft_speedup", speedup, SPEED_BAR if bars else None, detail=detail)
+    name = f"real_ttft_speedup{suffix}"
+    return [Figure.at_least(name, speedup, SPEED_BAR if bars else None, detail=detail)]
 
 
-def cache_figure(records: Records) -> Figure:
-    """Greedy answers of full prefill that are right or wrong only without the prefix cache."""
-    found = list(records.below("uncached").values())
-    changed = sum(not values["same_right"] for values in found)
-    other = sum(not values["same"] for values in found)
-    detail = f"of {len(found)} answers; {other} differ in some token"
-    return Figure("real_prefix_cache_changes", changed, "", detail=detail)
+def calibration_figures(records: Records, bars: bool) -> list[Figure]:
+    """How long calibration took, and what it decided."""
+    if CALIBRATED not in records:
+        return []
+    found, allowed = records[CALIBRATED], calibrated(records)
+    decision = "nothing passes" if allowed is None else allowed.name
+    detail = f"{decision}: {found['why']}; {found['search']}; domain {found['domain']}"
+    bar = MINUTES_BAR if bars else None
+    return [Figure.at_most("calibrate_minutes_real", found["minutes"], bar, "min", detail)]

@@ -18,6 +18,7 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.real import figures as found
+from benchmarks.support.real.calibration import calibrated, measure_calibration
 from benchmarks.support.real.corpus import read_corpus
 from benchmarks.support.real.engine import (
     Clock,
@@ -76,12 +77,14 @@ class Size:
     uncached_sets: int
     """Prompts whose answers are repeated without the prefix cache."""
     ttft_sets: int
+    calibration_sets: int
+    """Prompts of choosing passages that calibration may use."""
     per_kind: int
     """Questions of each kind on each choosing prompt, and at most on each judged one."""
 
 
-FULL = Size(kind_sets=20, choosing_sets=12, judged_sets=112, uncached_sets=4, ttft_sets=30, per_kind=3)
-QUICK = Size(kind_sets=2, choosing_sets=1, judged_sets=2, uncached_sets=1, ttft_sets=5, per_kind=1)
+FULL = Size(20, 12, judged_sets=112, uncached_sets=4, ttft_sets=30, calibration_sets=400, per_kind=3)
+QUICK = Size(2, 1, judged_sets=2, uncached_sets=1, ttft_sets=5, calibration_sets=0, per_kind=1)
 
 
 @dataclass
@@ -148,14 +151,18 @@ class Run:
         self._stop_engine()
 
     def measure(self) -> list[Figure]:
-        """Full prefill, choose, judge, time; then the figures."""
+        """Full prefill, choose, calibrate, judge, time; then the figures."""
         kinds = self._measure_full()
         choice = None if kinds is None else self._choose()
         if kinds is None or choice is None:
             say("not finished: nothing is chosen yet; run again with the same --records")
             return []
         served = choice.by_budget[found.SERVED_BUDGET]
-        if not (self._judge(choice, served, kinds) and self._time(served)):
+        is_done = self._judge(choice, [served], kinds) and self._time(served) and self._calibrate()
+        allowed = calibrated(self._records)
+        if is_done and allowed is not None:
+            is_done = self._judge(choice, [allowed], kinds) and self._time(allowed)
+        if not is_done:
             say("not finished: run again with the same --records")
         return self._figures(choice, served, kinds)
 
@@ -189,11 +196,27 @@ class Run:
         self._setup.details["chosen"] = [one.name for one in choice.configurations]
         return choice
 
-    def _judge(self, choice: Choice, served: Configuration, kinds: Sequence[str]) -> bool:
+    def _calibrate(self) -> bool:
+        """As a user does, on choosing passages alone."""
+        if not self._size.calibration_sets:
+            return True
+        if self._clock.is_over:
+            return False
+        self._stop_engine()
+        sets = self._corpus.choosing_sets(self._size.calibration_sets, self._size.per_kind)
+        contexts = {name: self._context(name) for name in self._setup.contexts}
+        measure_calibration(self._setup.model, sets, contexts, self._folder, self._records)
+        return True
+
+    def _judge(self, choice: Choice, asked_of: Sequence[Configuration], kinds: Sequence[str]) -> bool:
+        """Open questions of what was chosen, and questions with known answers of full KV reuse and
+        ``asked_of``."""
         items = self._judged_items(kinds)
         opened = [item for item in items if item.question == OPEN]
         asked = [item for item in items if item.question != OPEN]
-        return self._measure(blend_items(opened, choice.configurations) + blend_items(asked, [REUSE, served]))
+        return self._measure(
+            blend_items(opened, [*choice.configurations, *asked_of]) + blend_items(asked, [REUSE, *asked_of])
+        )
 
     def _time(self, served: Configuration) -> bool:
         self._stop_engine()
@@ -261,12 +284,21 @@ class Run:
         figures = [*found.kind_figures(kinds_right(records), kinds), found.cache_figure(records)]
         if all(open_answers(records, JUDGED, one) for one in choice.configurations):
             figures += found.kl_figures(records, choice, bars)
-        figures += found.task_figures(records, served, kinds, bars)
-        speed = found.speed_figure(records, served, bars)
-        return figures if speed is None else [*figures, speed]
+        allowed = calibrated(records)
+        lengths = self._prompt_tokens()
+        for one in dict.fromkeys([allowed or served, served]):
+            suffix = "" if one == (allowed or served) else "_cost20"
+            figures += found.task_figures(records, one, kinds, suffix, bars)
+            figures += found.loss_figures(records, one, kinds, lengths, suffix, bars)
+            figures += found.speed_figures(records, one, suffix, bars)
+        return [*figures, *found.gap_figures(records, kinds), *found.calibration_figures(records, bars)]
+
+    def _prompt_tokens(self) -> dict[int, int]:
+        """Length of each judged set's open prompt."""
+        return {one.number: len(build_prompt(self._form, one, OPEN).token_ids) for one in self._judged}
 
 
 def _header(setup: RealSetup, *texts: object) -> Mapping[str, Any]:
     """What records must have in common to be joined."""
     digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
-    return {"model": setup.model, "texts": digest, "version": 1}
+    return {"model": setup.model, "texts": digest, "version": 2}

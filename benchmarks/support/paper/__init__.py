@@ -1,0 +1,1 @@
+"""CacheBlend's own evaluation, repeated on the reference model."""
