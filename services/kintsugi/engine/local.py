@@ -22,7 +22,7 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, 
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.plugin import CONNECTOR
@@ -251,6 +251,13 @@ class LocalEngine:
     def context_token_ids(self) -> tuple[int, ...]:
         """The context between the prefix and each chunk while the chunk is prefilled."""
         return tuple(self._scheduler.config.context_token_ids)
+
+    def space(self, namespace: str) -> ChunkSpace:
+        """The chunk space of a namespace's requests."""
+        config = self._scheduler.config
+        return ChunkSpace(
+            self.binding.model, namespace, self.prefix_token_ids, config.portable, self.context_token_ids
+        )
 
     @property
     def num_layers(self) -> int:
