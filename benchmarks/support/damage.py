@@ -1,9 +1,10 @@
 """Seven ways in which stored KV can be wrong under right digests, and how soon shadowing notices each.
 
-The engine is gated by a real calibration report and all its requests are shadowed. A damage counts where
-exact match falls by at least `FALL_MIN` points; it is caught where shadowing trips the report within
-`SHADOWED_MAX` requests. Beside them, three mismatches of checkpoints and reports, which fingerprints or the
-gate should stop.
+The engine is gated by a real calibration report and all its requests are shadowed, twice: once only answers
+are compared, once only stored chunks are audited. A damage counts where exact match falls by at least
+`FALL_MIN` points; it is caught where one of the two trips the report within `SHADOWED_MAX` requests. Sound
+chunks are audited to see how far they stay within their tolerance. Beside them, three mismatches of
+checkpoints and reports, which fingerprints or the gate should stop.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from benchmarks.support.figures import Figure
 from benchmarks.support.quality_curve import Setup, bench_of, exact
 from benchmarks.support.rewriting import Stored, put_back, stored
 from kintsugi.core.layout import ChunkManifest, Codec
+from kintsugi.core.prompt import PromptShape
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.engine.auditing import StoredChunk, find_stored_chunks
+from kintsugi.engine.local import Generation, LocalEngine, Prompt
+from kintsugi.fusor.audit import tolerance_of
 from kintsugi.quality import metrics, reports
 from kintsugi.quality.measure import NAMESPACE, Bench, Case, measure_selection
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -43,6 +47,10 @@ UNTIL_MAX = 200
 """Shadowed requests after which a damage that counts has to be caught."""
 FALL_MIN = 3.0
 """Points of exact match."""
+AUDITED = 1000
+"""Sound chunks that are audited; a tenth of them in every 8-bit codec, too."""
+CLEAN_MAX = 0.5
+"""Largest share of its codec's tolerance that a sound chunk may reach."""
 NOISE = 0.2
 """Standard deviation of the noise in the noisy model's weights, as a share of each tensor's own."""
 
@@ -86,21 +94,46 @@ class Watched:
 
     fall: float
     """Points of exact match against undamaged blends of the same prompts."""
-    until: int | None
-    """Shadowed requests until blending stopped; None where it did not."""
+    by_answers: int | None
+    """Shadowed requests until comparing answers stopped blending; None where it did not."""
+    by_audits: int | None
+    """The same for audits of stored chunks."""
+
+    @property
+    def until(self) -> int | None:
+        return min((one for one in (self.by_answers, self.by_audits) if one is not None), default=None)
 
     @property
     def counts(self) -> bool:
         return self.fall >= FALL_MIN
 
     def __str__(self) -> str:
-        return f"{self.fall:.1f} points, {'NOT CAUGHT' if self.until is None else f'after {self.until}'}"
+        caught = "NOT CAUGHT" if self.until is None else f"after {self.until}"
+        return f"{self.fall:.1f} points, {caught} (answers {self.by_answers}, audits {self.by_audits})"
+
+
+class Audits:
+    """An engine whose full prefills are the blends' own answers, so that audits alone can find anything."""
+
+    def __init__(self, running: LocalEngine) -> None:
+        self._running = running
+        self.answer: Generation | None = None
+        """The blend that is shadowed."""
+
+    def space(self, namespace: str) -> ChunkSpace:
+        return self._running.space(namespace)
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
+        if all(prompt.params is not None for prompt in prompts):
+            return self._running.generate(prompts)
+        assert self.answer is not None
+        return [self.answer for _ in prompts]
 
 
 def measure(setup: Setup) -> list[Figure]:
     """Where it has to be quick, one damage alone."""
     default_of(setup)
-    found = _watch_damages(setup)
+    found, clean = _watch_damages(setup)
     undamaged = found.pop("undamaged")
     counted = [one for one in found.values() if one.counts]
     caught = sum(one.until is not None for one in counted) / len(counted)
@@ -118,16 +151,18 @@ def measure(setup: Setup) -> list[Figure]:
             unit="requests",
             detail=f"worst of {len(counted)} that cost {FALL_MIN:g} points or more",
         ),
+        clean,
     ]
     return figures if setup.quick else [*figures, _mismatches(setup)]
 
 
-def _watch_damages(setup: Setup) -> dict[str, Watched]:
+def _watch_damages(setup: Setup) -> tuple[dict[str, Watched], Figure]:
+    """What each damage did, and how far sound chunks are from theirs."""
     others = {} if setup.quick else {name: _frames_of(setup, alter) for name, alter in CHECKPOINTS.items()}
     url, store = _fresh_store()
     with _gated(setup, setup.model, url) as running:
         _publish(setup, running, store)
-        cases = _cases(running)
+        cases = _cases(setup, running)
         keys = _save_one_by_one(running, store, cases)
         by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
         sound = [by_key[key] for key in keys]
@@ -135,6 +170,7 @@ def _watch_damages(setup: Setup) -> dict[str, Watched]:
         chosen = reports.read(_report(setup)).choice.selection
         assert chosen is not None
         before = exact(measure_selection(bench, chosen, range(len(cases))))
+        clean = _clean_errors(setup, running, store, cases)
         found = {}
         for name, chunks in _kinds(setup, running, sound, others):
             for chunk in chunks:
@@ -142,9 +178,53 @@ def _watch_damages(setup: Setup) -> dict[str, Watched]:
             _publish(setup, running, store)
             after = exact(measure_selection(bench, chosen, range(len(cases))))
             fall = 100 * (metrics.mean(before) - metrics.mean(after))
-            found[name] = Watched(fall, _watch(running, store, cases))
+            by_answers = _watch_answers(setup, running, cases)
+            found[name] = Watched(fall, by_answers, _watch_audits(running, store, cases))
             say(f"{name}: {found[name]}")
-    return found
+    return found, clean
+
+
+def _watch_answers(setup: Setup, running: LocalEngine, cases: Sequence[Case]) -> int | None:
+    """As `_watch`, without audits: shadowing is given a store that holds the report and no chunk."""
+    _, apart = _fresh_store()
+    reports.publish(apart, reports.read(_report(setup)))
+    return _watch(running, apart, cases)
+
+
+def _watch_audits(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> int | None:
+    """As `_watch`, without comparing answers."""
+    return _watch(running, store, cases, Audits(running))
+
+
+def _clean_errors(setup: Setup, running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> Figure:
+    """The largest error of sound chunks as a share of their codec's tolerance."""
+    space = running.space(NAMESPACE)
+    found = {
+        chunk.key: chunk
+        for case in cases
+        for chunk in find_stored_chunks(store, space, case.prompt.token_ids, case.prompt.spans)
+    }
+    by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
+    shares, details = [], []
+    for codec in Codec:
+        count = AUDITED if codec is Codec.RAW else AUDITED // 10
+        audited = [*found.values()][: count // 10 if setup.quick else count]
+        for chunk in audited:
+            put_back(store, by_key[chunk.key], codec)
+        worst = max(_worst_error(running, chunk) for chunk in audited)
+        shares.append(worst / tolerance_of(codec))
+        details.append(f"{codec.name.lower()} {worst:.4f} of {tolerance_of(codec):g} ({len(audited)} chunks)")
+    say(f"sound chunks: {', '.join(details)}")
+    return Figure.at_most(
+        "audit_error_clean", max(shares), CLEAN_MAX, unit="of the tolerance", detail=", ".join(details)
+    )
+
+
+def _worst_error(running: LocalEngine, chunk: StoredChunk) -> float:
+    (answer,) = running.generate([chunk.prompt])
+    accounting = answer.accounting or {}
+    assert accounting.get("outcome") == "audited", accounting
+    return max(*accounting["audit"]["key_errors"], *accounting["audit"]["value_errors"])
 
 
 def _kinds(
@@ -175,7 +255,7 @@ def _frames_of(setup: Setup, alter: Callable[[Path], None]) -> list[Stored]:
     with start_measuring_engine(
         MeasuringEngineSpec(str(_altered_checkpoint(setup, alter)), store=url)
     ) as running:
-        keys = _save_one_by_one(running, store, _cases(running))
+        keys = _save_one_by_one(running, store, _cases(setup, running))
     by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
     return [by_key[key] for key in keys]
 
@@ -220,11 +300,17 @@ def _gated(setup: Setup, model: Path, url: str) -> Iterator[LocalEngine]:
         yield running
 
 
-def _cases(running: LocalEngine) -> list[Case]:
-    """Tasks take turns."""
-    count = SHADOWED_MAX // len(testbed.TASKS) + 1
-    asked = testbed.questions(testbed.TASKS, testbed.WATCHED_FROM, count)
-    return testbed.cases(running, asked)[:SHADOWED_MAX]
+def _cases(setup: Setup, running: LocalEngine) -> list[Case]:
+    """Tasks take turns. Prompts whose lengths the report does not cover are not blended, and left out."""
+    domain = reports.read(_report(setup)).domain
+    count = 2 * SHADOWED_MAX // len(testbed.TASKS)
+    asked = testbed.cases(running, testbed.questions(testbed.TASKS, testbed.WATCHED_FROM, count))
+    shapes = [
+        PromptShape(len(case.prompt.token_ids), tuple(span.num_tokens for span in case.prompt.spans))
+        for case in asked
+    ]
+    inside = [case for case, shape in zip(asked, shapes, strict=True) if domain.departure(shape) is None]
+    return inside[:SHADOWED_MAX]
 
 
 def _publish(setup: Setup, running: LocalEngine, store: RamStore) -> None:
@@ -233,20 +319,27 @@ def _publish(setup: Setup, running: LocalEngine, store: RamStore) -> None:
     running.refresh_gate()
 
 
-def _watch(running: LocalEngine, store: RamStore, cases: Sequence[Case]) -> int | None:
-    """Serve, shadowing everything. How many requests were shadowed until blending stopped; None if never."""
-    shadow = Shadow(running, store, running.binding, ShadowConfig(share=1.0))
+def _watch(
+    running: LocalEngine, store: RamStore, cases: Sequence[Case], audits: Audits | None = None
+) -> int | None:
+    """Serve, shadowing everything. How many requests were shadowed until blending stopped; None if never.
+
+    `audits`: what shadowing asks instead of the engine that serves.
+    """
+    shadow = Shadow(audits or running, store, running.binding, ShadowConfig(share=1.0))
     for number, case in enumerate(cases):
         params = KintsugiParams(NAMESPACE, spans=case.prompt.spans)
         prompt = shadow.prepare_prompt(f"{number}", Prompt(case.prompt.token_ids, params, max_tokens=1))
         (answer,) = running.generate([prompt])
         if (answer.accounting or {}).get("outcome") != "blended":
             return number
+        if audits is not None:
+            audits.answer = answer
         shadow.take(prompt, answer)
         shadow.run_pending()
         if shadow.counts.trips:
             return number + 1
-    say(f"nothing rang: {shadow.counts.effect}")
+    say(f"nothing rang: {shadow.counts.effect}; {shadow.counts.audited} chunks audited")
     return None
 
 
@@ -269,7 +362,7 @@ def _another_checkpoint(setup: Setup, alter: Callable[[Path], None]) -> int | No
     url, store = _fresh_store()
     with _gated(setup, setup.model, url) as running:
         _publish(setup, running, store)
-        binding, cases = running.binding, _cases(running)
+        binding, cases = running.binding, _cases(setup, running)
         bench_of(running, cases)
     with _gated(setup, _altered_checkpoint(setup, alter), url) as running:
         # What a careless operator would do: let the old report speak for the new model.
@@ -341,7 +434,7 @@ def _stale_check_layer(setup: Setup) -> int | None:
         )
         reports.publish(store, forged)
         running.refresh_gate()
-        cases = _cases(running)
+        cases = _cases(setup, running)
         bench_of(running, cases)
         return _watch(running, store, cases)
 

@@ -15,6 +15,8 @@ class Outcome(StrEnum):
 
     BLENDED = "blended"
     SAVED = "saved"
+    AUDITED = "audited"
+    """A stored chunk was prefilled again and compared; `audit` says how far they differ."""
     PREFIX_HIT = "prefix_hit"
     """The engine's own prefix cache already held everything that would have been blended."""
     DECLINED = "declined"
@@ -32,6 +34,20 @@ class LayerTiming:
     load_end_ms: float
     compute_start_ms: float
     compute_end_ms: float
+
+
+@dataclass(frozen=True)
+class ChunkAudit:
+    """How far a stored chunk is from what the engine computes for it, by layer.
+
+    An error is the L2 norm of the difference, relative to that of the engine's own; 0 where both are zero.
+    """
+
+    codec: str
+    """Name of the codec that the chunk is stored in."""
+    key_errors: list[float]
+    """Errors of keys before RoPE, as they are stored."""
+    value_errors: list[float]
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ class Accounting:
     """Per layer, with `explain` or `timeline`."""
     began_unix_s: float | None = None
     """When the pass began by the clock of the engine's host: what `timeline` counts from."""
+    audit: ChunkAudit | None = None
 
     @property
     def cost(self) -> float:
@@ -87,4 +104,6 @@ class Accounting:
         values = {name: value for name, value in vars(self).items() if value is not None}
         if self.timeline is not None:
             values["timeline"] = [dict(vars(layer)) for layer in self.timeline]
+        if self.audit is not None:
+            values["audit"] = dict(vars(self.audit))
         return {**values, "outcome": self.outcome.value, "cost": round(self.cost, 4)}

@@ -45,7 +45,15 @@ class Op(StrEnum):
 
     BLEND = "blend"
     SAVE = "save"
+    AUDIT = "audit"
+    """Prefill a stored chunk again, as a save would, and report how far the stored KV is from that. Shadowing
+    asks for it; callers of a service cannot."""
     OFF = "off"
+
+    @property
+    def prefills_chunk(self) -> bool:
+        """Whether the prompt is one chunk behind its prefix and context, and one more token."""
+        return self in (Op.SAVE, Op.AUDIT)
 
 
 class SelectorName(StrEnum):
@@ -148,8 +156,8 @@ class KintsugiParams:
         check_namespace(self.namespace)
         if self.tier and (self.op is not Op.SAVE or len(self.tier) > TIER_CHARS_MAX):
             raise InvalidField("tier", f"is for op=save alone and has at most {TIER_CHARS_MAX} characters")
-        if self.op is Op.SAVE and (self.spans is None or len(self.spans) != 1):
-            raise InvalidSpan("spans", "op=save needs exactly one span: the chunk to prefill and store")
+        if self.op.prefills_chunk and (self.spans is None or len(self.spans) != 1):
+            raise InvalidSpan("spans", f"op={self.op} needs exactly one span: the chunk to prefill")
         _ = self.options  # checks its fields
 
     @cached_property

@@ -32,7 +32,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.prompt import FormName
 from kintsugi.core.report import Binding
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.core.tokens import TokenIds
@@ -46,7 +46,7 @@ from kintsugi.engine.local import (
     transfer_config,
 )
 from kintsugi.engine.sampling import check_sampling
-from kintsugi.engine.watching import WatchedClient, Watcher, prefill_in_full
+from kintsugi.engine.watching import WatchedClient, Watcher, audit_chunk, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
 from kintsugi.models.context import NONE, encode_context
 from kintsugi.models.prompt_form import PromptForm, load_form
@@ -287,6 +287,17 @@ class AsyncEngine(EngineBackend):
         with _errors_as_ours():
             return await prefill_in_full(self.client, prompt, f"full-{self._submitted}", priority)
 
+    async def audit(self, prompt: Prompt, priority: int) -> Generation:
+        """Run the audit of a stored chunk (`engine.auditing`). Not counted as load. Raises `Unavailable`."""
+        self.check_health()
+        self._submitted += 1
+        with _errors_as_ours():
+            return await audit_chunk(self.client, prompt, f"audit-{self._submitted}", priority)
+
+    def space(self, namespace: str) -> ChunkSpace:
+        """The chunk space of a namespace's requests."""
+        return ChunkSpace(self.binding.model, namespace, self.prefix_token_ids, self._portable, self._context)
+
     def stats(self) -> LoadStats:
         return self._load.stats()
 
@@ -310,6 +321,7 @@ class AsyncEngine(EngineBackend):
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         # Serve streams from generator functions only: a method that returns a generator runs in a thread.
         self.check_health()
+        _check_op(call.params)
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -318,6 +330,7 @@ class AsyncEngine(EngineBackend):
         from vllm import TokensPrompt
 
         self.check_health()
+        _check_op(request.params)
         self._check_model(request.fingerprint)
         self._check_prompt(request.prompt_token_ids)
         sampling = self._sampling(request)
@@ -442,6 +455,12 @@ class AsyncEngine(EngineBackend):
         # vLLM closes its sockets and leaves their context to the garbage collector: two threads, and a
         # warning at whatever runs then.
         await asyncio.to_thread(client.engine_core.resources.ctx.term)
+
+
+def _check_op(params: KintsugiParams) -> None:
+    """Raises `InvalidField` for an audit: shadowing calls `AsyncEngine.audit`, and nobody else may."""
+    if params.op is Op.AUDIT:
+        raise InvalidField("op", "audit belongs to shadowing; use blend or off")
 
 
 def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:

@@ -253,6 +253,13 @@ class LocalEngine:
         """The context between the prefix and each chunk while the chunk is prefilled."""
         return tuple(self._scheduler.config.context_token_ids)
 
+    def space(self, namespace: str) -> ChunkSpace:
+        """The chunk space of a namespace's requests."""
+        config = self._scheduler.config
+        return ChunkSpace(
+            self.binding.model, namespace, self.prefix_token_ids, config.portable, self.context_token_ids
+        )
+
     @property
     def num_layers(self) -> int:
         """Decoder layers of the model."""

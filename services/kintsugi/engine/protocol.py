@@ -48,6 +48,8 @@ class SaveJob:
     chunk_end: int
     tier: str
     """The tier that the store keeps it in; empty: its client's default."""
+    is_audit: bool = False
+    """Compare the chunk with what the store holds under its key, and store nothing."""
 
 
 @dataclass(frozen=True)
@@ -124,4 +126,5 @@ def _merge(mine: Accounting, theirs: Accounting) -> Accounting:
         load_wait_ms=max(mine.load_wait_ms, theirs.load_wait_ms),
         compute_ms=max(mine.compute_ms, theirs.compute_ms),
         blend_ms=max(mine.blend_ms, theirs.blend_ms),
+        audit=mine.audit or theirs.audit,
     )

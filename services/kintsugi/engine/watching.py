@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import WEIGHTS_CHANGED
-from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op, parse_spans
 from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
 
@@ -103,7 +103,9 @@ class WatchedClient:
             return None
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
-        plain = Prompt(token_ids, KintsugiParams(params["namespace"]))
+        rows = params.get("spans")
+        spans = None if rows is None else parse_spans(rows)
+        plain = Prompt(token_ids, KintsugiParams(params["namespace"], spans=spans))
         marked = watcher.prepare_prompt(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
 
@@ -186,6 +188,20 @@ async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority
         steps.append(_best(last.outputs[0].logprobs[0], prompt.top_logprobs))
     token_ids = forced[: len(steps)] or list(last.outputs[0].token_ids)
     return _Answer(len(steps), prompt.top_logprobs, token_ids, steps).generation(last, None)
+
+
+async def audit_chunk(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
+    """Run the audit that the prompt asks for. What it computes is exact, and its own tenant may find it."""
+    assert prompt.params is not None
+    last = await _run_prefill(
+        client,
+        prompt,
+        prompt.params.namespace,
+        request_id,
+        priority,
+        extra_args={"kv_transfer_params": prompt.params.to_mapping()},
+    )
+    return _Answer(0, 0).generation(last, (last.kv_transfer_params or {}).get(PARAMS_KEY))
 
 
 async def _run_prefill(

@@ -19,6 +19,10 @@ bound holds, a wealth reaches 1/α only once in 1/α observations on average, wh
 the bound is broken, the wealth grows exponentially (e-detectors: Shin, Ramdas and Rinaldo, 2022). Several
 values of λ detect both large drifts (fast) and small ones. Observations may come from any number of engines
 in any order: the test only needs that their order does not depend on their values.
+
+Audits of stored chunks need no statistics: a chunk beyond its tolerance (`fusor.audit`) is damaged. One
+damaged chunk may be a bad disk, and dropping it is enough. `DAMAGED_MIN` different ones mean that what writes
+chunks, or keeps them, is wrong.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from functools import lru_cache
 
 from kintsugi.core.baseline import Baseline, Deviation
 from kintsugi.core.report import CalibrationReport, Noise, Thresholds
+from kintsugi.core.spaces import ChunkKey
 
 FALSE_ALARM = 5e-4
 """Rate of false alarms per shadowed request while every mean is at its bound; within the bounds it is far
@@ -72,6 +77,11 @@ SETTLED_MAX = 4000
 """Older observations that tighten the bounds."""
 SETTLED_STEP = 200
 """Observations between two updates of the bounds."""
+
+AUDITS_WINDOW = 300
+"""Latest audits in which damaged chunks are counted: five hours, at one shadowed request a minute."""
+DAMAGED_MIN = 2
+"""Different damaged chunks among them that are a reason to stop blending."""
 
 Limits = Callable[[int, Sequence[Deviation]], "Bounds"]
 """The bounds for requests of so many positions, given requests that were observed long ago."""
@@ -266,3 +276,23 @@ class DriftDetector:
     def _test(self, name: str, value: float, bound: float) -> bool:
         test = self._tests.setdefault(name, MeanBoundTest(self._alarm))
         return test.observe(value, bound)
+
+
+class DamageDetector:
+    """Counts the damaged chunks among the latest audits of one engine."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
+
+    def observe(self, key: ChunkKey, damage: str | None) -> str | None:
+        """Add an audit of the chunk; `damage` is None for a sound one. Returns a description of what is
+        wrong with the store, or None."""
+        self._latest.append(None if damage is None else (key, damage))
+        damaged = dict(one for one in self._latest if one is not None)
+        if len(damaged) < DAMAGED_MIN:
+            return None
+        examples = "; ".join(f"{key}: {damage}" for key, damage in [*damaged.items()][-DAMAGED_MIN:])
+        return (
+            f"{len(damaged)} of the latest {len(self._latest)} audited chunks are not what this model "
+            f"computes ({examples})"
+        )

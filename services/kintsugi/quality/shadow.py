@@ -5,14 +5,19 @@ request (a sampled one then asks for logprobs), `Shadow.take` with its answer, a
 whenever there is time. By then the client has its answer, which never changes. Full prefill is forced along
 the blend's own tokens, up to `ShadowConfig.positions` of them, and both sides' distributions are compared.
 
-The comparisons, and those that other engines made meanwhile (`quality.evidence`), feed a `DriftDetector`;
-when it detects drift, the report in the store is tripped and every engine that reads it stops blending.
+With each of them one stored chunk of its prompt is audited: it is prefilled again, and the stored KV is
+compared with that (`fusor.audit`). A damaged chunk is dropped from the store.
+
+The comparisons, and those that other engines made meanwhile (`quality.evidence`), feed a `DriftDetector`.
+When it detects drift, or audits have found several damaged chunks, the report in the store is tripped, and
+every engine that reads it stops blending.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 import threading
 import time
 import uuid
@@ -27,13 +32,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kintsugi.core.accounting import Outcome
+from kintsugi.core.accounting import ChunkAudit, Outcome
 from kintsugi.core.baseline import POSITIONS_MAX, Deviation
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.report import Binding, CalibrationReport
+from kintsugi.core.spaces import ChunkSpace
+from kintsugi.engine.auditing import StoredChunk, find_stored_chunks
 from kintsugi.engine.local import Generation, Prompt
+from kintsugi.fusor.audit import find_damage
 from kintsugi.quality import metrics
-from kintsugi.quality.drift import DriftDetector
+from kintsugi.quality.drift import DamageDetector, DriftDetector
 from kintsugi.quality.effect import WINDOW, Effect, measure_effect
 from kintsugi.quality.evidence import EvidencePool
 from kintsugi.quality.measure import TOP_LOGPROBS
@@ -88,6 +96,10 @@ class ShadowCounts(Collector):
     """Sum over the compared requests, in nats."""
     pooled: int = 0
     """Requests that other engines shadowed and this one took into account."""
+    audited: int = 0
+    """Stored chunks that were compared with what the engine computes for them."""
+    damaged: int = 0
+    """Those that differed by more than rounding and the codec explain, and were dropped."""
     effect: Effect | None = None
     """Over the latest shadowed requests of all engines; None before the first."""
 
@@ -96,6 +108,12 @@ class ShadowCounts(Collector):
             yield CounterMetricFamily(
                 f"kintsugi_shadow_{name}",
                 f"Shadowed requests: {name.replace('_', ' ')}",
+                value=getattr(self, name),
+            )
+        for name in ("audited", "damaged"):
+            yield CounterMetricFamily(
+                f"kintsugi_shadow_{name}",
+                f"Stored chunks that shadowing prefilled again: {name}",
                 value=getattr(self, name),
             )
         yield from _effect_gauges(self.effect)
@@ -132,6 +150,8 @@ def _add_interval(family: GaugeMetricFamily, interval: Interval, calibrated: flo
 
 class Answers(Protocol):
     """The part of `engine.local.LocalEngine` that shadowing needs."""
+
+    def space(self, namespace: str) -> ChunkSpace: ...
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
 
@@ -192,6 +212,9 @@ class Shadow:
         self._lock = threading.Lock()
         self._report: CalibrationReport | None = None
         self._detector: DriftDetector | None = None
+        self._damage = DamageDetector()
+        # Seeded, so that equal runs audit the same chunks. Callers see nothing of it.
+        self._picks = random.Random(0)
         self._pool = EvidencePool(store, binding, uuid.uuid4().hex)
         self._unshared: list[Deviation] = []
         self._latest: deque[Deviation] = deque(maxlen=WINDOW)
@@ -229,8 +252,8 @@ class Shadow:
         return len(self._pending)
 
     def run_pending(self, limit: int = 1) -> int:
-        """Shadow up to `limit` waiting answers now, at the cost of a full prefill each. Returns their
-        number."""
+        """Shadow up to `limit` waiting answers now, at the cost of a full prefill and that of one chunk each.
+        Returns their number."""
         with self._lock:
             some = [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
         if not some:
@@ -239,6 +262,8 @@ class Shadow:
         fulls = self._engine.generate([self._full_prefill_prompt(*pair) for pair in some])
         for full, (_, blend) in zip(fulls, some, strict=True):
             self._record(compare_generations(full, blend))
+        for prompt, _ in some:
+            self._audit(prompt)
         self._exchange()
         self._show_effect()
         return len(some)
@@ -270,6 +295,7 @@ class Shadow:
         if self._detector is None or current != self._report:
             self._report = current
             self._detector = DriftDetector.of(current)
+            self._damage = DamageDetector()
             self._unshared.clear()
             self._latest.clear()
             self._exchanged_s = -float("inf")
@@ -299,9 +325,61 @@ class Shadow:
         if self._detector is None or self._report is None:
             return
         reason = self._detector.observe(deviation)
-        if reason is None:
+        if reason is not None:
+            self._trip(self._report, reason)
+
+    def _audit(self, prompt: Prompt) -> None:
+        """Audit one of the chunks that the prompt's blend loaded.
+
+        Only while there is a report to trip: an engine that is itself at fault finds every chunk damaged, and
+        must not drop any more after the trip.
+        """
+        if self._detector is None or self._report is None:
             return
-        if trip(self._store, self._report, reason, self._now()):
+        try:
+            audited = self._audit_one_of(prompt)
+        except KintsugiError as error:
+            logger.warning("no chunk of a shadowed request is audited: %s", error)
+            return
+        if audited is None:
+            return
+        chunk, audit = audited
+        damage = find_damage(audit)
+        self.counts.audited += 1
+        if damage is not None:
+            self.counts.damaged += 1
+            self._drop(chunk, damage)
+        reason = self._damage.observe(chunk.key, damage)
+        if reason is not None:
+            self._trip(self._report, reason)
+
+    def _audit_one_of(self, prompt: Prompt) -> tuple[StoredChunk, ChunkAudit] | None:
+        """None if the store holds no chunk of the prompt any more, or the engine cannot compare it."""
+        assert prompt.params is not None
+        space = self._engine.space(prompt.params.namespace)
+        chunks = find_stored_chunks(self._store, space, prompt.token_ids, prompt.params.spans)
+        if not chunks:
+            return None
+        chunk = self._picks.choice(chunks)
+        (generation,) = self._engine.generate([chunk.prompt])
+        accounting = generation.accounting or {}
+        if accounting.get("outcome") != Outcome.AUDITED.value:
+            logger.warning("chunk %s is not audited: %s", chunk.key, accounting.get("reason"))
+            return None
+        return chunk, ChunkAudit(**accounting["audit"])
+
+    def _drop(self, chunk: StoredChunk, damage: str) -> None:
+        namespace = chunk.space.namespace
+        logger.error(
+            "stored chunk %s of namespace %s is damaged and dropped: %s", chunk.key, namespace, damage
+        )
+        try:
+            self._store.delete(namespace, [chunk.key])
+        except KintsugiError as error:
+            logger.warning("chunk %s may still be stored: %s", chunk.key, error)
+
+    def _trip(self, report: CalibrationReport, reason: str) -> None:
+        if trip(self._store, report, reason, self._now()):
             logger.error("BLENDING IS TURNED OFF for this model: %s; run kintsugi calibrate again", reason)
             self.counts.trips += 1
             self._detector = None

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.core.spaces import ChunkSpace
 from kintsugi.engine.asynchronous import AsyncEngine
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.gateway.fill import FILL_PRIORITY
@@ -92,7 +93,7 @@ class Shadowing:
 
 
 class _InFull:
-    """Computes full prefills for `Shadow`, which calls it from a thread that is not the loop's."""
+    """Computes full prefills and audits for `Shadow`, which calls it from a thread that is not the loop's."""
 
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -108,11 +109,16 @@ class _InFull:
             if self._answer is not None:
                 self._answer.cancel()
 
+    def space(self, namespace: str) -> ChunkSpace:
+        return self._engine.space(namespace)
+
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
-        """Raises `Unavailable` where the engine ends or does not get to it."""
+        """Full prefills, and audits where prompts have parameters. Raises `Unavailable` where the engine
+        ends or does not get to it."""
         answers = []
         for prompt in prompts:
-            answer = self._submit_answer(self._engine.answer_in_full(prompt, SHADOW_PRIORITY))
+            compute = self._engine.answer_in_full if prompt.params is None else self._engine.audit
+            answer = self._submit_answer(compute(prompt, SHADOW_PRIORITY))
             try:
                 answers.append(answer.result(ANSWER_TIMEOUT_S))
             except CancelledError:

@@ -5,6 +5,7 @@ Prints one JSON object: what each check saw. The workers are processes, so fault
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -16,10 +17,14 @@ os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
 # Two workers on one machine: without it vLLM finds fewer NUMA nodes than workers, and gives up.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
 
-from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange, LayerFrame, digests_of
 from kintsugi.core.request import SelectorName
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.engine.auditing import find_stored_chunks
 from kintsugi.engine.local import Generation, LocalEngine
 from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkStore
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -61,7 +66,7 @@ def damage(shard: Shard, manifest: ChunkManifest, layer: int, rank: int) -> None
     shard.close_reading(reading)
 
 
-def checks(engine: LocalEngine, shard: Shard) -> dict[str, Any]:
+def checks(engine: LocalEngine, shard: Shard, address: str) -> dict[str, Any]:
     chunks = chunks_of(*SIZES, seed=3)
     saves = engine.save(PREFIX, chunks, NAMESPACE)
     prompt = rag(*chunks)
@@ -82,6 +87,7 @@ def checks(engine: LocalEngine, shard: Shard) -> dict[str, Any]:
     seen["gaps"] = answer(
         ask_cold(engine, gaps.token_ids), ask_cold(engine, gaps.token_ids, gaps.params(1.0))
     )
+    seen["audits"] = audits(engine, address, prompt)
     (manifest,) = [m for m in listed(shard) if m.num_tokens == SIZES[2]]
     damage(shard, manifest, layer=2, rank=1)
     survived = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
@@ -94,6 +100,36 @@ def checks(engine: LocalEngine, shard: Shard) -> dict[str, Any]:
     )
     seen["weights changed on one rank"] = changed_on_one_rank(engine, prompt)
     return seen
+
+
+def audits(engine: LocalEngine, address: str, prompt: Rag) -> list[dict[str, Any] | None]:
+    """Of two chunks, and of the second one again with a zeroed head that only rank 1 reads when it blends."""
+    store = open_store(f"grpc://{address}")
+    try:
+        chunks = find_stored_chunks(store, engine.space(NAMESPACE), prompt.token_ids, prompt.spans)[:2]
+        sound = [one.accounting for one in engine.generate([chunk.prompt for chunk in chunks])]
+        kept = zero_last_head(store, chunks[1].key)
+        (damaged,) = engine.generate([chunks[1].prompt])
+        store.delete(NAMESPACE, [chunks[1].key])
+        assert store.put(*kept)
+    finally:
+        store.close()
+    return [*sound, damaged.accounting]
+
+
+def zero_last_head(store: ChunkStore, key: ChunkKey) -> tuple[ChunkManifest, list[bytes]]:
+    """Returns what was stored before."""
+    (manifest,) = store.lookup(NAMESPACE, [key])
+    assert manifest is not None
+    layout, heads = manifest.layout, HeadRange(0, manifest.layout.num_kv_heads)
+    stream = store.stream(NAMESPACE, [key], range(layout.num_layers), heads, 20.0)
+    frames = [bytes(frame.data) for frame in stream if isinstance(frame, LayerFrame)]
+    size = layout.head_bytes(manifest.codec, manifest.num_tokens)
+    zeroed = [frame[:-size] + bytes(size) for frame in frames]
+    digests = b"".join(digests_of(frame, size) for frame in zeroed)
+    assert store.delete(NAMESPACE, [key]) == 1
+    assert store.put(dataclasses.replace(manifest, digests=digests), zeroed)
+    return manifest, frames
 
 
 def changed_on_one_rank(engine: LocalEngine, prompt: Rag) -> list[dict[str, Any] | None]:
@@ -130,7 +166,7 @@ def main(shape: str) -> None:
             distributed_executor_backend="mp",
         )
         with engine:
-            print("RESULT " + json.dumps(checks(engine, server.shard)), flush=True)
+            print("RESULT " + json.dumps(checks(engine, server.shard, server.address)), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from kintsugi.core.accounting import ChunkAudit
 from kintsugi.core.request import SelectorName
+from kintsugi.fusor.audit import find_damage
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
@@ -112,6 +114,14 @@ def test_a_chunk_lost_on_one_rank_restarts_all(seen: dict[str, Any]) -> None:
     assert seen["after the loss"]["chunks_missed"] == 1
     assert got["same_tokens"]
     assert got["max_abs_dlogprob"] <= 0.01
+
+
+def test_an_audit_compares_the_heads_of_all_ranks(seen: dict[str, Any]) -> None:
+    *sound, damaged = seen["audits"]
+    assert [accounting["outcome"] for accounting in seen["audits"]] == ["audited"] * 3
+    assert [find_damage(ChunkAudit(**accounting["audit"])) for accounting in sound] == [None, None]
+    damage = find_damage(ChunkAudit(**damaged["audit"]))
+    assert damage is not None, damaged
 
 
 def test_weights_that_changed_on_one_rank_stop_all(seen: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def test_everything_is_read() -> None:
         ({"adaptive_mass": float("nan")}, "adaptive_mass", r"\(0, 1\]"),
         ({"adaptive_mass": True}, "kintsugi.adaptive_mass", "number"),
         ({"selector": 3}, "kintsugi.selector", "string"),
-        ({"op": "blnd"}, "kintsugi.op", "'blend', 'save' or 'off'"),
+        ({"op": "blnd"}, "kintsugi.op", "'blend', 'save', 'audit' or 'off'"),
         ({"version": 2}, "version", "is not 1"),
         ({"version": True}, "kintsugi.version", "integer"),
         ({"explain": "maybe"}, "kintsugi.explain", "boolean"),
@@ -91,6 +91,8 @@ def test_everything_is_read() -> None:
         ({"spans": [[0, 1]] * (SPANS_MAX + 1)}, "spans", f"at most {SPANS_MAX}"),
         ({"op": "save"}, "spans", "exactly one span"),
         ({"op": "save", "spans": []}, "spans", "exactly one span"),
+        ({"op": "audit"}, "spans", "op=audit needs exactly one span"),
+        ({"op": "audit", "spans": [[0, 4]], "tier": "ram"}, "tier", "op=save alone"),
         ({"op": "save", "spans": [[0, 1], [1, 2]]}, "spans", "exactly one span"),
     ],
 )
@@ -158,7 +160,7 @@ names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", fullmatch=True)
 @st.composite
 def params(draw: st.DrawFn) -> KintsugiParams:
     op = draw(st.sampled_from(Op))
-    one = op is Op.SAVE
+    one = op.prefills_chunk
     chosen = st.lists(spans, min_size=int(one), max_size=1 if one else 5).map(tuple)
     return KintsugiParams(
         namespace=draw(names),
@@ -169,7 +171,7 @@ def params(draw: st.DrawFn) -> KintsugiParams:
         adaptive_mass=draw(st.none() | st.floats(0.01, 1.0)),
         explain=draw(st.booleans()),
         timeline=draw(st.booleans()),
-        tier=draw(st.sampled_from(["", "auto", "ram", "nvme"])) if one else "",
+        tier=draw(st.sampled_from(["", "auto", "ram", "nvme"])) if op is Op.SAVE else "",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable, UnknownField
 from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, Usage
-from kintsugi.core.request import KintsugiParams
+from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.spaces import Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
+from kintsugi.engine.local import Prompt
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.store.client.ram import RamStore
@@ -170,6 +173,36 @@ def test_a_bad_request_is_refused_before_it_is_submitted(
     with pytest.raises(kind, match=field):
         asyncio.run(answer(engine_over(client), request(**changes)))
     assert client.asked == []
+
+
+AUDIT = KintsugiParams("acme", Op.AUDIT, (Span(1, 3),))
+
+
+def test_nobody_outside_the_engine_asks_for_an_audit() -> None:
+    client = ScriptedClient()
+    engine = engine_over(client)
+    with pytest.raises(InvalidField, match="audit belongs to shadowing"):
+        asyncio.run(answer(engine, dataclasses.replace(request(), params=AUDIT)))
+
+    async def ask() -> None:
+        await anext(engine.openai(OpenAICall("o", "/v1/completions", {}, AUDIT)))
+
+    with pytest.raises(InvalidField, match="audit belongs to shadowing"):
+        asyncio.run(ask())
+    assert client.asked == []
+
+
+def test_an_audit_is_behind_all_requests_and_no_load() -> None:
+    said = {"outcome": "audited", "audit": {"codec": "raw", "key_errors": [0.0], "value_errors": [0.0]}}
+    client = ScriptedClient((7,), said)
+    engine = engine_over(client)
+    audited = asyncio.run(engine.audit(Prompt([0, 5, 6, 6], AUDIT), 9))
+    assert audited.accounting == said
+    ((prompt, sampling, _, more),) = client.asked
+    assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([0, 5, 6, 6], "acme")
+    assert sampling.extra_args["kv_transfer_params"] == AUDIT.to_mapping()
+    assert not sampling.skip_reading_prefix_cache, "the connector declines such requests"
+    assert more["priority"] == 9
 
 
 def test_chunks_are_saved_one_by_one_and_fail_one_by_one() -> None:

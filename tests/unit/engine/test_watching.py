@@ -142,6 +142,15 @@ def test_what_cannot_be_compared_with_what_was_calibrated_is_left_alone(
     assert watcher.taken == []
 
 
+@pytest.mark.parametrize("spans", [None, (Span(0, 2), Span(2, 3))])
+def test_a_watcher_knows_the_chunks_of_a_prompt(spans: tuple[Span, ...] | None) -> None:
+    client, watcher = WatchedClient(ScriptedClient(), LoadMeter()), Noting()
+    client.watcher = watcher
+    ask(client, sampling(KintsugiParams("acme", spans=spans)))
+    ((prompt, _),) = watcher.taken
+    assert prompt.params == KintsugiParams("acme", spans=spans)
+
+
 @pytest.mark.parametrize(("max_logprobs", "watched"), [(20, True), (-1, True), (19, False)])
 def test_no_more_logprobs_are_asked_for_than_the_engine_gives(max_logprobs: int, watched: bool) -> None:
     client, watcher = WatchedClient(ScriptedClient(max_logprobs), LoadMeter()), Noting()

@@ -8,15 +8,22 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kintsugi.core.accounting import Accounting, ChunkAudit, Outcome
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
+from kintsugi.core.report import CalibrationReport, Thresholds
 from kintsugi.core.request import Op
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.quality.measure import Case
 from kintsugi.quality.questions import Question
+from kintsugi.store.client.ram import RamStore
+from tests.unit.core.test_report import BINDING, DOMAIN, QUIET, SEARCH, entry
 
 VOCABULARY = 8
 RIGHT = 5
+LAYOUT = KVLayout(1, 1, 2, "float32")
 
 
 class WordTokenizer:
@@ -51,12 +58,18 @@ class FakeEngine:
         self.save_outcome: dict[str, Any] = {"outcome": "saved"}
         self.finish_reason = "length"
         self.right_from = lambda selection, index: selection.ratio >= 0.15 or index % 2 == 0
+        self.error_of = lambda token_ids: 0.0
+        """By a chunk's tokens behind the prefix, how far an audit finds its values off."""
+        self.audited: list[Prompt] = []
 
     def plan_with(self, selection: Selection) -> None:
         self.selection = selection
 
     def reset_prefix_cache(self) -> None:
         pass
+
+    def space(self, namespace: str) -> ChunkSpace:
+        return ChunkSpace(ModelFingerprint.of({"model": "fake"}), namespace, (0,))
 
     def save(
         self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
@@ -71,10 +84,17 @@ class FakeEngine:
     def _answer(self, prompt: Prompt) -> Generation:
         if prompt.params is None:
             return self._finish(answer(self.full_token, 0.99, None, prompt))
+        if prompt.params.op is Op.AUDIT:
+            return self._audit(prompt)
         assert prompt.params.op is Op.BLEND
         right = self.right_from(self.selection, prompt.token_ids[-1])
         accounting = {**self.accounting, "cost": self.selection.ratio}
         return self._finish(answer(self.full_token if right else 2, 0.99, accounting, prompt))
+
+    def _audit(self, prompt: Prompt) -> Generation:
+        self.audited.append(prompt)
+        audit = ChunkAudit("raw", [0.0, 0.0], [0.0, self.error_of(tuple(prompt.token_ids[1:-1]))])
+        return answer(1, 0.9, Accounting(Outcome.AUDITED, audit=audit).to_mapping())
 
     def _finish(self, generation: Generation) -> Generation:
         return dataclasses.replace(generation, finish_reason=self.finish_reason)
@@ -96,3 +116,16 @@ def answer(
         num_cached_tokens=0,
         accounting=accounting,
     )
+
+
+def good_report() -> CalibrationReport:
+    return CalibrationReport.of(
+        BINDING, "2026-01-01T00:00:00+00:00", "test", 1, QUIET, Thresholds(), DOMAIN, SEARCH, [entry()]
+    )
+
+
+def put_chunk(store: RamStore, space: ChunkSpace, chunk: Sequence[int]) -> None:
+    """A chunk whose frames say nothing."""
+    frames = [bytes(LAYOUT.frame_bytes(Codec.RAW, len(chunk)))]
+    key = ChunkKey.of(space, chunk)
+    store.put(ChunkManifest.of(space, key, None, len(chunk), LAYOUT, Codec.RAW, frames), frames)

@@ -9,8 +9,11 @@ import pytest
 
 from kintsugi.core.baseline import Baseline, Deviation
 from kintsugi.core.report import Noise, Thresholds
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.quality.drift import (
+    AUDITS_WINDOW,
     RECENT,
+    DamageDetector,
     DriftDetector,
     baseline_bounds,
     threshold_bounds,
@@ -150,3 +153,30 @@ def test_limits_by_hand() -> None:
         upper_mean([float(picks.random() < 0.02) for _ in range(300)], 1.0) >= 0.02 for _ in range(400)
     )
     assert covered / 400 > 0.8
+
+
+KEYS = [ChunkKey(bytes([number] * 32)) for number in range(3)]
+
+
+def test_one_damaged_chunk_is_no_reason_to_stop() -> None:
+    detector = DamageDetector()
+    assert [detector.observe(KEYS[0], "zero") for _ in range(5)] == [None] * 5, "the same one"
+    assert not any(detector.observe(KEYS[1], None) for _ in range(AUDITS_WINDOW))
+
+
+def test_two_damaged_chunks_are_one_within_the_window() -> None:
+    detector = DamageDetector()
+    detector.observe(KEYS[0], "zero")
+    assert not any(detector.observe(KEYS[1], None) for _ in range(AUDITS_WINDOW - 2))
+    reason = detector.observe(KEYS[2], "half")
+    assert reason is not None
+    assert f"2 of the latest {AUDITS_WINDOW} audited chunks" in reason
+    assert f"{KEYS[0]}: zero; {KEYS[2]}: half" in reason
+    assert detector.observe(KEYS[1], None) is None, "the first has left the window"
+
+
+def test_a_store_that_did_not_take_the_trip_is_told_again() -> None:
+    detector = DamageDetector()
+    reasons = [detector.observe(KEYS[number % 2], "zero") for number in range(2)]
+    assert [reason is not None for reason in reasons] == [False, True]
+    assert detector.observe(KEYS[2], None) is not None

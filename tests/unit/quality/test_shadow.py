@@ -7,17 +7,18 @@ import itertools
 import logging
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kintsugi.core.baseline import Baseline, Deviation
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.gate import decide
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import CalibrationReport, Noise, Thresholds
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ModelFingerprint
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span
 from kintsugi.engine.local import Prompt
 from kintsugi.quality.drift import DriftDetector, threshold_bounds
 from kintsugi.quality.evidence import evidence_name
@@ -25,16 +26,10 @@ from kintsugi.quality.reports import fetch_report, publish, trip
 from kintsugi.quality.shadow import EXCHANGE_S, Shadow, ShadowConfig, compare_generations, count_positions
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING, DOMAIN, QUIET, SEARCH, entry
-from tests.unit.quality.fakes import FakeEngine, answer
+from tests.unit.quality.fakes import FakeEngine, answer, good_report, put_chunk
 
 EVERYTHING = ShadowConfig(share=1.0)
 BLENDED = {"outcome": "blended"}
-
-
-def good_report(**changes: object) -> CalibrationReport:
-    return CalibrationReport.of(
-        BINDING, "2026-01-01T00:00:00+00:00", "test", 1, QUIET, Thresholds(), DOMAIN, SEARCH, [entry()]
-    )
 
 
 @pytest.fixture
@@ -298,6 +293,124 @@ def test_the_end_of_an_answer_counts_only_where_it_is_all_there_is() -> None:
     only = dataclasses.replace(answer(5, 0.9, BLENDED), finish_reason="stop")
     assert [count_positions(one, 32) for one in (whole, ended, only)] == [3, 2, 1]
     assert count_positions(whole, 2) == 2
+
+
+AUDITED = [(number, number) for number in range(10, 16)]
+"""Chunks of two tokens."""
+
+
+def shadow_chunks(shadow: Shadow, chunks: Sequence[tuple[int, ...]]) -> None:
+    """Shadow a blend of these chunks."""
+    token_ids = [0, *(token for chunk in chunks for token in chunk), 7]
+    spans = tuple(Span(1 + 2 * n, 3 + 2 * n) for n in range(len(chunks)))
+    marked = shadow.prepare_prompt("a", Prompt(token_ids, KintsugiParams("acme", spans=spans)))
+    assert shadow.take(marked, answer(5, 0.99, BLENDED))
+    assert shadow.run_pending() == 1
+
+
+@pytest.fixture
+def engine(store: RamStore) -> FakeEngine:
+    engine = FakeEngine()
+    for chunk in AUDITED:
+        put_chunk(store, engine.space("acme"), chunk)
+    return engine
+
+
+def test_one_chunk_of_each_shadowed_request_is_audited(store: RamStore, engine: FakeEngine) -> None:
+    registry = CollectorRegistry()
+    shadow = Shadow(engine, store, BINDING, EVERYTHING, registry=registry)
+    for _ in range(40):
+        shadow_chunks(shadow, AUDITED)
+    assert (shadow.counts.audited, shadow.counts.damaged, shadow.counts.trips) == (40, 0, 0)
+    assert registry.get_sample_value("kintsugi_shadow_audited_total") == 40
+    assert registry.get_sample_value("kintsugi_shadow_damaged_total") == 0
+    audited = Counter(tuple(one.token_ids[1:-1]) for one in engine.audited)
+    assert set(audited) == set(AUDITED), "each of them some time"
+    assert all(one.params is not None and one.params.namespace == "acme" for one in engine.audited)
+
+
+def test_a_damaged_chunk_is_dropped_and_a_second_one_trips_the_report(
+    store: RamStore, engine: FakeEngine
+) -> None:
+    damaged = AUDITED[:2]
+    engine.error_of = lambda token_ids: float(token_ids in damaged)
+    registry = CollectorRegistry()
+    shadow = Shadow(engine, store, BINDING, EVERYTHING, registry=registry)
+    keys = [ChunkKey.of(engine.space("acme"), chunk) for chunk in AUDITED]
+    shadow_chunks(shadow, AUDITED[:1])
+    assert [manifest is None for manifest in store.lookup("acme", keys)] == [True] + 5 * [False]
+    shadow_chunks(shadow, AUDITED[:1])
+    assert (shadow.counts.audited, shadow.counts.trips) == (1, 0), "it is a miss now"
+    shadow_chunks(shadow, AUDITED[2:3])
+    shadow_chunks(shadow, AUDITED[1:2])
+    assert (shadow.counts.audited, shadow.counts.damaged, shadow.counts.trips) == (3, 2, 1)
+    assert registry.get_sample_value("kintsugi_shadow_damaged_total") == 2
+    report = fetch_report(store, BINDING)
+    assert report is not None
+    assert report.tripped is not None
+    assert "2 of the latest 3 audited chunks are not what this model computes" in report.tripped.reason
+    assert "the values of layer 1 are off by 100%" in report.tripped.reason
+
+
+def test_after_a_trip_no_chunk_is_dropped_any_more(store: RamStore, engine: FakeEngine) -> None:
+    """To an engine that computes wrongly, every chunk is damaged."""
+    engine.error_of = lambda token_ids: 1.0
+    shadow = Shadow(engine, store, BINDING, EVERYTHING)
+    for chunk in AUDITED:
+        shadow_chunks(shadow, [chunk])
+    assert (shadow.counts.damaged, store.stats().chunks) == (2, len(AUDITED) - 2)
+    publish(store, good_report())
+    shadow_chunks(shadow, AUDITED[4:5])
+    assert (shadow.counts.damaged, shadow.counts.trips) == (3, 1), "a new report, and a new count"
+
+
+def test_one_damaged_chunk_that_comes_back_is_no_trip(store: RamStore, engine: FakeEngine) -> None:
+    engine.error_of = lambda token_ids: 1.0
+    shadow = Shadow(engine, store, BINDING, EVERYTHING)
+    for _ in range(5):
+        put_chunk(store, engine.space("acme"), AUDITED[0])
+        shadow_chunks(shadow, AUDITED[:1])
+    assert (shadow.counts.damaged, shadow.counts.trips) == (5, 0)
+
+
+def test_an_audit_that_fails_costs_no_comparison(
+    store: RamStore, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stubborn(RamStore):
+        def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+            raise Unavailable("a shard is away")
+
+    def never(token_ids: tuple[int, ...]) -> float:
+        raise Unavailable("the engine is busy")
+
+    stubborn = Stubborn()
+    publish(stubborn, good_report())
+    for chunk in AUDITED:
+        put_chunk(stubborn, engine.space("acme"), chunk)
+    shadow = Shadow(engine, stubborn, BINDING, EVERYTHING)
+    engine.error_of = never
+    shadow_chunks(shadow, AUDITED[:1])
+    assert (shadow.counts.compared, shadow.counts.audited) == (1, 0)
+    engine.error_of = lambda token_ids: 1.0
+    for chunk in AUDITED[:2]:
+        shadow_chunks(shadow, [chunk])
+    assert (shadow.counts.compared, shadow.counts.damaged, shadow.counts.trips) == (3, 2, 1)
+    assert "may still be stored" in caplog.text
+
+
+def test_chunks_of_other_namespaces_are_not_audited(store: RamStore, engine: FakeEngine) -> None:
+    put_chunk(store, engine.space("other"), (30, 30))
+    shadow = Shadow(engine, store, BINDING, EVERYTHING)
+    shadow_chunks(shadow, [(30, 30)])
+    assert (shadow.counts.compared, shadow.counts.audited, engine.audited) == (1, 0, [])
+
+
+def test_without_a_report_no_chunk_is_audited(engine: FakeEngine, store: RamStore) -> None:
+    unjudged = RamStore()
+    put_chunk(unjudged, engine.space("acme"), AUDITED[0])
+    shadow = Shadow(engine, unjudged, BINDING, EVERYTHING)
+    shadow_chunks(shadow, AUDITED[:1])
+    assert (shadow.counts.compared, engine.audited) == (1, [])
 
 
 def with_baseline(positions: int, created: str = "2026-01-03T00:00:00+00:00") -> CalibrationReport:

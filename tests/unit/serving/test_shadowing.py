@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from kintsugi.core.accounting import Accounting, ChunkAudit, Outcome
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span
 from kintsugi.engine.local import Generation, Prompt
+from kintsugi.quality.reports import publish
 from kintsugi.quality.shadow import ShadowConfig
 from kintsugi.serving import shadowing
-from kintsugi.serving.shadowing import Shadowing
+from kintsugi.serving.shadowing import SHADOW_PRIORITY, Shadowing
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING
-from tests.unit.quality.fakes import answer
+from tests.unit.quality.fakes import answer, good_report, put_chunk
 
-PROMPT = Prompt([1, 2, 3], KintsugiParams("acme"))
+PROMPT = Prompt([1, 2, 3], KintsugiParams("acme", spans=(Span(0, 2),)))
+SOUND = Accounting(Outcome.AUDITED, audit=ChunkAudit("raw", [0.0], [0.0]))
 
 
 class StubEngine:
@@ -35,6 +39,14 @@ class StubEngine:
         self.may_ask.set()
         self.may_answer = asyncio.Event()
         self.begun = self.running = 0
+        self.audits: list[int] = []
+
+    def space(self, namespace: str) -> ChunkSpace:
+        return ChunkSpace(ModelFingerprint.of({"model": "stub"}), namespace)
+
+    async def audit(self, prompt: Prompt, priority: int) -> Generation:
+        self.audits.append(priority)
+        return answer(5, 0.9, SOUND.to_mapping(), prompt)
 
     def watch(self, watcher: Any) -> None:
         self.watcher = watcher
@@ -120,6 +132,22 @@ def test_nothing_is_submitted_once_shadowing_closes() -> None:
         engine.may_ask.set()
         await closing
         assert engine.begun == 0
+
+    run(test())
+
+
+def test_a_chunk_is_audited_behind_the_answer() -> None:
+    async def test() -> None:
+        engine = StubEngine()
+        publish(engine.store, good_report())
+        put_chunk(engine.store, engine.space("acme"), PROMPT.token_ids[:2])
+        engine.may_answer.set()
+        shadowed = await started(engine)
+        while not shadowed.counts.audited:
+            await asyncio.sleep(0.001)
+        await shadowed.close()
+        assert (shadowed.counts.compared, shadowed.counts.damaged) == (1, 0)
+        assert engine.audits == [SHADOW_PRIORITY]
 
     run(test())
 

@@ -142,25 +142,25 @@ class SchedulerSide:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = self._space(params.namespace)
         prompt = TokenIds.of(request.prompt_token_ids)
-        if params.op is Op.SAVE:
+        if params.op.prefills_chunk:
             space = _saved_copy(params, space, prompt)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
         gate = self.gate.state
         planner = self.planner
-        if params.op is not Op.SAVE:
+        if not params.op.prefills_chunk:
             planner = planner.with_selection(gate.resolve(planner.selection, params.options))
         state = _State(request, params, space, planner, gate)
         if params.spans is not None:
             spans = _add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
-        if params.op is Op.SAVE:
+        if params.op.prefills_chunk:
             _check_save(params, space, prompt)
         elif not space.admits(prompt):
             raise NotBlendable("foreign_prefix", "the prompt does not start with the prefix of its chunks")
         state.ordinary_hasher = request._block_hasher
         self._states[request.request_id] = state
-        if params.op is Op.SAVE:
+        if params.op.prefills_chunk:
             # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
             # computing it; `_settle` gives the blocks their exact names.
             self._fork_behind(len(space.lead_token_ids), request, state, os.urandom(16))
@@ -226,7 +226,7 @@ class SchedulerSide:
             return 0, False
 
     def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
-        if state.params.op is Op.SAVE:
+        if state.params.op.prefills_chunk:
             return self._claim_save(state, num_computed)
         self._timing.record_admission(request)
         match = self._take_match(request, state)
@@ -376,7 +376,7 @@ class SchedulerSide:
             return
         block_ids = tuple(blocks.get_block_ids())
         state.in_flight = True
-        if state.params.op is Op.SAVE:
+        if state.params.op.prefills_chunk:
             self._metadata.saves.append(self._save_job(request, state, block_ids, num_external))
         elif state.job is not None:
             tokens = dataclasses.replace(state.job.tokens, block_ids=block_ids)
@@ -398,6 +398,7 @@ class SchedulerSide:
             span.start,
             span.end,
             state.params.tier,
+            is_audit=state.params.op is Op.AUDIT,
         )
 
     def update(self, report: WorkerReport) -> None:
@@ -453,7 +454,7 @@ class SchedulerSide:
     def _settle(self, state: _State, accounting: Accounting) -> None:
         state.in_flight = False
         state.accounting = self._with_match(state, accounting)
-        if state.params.op is Op.SAVE:
+        if state.params.op.prefills_chunk:
             # What the save pass left in the cache is the exact prefill of its tokens.
             hashing.unfork(state.request, state.ordinary_hasher)
 
@@ -559,12 +560,15 @@ def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> 
     assert params.spans is not None
     (span,) = params.spans
     if span.end >= len(prompt):
-        raise InvalidSpan("spans[0]", "op=save needs one token behind the chunk; its own KV is not kept")
+        raise InvalidSpan(
+            "spans[0]", f"op={params.op} needs one token behind the chunk; its own KV is not kept"
+        )
     if tuple(prompt[: span.start]) != space.lead_token_ids:
         behind = f"prefix of {len(space.prefix_token_ids)} tokens"
         if space.context_token_ids:
             behind += f", with or without its context of {len(space.context_token_ids)} tokens"
         raise InvalidSpan(
             "spans[0]",
-            f"op=save needs the chunk directly behind the space's {behind}, or it would see other text",
+            f"op={params.op} needs the chunk directly behind the space's {behind}; "
+            "behind other text it would be another chunk",
         )

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kintsugi.core.accounting import WEIGHTS_CHANGED, Accounting, Outcome
-from kintsugi.core.errors import KintsugiError, NotBlendable, SelfTestFailed
-from kintsugi.core.layout import ChunkManifest, HeadRange, codec_named
+from kintsugi.core.errors import KintsugiError, NotBlendable, NotFound, SelfTestFailed
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
@@ -35,6 +35,7 @@ from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
+from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
@@ -93,7 +94,8 @@ class WorkerSide:
         self._blends: dict[str, _Blend] = {}
         self._saves_waiting: list[SaveJob] = []
         self._save: _SaveBatch | None = None
-        self._puts: dict[str, tuple[Future[bool], Accounting]] = {}
+        self._puts: dict[str, Future[Accounting]] = {}
+        """Chunks on their way into the store, and audits that read theirs."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
         self._probe_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kintsugi-probe")
         self._probe: Future[LoadSample] | None = None
@@ -381,12 +383,14 @@ class WorkerSide:
                 self._fail(job.tokens.request_id, reason)
 
     def _next_saves(self) -> list[SaveJob]:
-        """As many waiting chunks as fit in one unit of every layer, at least one."""
+        """As many waiting chunks as fit in one unit of every layer, at least one; saves and audits apart."""
         jobs: list[SaveJob] = []
         tokens = 0
         while self._saves_waiting:
             size = len(self._saves_waiting[0].tokens.token_ids)
             if jobs and tokens + size > self._unit_tokens_max:
+                break
+            if jobs and jobs[0].is_audit != self._saves_waiting[0].is_audit:
                 break
             jobs.append(self._saves_waiting.pop(0))
             tokens += size
@@ -405,7 +409,9 @@ class WorkerSide:
         ]
         ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
         stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
-        work = SavePass(items, stack, self._unit_tokens_max, self._codec)
+        # What is stored is compared with exact KV, whatever codec it is in.
+        codec = Codec.RAW if jobs[0].is_audit else self._codec
+        work = SavePass(items, stack, self._unit_tokens_max, codec)
         return _SaveBatch(jobs, work, time.perf_counter(), set())
 
     def _finish_save(self, batch: _SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
@@ -416,7 +422,7 @@ class WorkerSide:
         total = sum(len(job.tokens.token_ids) for job in batch.jobs)
         share = len(job.tokens.token_ids) / total
         accounting = Accounting(
-            Outcome.SAVED,
+            Outcome.AUDITED if job.is_audit else Outcome.SAVED,
             token_layers_computed=round(batch.work.token_layers * share, 1),
             token_layers_total=round(batch.work.token_layers * share),
             compute_ms=round((time.perf_counter() - batch.started_s) * 1e3 * share, 3),
@@ -426,10 +432,10 @@ class WorkerSide:
         if rank != 0:
             self._finished[request_id] = accounting
             return
-        future = self._put_threads.submit(self._put, job, frames, accounting.compute_ms)
-        self._puts[request_id] = (future, accounting)
+        finish = self._audit if job.is_audit else self._put
+        self._puts[request_id] = self._put_threads.submit(finish, job, frames, accounting)
 
-    def _put(self, job: SaveJob, frames: list[memoryview], recompute_ms: float) -> bool:
+    def _put(self, job: SaveJob, frames: list[memoryview], accounting: Accounting) -> Accounting:
         assert self._model is not None
         manifest = ChunkManifest.of(
             job.space,
@@ -440,19 +446,33 @@ class WorkerSide:
             self._codec,
             frames,
         )
-        return self._store.put(manifest, frames, recompute_ms, job.tier)
+        self._store.put(manifest, frames, accounting.compute_ms, job.tier)
+        return accounting
+
+    def _audit(self, job: SaveJob, frames: list[memoryview], accounting: Accounting) -> Accounting:
+        """Compare what the store holds with `frames`, which are of all ranks' heads."""
+        namespace = job.space.namespace
+        (manifest,) = self._store.lookup(namespace, [job.key])
+        if manifest is None:
+            raise NotFound(f"chunk {job.key} is not stored; there is nothing to audit")
+        layout = manifest.layout
+        heads, deadline_s = HeadRange(0, layout.num_kv_heads), self._config.layer_deadline_ms / 1e3
+        stored = self._store.stream(namespace, [job.key], range(layout.num_layers), heads, deadline_s)
+        with closing(stored):
+            audit = measure_errors(manifest, stored, frames)
+        return dataclasses.replace(accounting, audit=audit, bytes_loaded=manifest.chunk_bytes)
 
     def _collect_puts(self) -> None:
-        """A save is finished once its chunk is committed, or the store refused it."""
-        for request_id, (future, accounting) in list(self._puts.items()):
+        """A save ends once its chunk is stored or refused by the store, an audit once its chunk is read."""
+        for request_id, future in list(self._puts.items()):
             if not future.done():
                 continue
             del self._puts[request_id]
             error = future.exception()
             if error is not None and not isinstance(error, KintsugiError):
-                logger.error("Storing a chunk broke", exc_info=error)
+                logger.error("Storing or auditing a chunk broke", exc_info=error)
             self._finished[request_id] = (
-                accounting
+                future.result()
                 if error is None
                 else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
             )

@@ -131,10 +131,11 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
         raise InvalidField(PARAMS_KEY, 'must be an object such as {"ratio": 0.15}')
     if "spans" in extension:
         raise InvalidField(f"{PARAMS_KEY}.spans", "are found by the gateway; mark chunks in the messages")
-    params = KintsugiParams.from_mapping({**extension, "namespace": namespace})
-    if params.op is Op.SAVE:
+    if extension.get("op") == Op.SAVE:
         raise InvalidField(f"{PARAMS_KEY}.op", "save belongs to PutChunk; use blend or off")
-    return params
+    if extension.get("op") == Op.AUDIT:
+        raise InvalidField(f"{PARAMS_KEY}.op", "audit belongs to shadowing; use blend or off")
+    return KintsugiParams.from_mapping({**extension, "namespace": namespace})
 
 
 def _messages(messages: Any, chunks: _Chunks) -> Any:

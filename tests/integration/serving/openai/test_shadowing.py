@@ -53,11 +53,15 @@ def test_a_damaged_store_trips_the_gate_through_serving(
 ) -> None:
     show = showcase()
     orders = itertools.permutations(show.chunks)
+    # The showcase is one prompt, and harder than most that were calibrated: six of it would be a drift.
+    _publish_baseline(served, Baseline.of([[0.3]] * 96, [[False]] * 96))
     served.store("sound", show.chunks)
     for order in itertools.islice(orders, HEALTHY):
         assert _asked(served, "sound", order) == "blended"
     assert _within(lambda: shadowing.counts.compared == HEALTHY)
     assert shadowing.counts.trips == 0
+    assert _within(lambda: shadowing.counts.audited == HEALTHY)
+    assert shadowing.counts.damaged == 0
 
     served.store("damaged", show.chunks)
     _damage(served, "damaged", show.chunks)
@@ -68,6 +72,7 @@ def test_a_damaged_store_trips_the_gate_through_serving(
         assert outcome == "blended"
     assert _within(lambda: registry.get_sample_value("kintsugi_shadow_trips_total") == 1)
     assert shadowing.counts.compared < HEALTHY + 60
+    assert registry.get_sample_value("kintsugi_shadow_damaged_total") == shadowing.counts.damaged > 0
     assert _within(lambda: served.run(served.engine.info()).blending.startswith("drift"))
     # The scheduler polls the report on its own.
     order = next(orders)
@@ -118,13 +123,7 @@ def test_a_prefill_along_an_answer_sees_what_prefills_of_each_beginning_see(serv
 def test_whole_answers_are_compared_where_calibration_measured_them(
     served: Served, shadowing: Shadowing
 ) -> None:
-    shipped = reports.read(BUNDLED_REPORT)
-    baseline = Baseline.of([[0.0] * 3] * 96, [[False] * 3] * 96)
-    store = open_store(served.store_url)
-    try:
-        reports.publish(store, dataclasses.replace(shipped, baseline=baseline))
-    finally:
-        store.close()
+    _publish_baseline(served, Baseline.of([[0.0] * 3] * 96, [[False] * 3] * 96))
     show, seen = showcase(), []
     served.store("whole", show.chunks)
     prefill = served.engine.answer_in_full
@@ -148,6 +147,14 @@ def test_whole_answers_are_compared_where_calibration_measured_them(
 @pytest.mark.parametrize("spec", [EngineSpec(shadow_share=0.0), EngineSpec(allow_uncalibrated=True)])
 def test_nothing_is_shadowed_without_a_share_or_a_calibration(served: Served, spec: EngineSpec) -> None:
     assert make_shadowing(spec, served.engine) is None
+
+
+def _publish_baseline(served: Served, baseline: Baseline) -> None:
+    store = open_store(served.store_url)
+    try:
+        reports.publish(store, dataclasses.replace(reports.read(BUNDLED_REPORT), baseline=baseline))
+    finally:
+        store.close()
 
 
 def _body(served: Served, chunks: tuple[str, ...], **more: object) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,11 +176,20 @@ def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide
 CONTEXT = list(range(500, 540))
 
 
-def save_of(side: SchedulerSide, name: str, lead: Sequence[int], key: ChunkKey | None = None) -> Any:
-    """A request that saves 20 tokens behind `lead`; it has been admitted."""
+class Blocks:
+    """vLLM's, of one group."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return ([1, 2, 3, 4],)
+
+
+def save_of(
+    side: SchedulerSide, name: str, lead: Sequence[int], key: ChunkKey | None = None, op: Op = Op.SAVE
+) -> Any:
+    """A request that saves or audits 20 tokens behind `lead`; it has been admitted."""
     chunk = list(range(700, 720))
     span = Span(len(lead), len(lead) + len(chunk), key)
-    params = KintsugiParams("acme", op=Op.SAVE, spans=(span,))
+    params = KintsugiParams("acme", op=op, spans=(span,))
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params.to_mapping()})
     hasher = get_request_block_hasher(BLOCK, sha256)
     request = Request(name, [*lead, *chunk, 1], sampling, None, block_hasher=hasher)
@@ -200,6 +210,25 @@ def test_a_save_is_of_the_copy_whose_tokens_stand_before_it(side: SchedulerSide)
     assert "with or without its context of 40 tokens" in foreign["reason"]
     plain = ChunkKey.of(side._space("acme").plain, list(range(700, 720)))
     assert said(side, save_of(side, "key", CONTEXT, plain))["reason"].startswith("ForeignChunkKey")
+
+
+@pytest.mark.parametrize("lead", [CONTEXT, []])
+def test_an_audit_is_a_save_that_stores_nothing(side: SchedulerSide, lead: list[int]) -> None:
+    side.config = EngineConfig(context_token_ids=CONTEXT)
+    jobs = []
+    for op in (Op.SAVE, Op.AUDIT):
+        request = save_of(side, op.value, lead, op=op)
+        assert side.get_num_new_matched_tokens(request, 0) == (len(lead) + 20, True)
+        side.update_state_after_alloc(request, Blocks(), len(lead) + 20)
+        jobs.append(side._metadata.saves.pop())
+        side.update(WorkerReport({op.value: Accounting(Outcome.SAVED)}))
+        side.request_finished(request)
+    save, audit = jobs
+    assert (save.is_audit, audit.is_audit) == (False, True)
+    tokens = dataclasses.replace(audit.tokens, request_id=save.tokens.request_id)
+    assert dataclasses.replace(audit, tokens=tokens, is_audit=False) == save
+    foreign = said(side, save_of(side, "foreign", CONTEXT[:-1], op=Op.AUDIT))
+    assert foreign["reason"].startswith("InvalidSpan: spans[0]: op=audit needs the chunk directly behind")
 
 
 def test_one_save_computes_the_context_and_the_others_wait_for_it(side: SchedulerSide) -> None:

@@ -113,9 +113,13 @@ def test_what_is_ours_and_wrong_names_its_field(body: dict[str, Any], field: str
     assert caught.value.field == field
 
 
-def test_saving_belongs_to_the_other_interface() -> None:
-    with pytest.raises(InvalidField, match="exactly one span"):
-        parsed(chat("q", kintsugi={"op": "save"}))
+@pytest.mark.parametrize(
+    ("op", "whose"), [("save", "save belongs to PutChunk"), ("audit", "audit belongs to shadowing")]
+)
+def test_chunks_are_neither_saved_nor_audited_by_a_question(op: str, whose: str) -> None:
+    with pytest.raises(InvalidField, match=whose) as caught:
+        parsed(chat("q", kintsugi={"op": op}))
+    assert caught.value.field == "kintsugi.op"
 
 
 def test_a_misspelt_constraint_names_the_nearest() -> None:

@@ -1,0 +1,52 @@
+"""The requests that audit stored chunks: of which chunk, and what they ask of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kintsugi.core.request import Op
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
+from kintsugi.core.tokens import TokenIds
+from kintsugi.engine.local import Prompt, save_prompt
+from kintsugi.engine.scheduler.matching import match_content, match_spans
+from kintsugi.store.protocol.interface import ChunkStore
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """One copy of a chunk that a store holds."""
+
+    space: ChunkSpace
+    """The space of this copy: the prepared chunk's or the plain copy's."""
+    key: ChunkKey
+    token_ids: TokenIds
+
+    @property
+    def prompt(self) -> Prompt:
+        """The request that audits it."""
+        lead, namespace = self.space.lead_token_ids, self.space.namespace
+        saving = save_prompt(lead, self.token_ids, namespace, self.key)
+        assert saving.params is not None
+        return dataclasses.replace(saving, params=dataclasses.replace(saving.params, op=Op.AUDIT))
+
+
+def find_stored_chunks(
+    store: ChunkStore, space: ChunkSpace, token_ids: Sequence[int], spans: Sequence[Span] | None
+) -> list[StoredChunk]:
+    """The copies that a blend of this prompt loads if it is asked for now, in their order. Without `spans`,
+    chunks are found by content. Blocks on the store; raises what its lookups raise."""
+    prompt = TokenIds.of(token_ids)
+    if spans is None:
+        match = match_content(store, space, prompt)
+    else:
+        keys = [ChunkKey.of(space.space_at(s.start, prompt), prompt[s.start : s.end]) for s in spans]
+        match = match_spans(
+            store, space, [Span(s.start, s.end, key) for s, key in zip(spans, keys, strict=True)]
+        )
+    return [
+        StoredChunk(space.space_at(s.start, prompt), s.key, prompt[s.start : s.end])
+        for s in match.spans
+        if s.key in match.manifests
+    ]
