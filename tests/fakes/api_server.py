@@ -16,6 +16,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,8 +160,9 @@ class FakeApiServer:
         try:
             response = web.StreamResponse()
             await response.prepare(request)
-            while (event := await stream.lines.get()) is not None:
-                await response.write(json.dumps(event).encode() + b"\n")
+            with suppress(ConnectionResetError):  # nobody listens any more
+                while (event := await stream.lines.get()) is not None:
+                    await response.write(json.dumps(event).encode() + b"\n")
             return response
         finally:
             self._streams.remove(stream)

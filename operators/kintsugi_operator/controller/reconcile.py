@@ -77,7 +77,7 @@ S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 SOON_S = 10.0
 """Seconds until the next look while something is under way."""
 LATER_S = 60.0
-"""Seconds until the next look otherwise: unwatched objects that drifted are corrected within this time."""
+"""Seconds until the next look otherwise. Changes are heard of at once: this is for the metrics of pods."""
 UNENFORCEABLE_MAX = 10_000
 
 

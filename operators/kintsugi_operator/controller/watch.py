@@ -6,10 +6,10 @@ error event but 410, ends its watcher and with it the process. Here a watch cope
 
 | the API server | the watch |
 |---|---|
-| ends the stream, or is silent for too long | reopens it at the version that it has reached |
+| ends the stream | reopens it at the version that it has reached |
 | says 410: that version is forgotten | lists again, from the database |
 | says 404: the kind is not served | logs it once, drops its objects, and asks until it is served |
-| refuses otherwise, or does not answer | keeps what it has, and tries again with growing delays |
+| refuses otherwise, or is silent for too long | keeps what it has, and tries again with growing delays |
 
 A first list may come from the API server's cache (`resourceVersion=0`) and be behind. Therefore decisions can
 be repeated without harm, or name the version that they were made from (statuses, finalizers), or are made
@@ -129,7 +129,8 @@ class Watch:
         self._shelf.problem = str(error)
         self._failures += 1
         delay_s = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (self._failures - 1))
-        if self._failures == 1 or delay_s == BACKOFF_S_MAX:
+        # A proxy may cut streams at any time, so that one which is reopened at once is no news.
+        if self._failures == (1 if self._must_list else 2) or delay_s == BACKOFF_S_MAX:
             logger.warning("%s; again in %.0f s", error, delay_s)
         return float(delay_s)
 
@@ -174,6 +175,7 @@ class Watches:
                     self._index.is_kuberay_recent = is_recent
                     self._on_change(self._index.keys())
             self._knows_kuberay.set()
+            delay_s = RECENT_S if self._index.is_kuberay_recent else MISSING_S
             with suppress(TimeoutError):
-                delay_s = RECENT_S if self._index.is_kuberay_recent else MISSING_S
-                await asyncio.wait_for(self._ray_changed.wait(), delay_s)
+                async with asyncio.timeout(delay_s):
+                    await self._ray_changed.wait()

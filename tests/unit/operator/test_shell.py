@@ -85,6 +85,26 @@ def test_no_object_is_looked_at_by_two_workers() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("steps", range(5))
+def test_a_worker_ends_even_if_something_comes_at_that_moment(steps: int) -> None:
+    async def main() -> None:
+        async def look(key: ObjectKey) -> float | None:
+            return None
+
+        queue = WorkQueue(look, asyncio.get_running_loop().time)
+        queue.add(ACME, 3600.0)
+        task = asyncio.create_task(queue.run())
+        await asyncio.sleep(0.01)
+        queue.add(ObjectKey("BlendService", "team", "other"), 3600.0)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        ended, _ = await asyncio.wait({task}, timeout=3)
+        assert ended
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("error", [Unavailable("no answer"), ValueError("ours")])
 def test_what_fails_is_tried_again_later_and_later(
     error: Exception, caplog: pytest.LogCaptureFixture
