@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 READS = ("get", "list", "watch")
+WRITES = ("delete", "patch", "post", "put")
 
 
 class Pulse(Collector):
@@ -20,8 +21,8 @@ class Pulse(Collector):
         self.is_leader = False
         self.looks = 0
         self.failures = 0
-        self.requests: Counter[str] = Counter()
-        """By verb: `get`, `list`, `watch`, and HTTP methods that write. The Lease's are not among them."""
+        self.requests = Counter(dict.fromkeys((*READS, *WRITES), 0))
+        """By verb. The Lease's are not among them."""
         self.waiting: Callable[[], int] = lambda: 0
 
     async def serve(self, port: int) -> web.AppRunner:
@@ -43,7 +44,7 @@ class Pulse(Collector):
     @property
     def writes(self) -> int:
         """Number of requests that may have changed the cluster."""
-        return sum(count for verb, count in self.requests.items() if verb not in READS)
+        return sum(self.requests[verb] for verb in WRITES)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, as Prometheus' client wants them."""
