@@ -503,7 +503,7 @@ def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
         "enforce_eager": True,
         "scheduling_policy": "priority",
         "enable_log_requests": False,
-        "kv_transfer_config": KVTransferConfig(**transfer_config(spec.connector)),
+        "kv_transfer_config": KVTransferConfig(**transfer_config({"audits": True, **spec.connector})),
     }
     if current_platform.is_cpu():
         arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES

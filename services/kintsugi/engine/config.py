@@ -45,6 +45,10 @@ class EngineConfig:
     """Blend without a passing report, as `ratio`, `selector` and `check_layer` say. For random weights, and
     for those who know better; `$KINTSUGI_ALLOW_UNCALIBRATED=1` does the same."""
 
+    audits: bool = False
+    """Accept requests that audit stored chunks (`op=audit`). Kintsugi's own engines set it, because their
+    callers cannot send such requests; under plain `vllm serve` everybody can."""
+
     save_only: bool = False
     """Save chunks and blend nothing: no report is read, and none is missed. For precompute's workers."""
 

@@ -157,7 +157,7 @@ class LocalEngine:
         if current_platform.is_cpu():
             arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         if extra_config is not None:
-            arguments["kv_transfer_config"] = transfer_config(extra_config)
+            arguments["kv_transfer_config"] = transfer_config({"audits": True, **extra_config})
         try:
             return LocalEngine(LLM(model=resolve_model(model), **{**arguments, **vllm_args}))
         except KintsugiError:

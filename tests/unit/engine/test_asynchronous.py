@@ -18,7 +18,7 @@ from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveS
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import Span
 from kintsugi.core.tokens import TokenIds
-from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
+from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, arguments_for
 from kintsugi.engine.local import Prompt
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
@@ -190,6 +190,11 @@ def test_nobody_outside_the_engine_asks_for_an_audit() -> None:
     with pytest.raises(InvalidField, match="audit belongs to shadowing"):
         asyncio.run(ask())
     assert client.asked == []
+
+
+def test_engines_that_keep_callers_from_auditing_accept_audits() -> None:
+    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "m", "grpc://127.0.0.1:1")
+    assert arguments_for(spec)["kv_transfer_config"].kv_connector_extra_config["audits"] is True
 
 
 def test_an_audit_is_behind_all_requests_and_no_load() -> None:

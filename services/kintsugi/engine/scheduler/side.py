@@ -136,6 +136,8 @@ class SchedulerSide:
     def _admit(self, request: Request, params: KintsugiParams) -> None:
         """Start the lookup, or raise why this request cannot be blended."""
         self._check_blendable(request)
+        if params.op is Op.AUDIT and not self.config.audits:
+            raise NotBlendable("no_audits", "this engine audits nothing for its callers")
         if request.cache_salt not in (None, params.namespace):
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
         if sum(s.lookup is not None and s.lookup.is_waiting for s in self._states.values()) >= LOOKUPS_MAX:

@@ -214,7 +214,7 @@ def test_a_save_is_of_the_copy_whose_tokens_stand_before_it(side: SchedulerSide)
 
 @pytest.mark.parametrize("lead", [CONTEXT, []])
 def test_an_audit_is_a_save_that_stores_nothing(side: SchedulerSide, lead: list[int]) -> None:
-    side.config = EngineConfig(context_token_ids=CONTEXT)
+    side.config = EngineConfig(context_token_ids=CONTEXT, audits=True)
     jobs = []
     for op in (Op.SAVE, Op.AUDIT):
         request = save_of(side, op.value, lead, op=op)
@@ -229,6 +229,11 @@ def test_an_audit_is_a_save_that_stores_nothing(side: SchedulerSide, lead: list[
     assert dataclasses.replace(audit, tokens=tokens, is_audit=False) == save
     foreign = said(side, save_of(side, "foreign", CONTEXT[:-1], op=Op.AUDIT))
     assert foreign["reason"].startswith("InvalidSpan: spans[0]: op=audit needs the chunk directly behind")
+
+
+def test_an_engine_that_anybody_may_ask_audits_nothing(side: SchedulerSide) -> None:
+    refused = said(side, save_of(side, "audit", [], op=Op.AUDIT))
+    assert (refused["outcome"], refused["reason"].split(":")[0]) == ("declined", "no_audits")
 
 
 def test_one_save_computes_the_context_and_the_others_wait_for_it(side: SchedulerSide) -> None:
