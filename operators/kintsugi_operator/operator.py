@@ -87,7 +87,10 @@ def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegist
         settings.persistence.finalizer = KOPF_FINALIZER
         settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
         settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+        # Events tell what happened to a service (`controller.events`), not which handler has run.
         settings.posting.enabled = False
+        # It logs a line for each event that a handler has taken.
+        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         # Neither CRDs nor namespaces are watched, which would need rights over the whole cluster.
         settings.scanning.disabled = True
         # Detects a connection that has died silently.
@@ -130,16 +133,22 @@ async def operate(
 ) -> None:
     """Watch and reconcile until cancelled. `login` tells kopf how to reach the API server."""
     cluster = ApiServer(client, pulse.count_write)
-    reconciler = Reconciler(cluster, Web(session), utc_now, home=settings.lease_namespace)
+    reconciler = Reconciler(
+        cluster, Web(session), utc_now, home=settings.lease_namespace, metrics=pulse.objects
+    )
 
     async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
         reconcile = reconciler.service if key.kind == BLEND_SERVICE.kind else reconciler.corpus
         try:
-            return await reconcile(key.namespace, key.name)
+            with pulse.objects.time_look(key):
+                again_s = await reconcile(key.namespace, key.name)
         except Exception:
             pulse.failures += 1
             raise
+        if again_s is None:
+            pulse.objects.forget(key)
+        return again_s
 
     await _until_served(cluster)
     queue = WorkQueue(look, time.monotonic)

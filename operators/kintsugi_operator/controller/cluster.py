@@ -53,12 +53,12 @@ POLICY = Resource("NetworkPolicy", "networkpolicies", "networking.k8s.io/v1")
 RAY_SERVICE = Resource("RayService", "rayservices", RAY_API_VERSION)
 RAY_JOB = Resource("RayJob", "rayjobs", RAY_API_VERSION)
 RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
-
+EVENT = Resource("Event", "events")
 LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
 
 OWNED = (SERVICE_ACCOUNT, CONFIG_MAP, CLAIM, SERVICE, BUDGET, POLICY, RAY_SERVICE, RAY_JOB)
 """Kinds that the operator applies."""
-BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE, LEASE)}
+BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE, EVENT, LEASE)}
 
 
 class Refused(KintsugiError):

@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kintsugi_operator.controller.object_metrics import ObjectMetrics
+
 
 class Pulse(Collector):
     """Counts, and the HTTP pages that show them."""
@@ -18,6 +20,7 @@ class Pulse(Collector):
         self.looks = 0
         self.failures = 0
         self.writes = 0
+        self.objects = ObjectMetrics()
         self.waiting: Callable[[], int] = lambda: 0
 
     async def serve(self, port: int) -> web.AppRunner:
@@ -49,6 +52,7 @@ class Pulse(Collector):
         """The metrics in Prometheus' text format."""
         registry = CollectorRegistry()
         registry.register(self)
+        registry.register(self.objects)
         return generate_latest(registry).decode()
 
     async def _healthz(self, request: web.Request) -> web.Response:

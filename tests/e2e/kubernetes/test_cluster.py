@@ -336,10 +336,11 @@ def test_a_bad_spec_leaves_what_runs_alone(team: Team, operator: Operator) -> No
     team.make(gateway={"httpPort": 8265})
     valid = team.wait_for_condition("Valid", "False")
     assert "spec.gateway.httpPort" in valid["message"]
-    assert team.condition("Ready")["status"] == "True"
+    assert team.condition("Ready")["reason"] == "InvalidSpec"
     assert applied(team) == before
     team.make()
     team.wait_for_condition("Valid", "True")
+    team.wait_for_condition("Ready", "True")
 
 
 def applied(team: Team) -> dict[tuple[str, str], tuple[str, str]]:

@@ -194,13 +194,17 @@ def test_a_bad_spec_leaves_what_runs_alone(world: World) -> None:
     valid = world.condition("Valid")
     assert (valid["status"], valid["reason"]) == ("False", "InvalidSpec")
     assert "httpPort" in valid["message"]
-    assert world.condition("Ready")["status"] == "True"
+    assert (world.condition("Ready")["status"], world.condition("Ready")["reason"]) == (
+        "False",
+        "InvalidSpec",
+    )
     for key, one in before.items():
         if key[0] != "BlendService":
             assert world.cluster.objects[key] == one
     world.make()
     world.settle()
     assert world.condition("Valid")["status"] == "True"
+    assert world.condition("Ready")["status"] == "True"
 
 
 def test_another_model_serves_only_once_it_may(world: World) -> None:
@@ -363,7 +367,7 @@ def test_deletion_drains_users_before_shards(world: World) -> None:
     assert world.cluster.named("BlendService") == []
     # What was owned went with it; volumes stay.
     left = {kind for kind, _, _ in world.cluster.objects}
-    assert left == {"PersistentVolumeClaim", "RayCluster"}
+    assert left == {"PersistentVolumeClaim", "RayCluster", "Event"}
 
 
 def test_a_lost_node_does_not_keep_a_service_from_going(world: World) -> None:
