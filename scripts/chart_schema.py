@@ -86,6 +86,9 @@ class Operator:
     """One leads; the others wait for its lease. With two or more there is a PodDisruptionBudget."""
     scope: Scope = Scope.NAMESPACE
     """Namespace: it manages this namespace and has rights in no other. Cluster: it manages all."""
+    upgrade_crds: bool = True
+    """A job before each upgrade brings the CRDs up to the chart's, and never back to an older version. While
+    it runs, it needs a ClusterRole. Turn off if others keep the CRDs."""
     cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
     """Request; it may use more."""
     memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
@@ -168,7 +171,7 @@ COMMENTS = {
     "model.path": "Empty: `name` is a hub name.",
     "network.clientNamespaces": "Where some are named, and `test.enabled`, the release's own may too.",
     "tls.secret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
-    "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
+    "gateway.tokensSecret": "Empty, and not insecure: a job makes one, with a token for `test.namespace`.",
 }
 """Additional comments for values with which the chart does more than the operator."""
 
