@@ -125,6 +125,10 @@ class Monitoring:
     interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which Prometheus selects its monitors."""
+    rules: bool = False
+    """A PrometheusRule with alerts; needs the Prometheus operator's CRDs and serviceMonitor."""
+    runbooks: str = setting("docs/ALERTS.md", minLength=1, maxLength=2048)
+    """Where docs/ALERTS.md can be read: each alert links its section there."""
     dashboard: bool = False
     """A ConfigMap with the dashboard."""
     dashboard_labels: Mapping[str, str] = field(default_factory=lambda: {"grafana_dashboard": "1"})

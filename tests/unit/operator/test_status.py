@@ -7,6 +7,7 @@ import logging
 from datetime import timedelta
 from typing import Any
 
+import kubernetes_validate
 import pytest
 
 from kintsugi.core.errors import Unavailable
@@ -223,6 +224,16 @@ def test_events_tell_what_happened_to_a_service_and_nothing_is_told_at_rest(worl
     assert reasons == ["SpecRefused", "SpecAccepted", "ServingWithoutStore", "StoreDegraded"]
     counts = {one["reason"]: one["count"] for key, one in world.cluster.objects.items() if key[0] == "Event"}
     assert (counts["Serving"], counts["StoreReady"]) == (3, 2), "what repeats is one Event that counts"
+
+
+def test_events_are_ones_that_kubernetes_takes(world: World) -> None:
+    world.up()
+    told = [one for (kind, *_), one in world.cluster.objects.items() if kind == "Event"]
+    for event in told:
+        written = {**event, "metadata": {key: event["metadata"][key] for key in ("name", "namespace")}}
+        for version in ("1.30", "1.36"):
+            kubernetes_validate.validate(written, version, strict=True)
+        assert event["involvedObject"]["uid"] == world.cluster.find("BlendService", "acme")["metadata"]["uid"]
 
 
 def test_kopf_logs_no_line_for_each_event(
