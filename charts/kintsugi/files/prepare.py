@@ -1,7 +1,7 @@
-"""What a release needs around its objects, by `KINTSUGI_ACTION`.
+"""The jobs around a release's objects, chosen by `KINTSUGI_ACTION`.
 
-crds: bring the CRDs up to this chart's; helm never upgrades what is in `crds/`. token: make a client's token
-once; one that is rendered is another one wherever helm sees no cluster. forget: delete it after the release.
+crds: upgrade the CRDs to this chart's, because helm never upgrades what is in `crds/`. token: make a client's
+token once; a rendered token would change with every rendering. forget: delete the token after the release.
 """
 
 import base64
@@ -28,11 +28,11 @@ VERSION = "kintsugi.dev/version"
 KEEP = {"helm.sh/resource-policy": "keep"}
 MERGE, APPLY = "application/merge-patch+json", "application/apply-patch+yaml"
 PAUSE_S = 5.0
-"""API servers take a changed CRD over one after the other; they give each other this time for a new one."""
+"""Wait after a change, since each API server takes over a changed CRD by itself."""
 
 
 def call(method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
-    """The object that a request returns; None where there is none. Other refusals are printed and raised."""
+    """Send a request and return the object; None if it does not exist. Print and raise other refusals."""
     token = pathlib.Path(ACCOUNT, "token").read_text(encoding="ascii").strip()
     headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Content-Type": content_type}
     data = None if body is None else json.dumps(body).encode()
@@ -49,14 +49,14 @@ def call(method: str, path: str, body: Any = None, content_type: str = "applicat
 
 
 def version_of(crd: dict[str, Any]) -> tuple[int, ...]:
-    """The version of the chart that a CRD is from; of one that names none, the lowest."""
+    """The version of the chart that a CRD comes from. A CRD that names none counts as the oldest."""
     named = (crd["metadata"].get("annotations") or {}).get(VERSION, "")
     return tuple(int(part) for part in re.findall(r"[0-9]+", named)[:3])
 
 
 def choose_crds(crds: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Any]]:
-    """Those that are to be applied. Never an older one over a newer one: another release may need that. One
-    that is missing is left to helm, or to whoever keeps the CRDs."""
+    """Select the CRDs to apply, each with its live generation. A newer live CRD stays, since another release
+    may need it. A missing CRD is left to helm, or to whoever manages the CRDs."""
     chosen = []
     for crd in crds:
         name = crd["metadata"]["name"]
@@ -65,7 +65,7 @@ def choose_crds(crds: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Any]]:
             print(f"{name} is not installed: helm install brings it")
             continue
         if version_of(live) > version_of(crd):
-            print(f"{name} is of a newer chart ({live['metadata']['annotations'][VERSION]}): it stays")
+            print(f"{name} comes from a newer chart ({live['metadata']['annotations'][VERSION]}): it stays")
             continue
         served = {version["name"] for version in crd["spec"]["versions"]}
         gone = sorted(set(live.get("status", {}).get("storedVersions") or []) - served)
@@ -78,7 +78,7 @@ def choose_crds(crds: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Any]]:
 
 
 def upgrade_crds(folder: str) -> None:
-    """Apply all CRDs, or none where the API server refuses one."""
+    """Apply all CRDs, or none if the API server refuses one."""
     crds = [json.loads(path.read_text()) for path in sorted(pathlib.Path(folder).glob("*.json"))]
     chosen = choose_crds(crds)
     has_changed = False
@@ -90,14 +90,14 @@ def upgrade_crds(folder: str) -> None:
             applied = call("PATCH", path, crd, APPLY)
             has_changed |= not dry_run and applied["metadata"].get("generation") != generation
     for crd, _ in chosen:
-        print(f"{crd['metadata']['name']} is this chart's")
+        print(f"{crd['metadata']['name']} is up to date")
     if has_changed:
         time.sleep(PAUSE_S)
 
 
 def keep_secret(folder: str, name: str, labels: dict[str, str], data: dict[str, str]) -> None:
-    """Make a Secret, or let one that is there hold `data`. Earlier charts rendered it, and helm deletes what
-    is no longer rendered unless it is told to keep it."""
+    """Create a Secret, or update an existing one to hold `data`. The annotation keeps helm from deleting a
+    Secret that an earlier chart rendered."""
     metadata: dict[str, Any] = {"annotations": KEEP, "labels": labels}
     live = call("GET", f"{folder}/{name}")
     if live is None:
@@ -113,7 +113,8 @@ def keep_secret(folder: str, name: str, labels: dict[str, str], data: dict[str, 
 
 
 def make_token(folder: str, wanted: dict[str, Any]) -> None:
-    """One Secret with a token for clients, one with its digest for the gateway. An existing token stays."""
+    """Make one Secret with a token for clients and one with its digest for the gateway. Keep a token that
+    exists."""
     live = call("GET", f"{folder}/{wanted['client']}") or {}
     kept = (live.get("data") or {}).get("token")
     token = base64.b64decode(kept).decode() if kept else f"kg_{secrets.token_urlsafe(32)}"
