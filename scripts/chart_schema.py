@@ -86,6 +86,9 @@ class Operator:
     """One leads; the others wait for its lease. With two or more there is a PodDisruptionBudget."""
     scope: Scope = Scope.NAMESPACE
     """Namespace: it manages this namespace and has rights in no other. Cluster: it manages all."""
+    upgrade_crds: bool = True
+    """A job before each upgrade brings the CRDs up to the chart's, and never back to an older version. While
+    it runs, it needs a ClusterRole. Turn off if others keep the CRDs."""
     cpu: str = setting("50m", pattern=QUANTITY, maxLength=32)
     """Request; it may use more."""
     memory: str = setting("128Mi", pattern=QUANTITY, maxLength=32)
@@ -122,6 +125,10 @@ class Monitoring:
     interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which Prometheus selects its monitors."""
+    rules: bool = False
+    """A PrometheusRule with alerts; needs the Prometheus operator's CRDs and serviceMonitor."""
+    runbooks: str = setting("docs/ALERTS.md", minLength=1, maxLength=2048)
+    """Where docs/ALERTS.md can be read: each alert links its section there."""
     dashboard: bool = False
     """A ConfigMap with the dashboard."""
     dashboard_labels: Mapping[str, str] = field(default_factory=lambda: {"grafana_dashboard": "1"})
@@ -168,7 +175,7 @@ COMMENTS = {
     "model.path": "Empty: `name` is a hub name.",
     "network.clientNamespaces": "Where some are named, and `test.enabled`, the release's own may too.",
     "tls.secret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
-    "gateway.tokensSecret": "Empty, and not insecure: the chart makes one with a token for `test.namespace`.",
+    "gateway.tokensSecret": "Empty, and not insecure: a job makes one, with a token for `test.namespace`.",
 }
 """Additional comments for values with which the chart does more than the operator."""
 

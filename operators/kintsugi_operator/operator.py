@@ -80,16 +80,22 @@ async def operate(
     """Watch and reconcile until cancelled. Raises whatever ends a watch or a worker."""
     index = Index(settings.namespaces)
     cluster = ApiServer(client, pulse.count_request, index.absorb)
-    reconciler = Reconciler(cluster, index, Web(session), utc_now, home=settings.lease_namespace)
+    reconciler = Reconciler(
+        cluster, index, Web(session), utc_now, home=settings.lease_namespace, metrics=pulse.objects
+    )
 
     async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
         reconcile = reconciler.service if key.kind == BLEND_SERVICE.kind else reconciler.corpus
         try:
-            return await reconcile(key.namespace, key.name)
+            with pulse.objects.time_look(key):
+                again_s = await reconcile(key.namespace, key.name)
         except Exception:
             pulse.failures += 1
             raise
+        if again_s is None:
+            pulse.objects.forget(key)
+        return again_s
 
     queue = WorkQueue(look, time.monotonic)
     pulse.waiting = lambda: len(queue)

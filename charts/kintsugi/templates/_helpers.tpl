@@ -61,6 +61,11 @@ app.kubernetes.io/component: {{ last . }}
 {{- end -}}
 {{- end }}
 
+{{/* "true" where no Secret with tokens is named, and one is wanted. */}}
+{{- define "kintsugi.makesToken" -}}
+{{- and .Values.service.enabled (not .Values.gateway.tokensSecret) (not .Values.gateway.insecure) -}}
+{{- end }}
+
 {{/* The Secret with a token that may be used; empty where the chart knows none. */}}
 {{- define "kintsugi.clientSecret" -}}
 {{- if .Values.test.tokenSecret -}}

@@ -52,7 +52,7 @@ class ServiceType(StrEnum):
 
 @dataclass(frozen=True)
 class Model(ModelSpec, ManifestSettings):
-    """What is served. Any change is a new revision: the old engines serve until the new ones may."""
+    """The model. Any change makes a new revision: the old engines serve until the new ones may."""
 
     NARROWED: ClassVar = {
         "path": {
@@ -74,14 +74,14 @@ class Model(ModelSpec, ManifestSettings):
     }
 
     volume_claim: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """A PersistentVolumeClaim with checkpoints, mounted read-only at /models."""
+    """Name of a PersistentVolumeClaim with checkpoints, mounted read-only at /models."""
     token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """A Secret whose key `token` lets the model be downloaded."""
+    """Name of a Secret whose key `token` is the access token for downloading the model."""
 
 
 @dataclass(frozen=True)
 class Replicas(Scale, ManifestSettings):
-    """How many; `min` = `max` is no autoscaling."""
+    """Bounds of autoscaling; `min` = `max`: a fixed number."""
 
     NARROWED: ClassVar = {"min": {"maximum": 1024}, "max": {"maximum": 1024}}
 
@@ -93,41 +93,44 @@ class OpenAI(OpenAISpec, ManifestSettings):
     NARROWED: ClassVar = {
         "chat_template": {
             "maxLength": 65536,
-            "description": "The template itself, or a file in the image; unset: the model's own.",
+            "description": "The chat template, or a file with it in the image; unset: the model's own.",
         },
         "tool_call_parser": {"maxLength": 64},
-        "reasoning_parser": {"maxLength": 64, "description": "vLLM's name of one."},
+        "reasoning_parser": {"maxLength": 64},
     }
 
 
 @dataclass(frozen=True)
 class Engines(EngineSettings, ManifestSettings):
-    """vLLM with our plugin, one pod each."""
+    """Engines: vLLM with the Kintsugi plugin, one pod each."""
 
     NARROWED: ClassVar = {
         "kv_cache_gib": {"minimum": 0.1},
-        "shadow_share": {
-            "description": "Of the blended requests, computed once more in full while nobody waits, to see "
-            "whether blends are still what was calibrated."
+        "shadow_per_minute": {
+            "description": "Blended requests per minute that each engine computes again in full, where "
+            "shadowShare gives fewer."
         },
         "shadow_time_share": {"minimum": 0.001},
     }
 
     replicas: Replicas = field(default_factory=Replicas)
     cpus: float = setting(4.0, minimum=0.1, maximum=1024)
-    """Cores of each pod."""
-    memory: str = setting("16Gi", pattern=QUANTITY, maxLength=32, after="cpus", description="Of each pod.")
-    gpus: int = setting(0, minimum=0, maximum=16, description="Of each pod; 0 runs vLLM on the CPU.")
+    """CPU cores of each pod."""
+    memory: str = setting("16Gi", pattern=QUANTITY, maxLength=32, after="cpus")
+    """Memory of each pod."""
+    gpus: int = setting(0, minimum=0, maximum=16)
+    """GPUs of each pod; 0: vLLM runs on the CPU."""
     gpu_resource: str = setting("nvidia.com/gpu", minLength=1, maxLength=253, after="gpus")
+    """Name of the resource by which Kubernetes counts GPUs."""
     shared_memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32, after="kv_cache_gib")
-    """/dev/shm: Ray's objects. Counts towards `memory`."""
+    """Size of /dev/shm, which holds Ray's objects. It counts towards `memory`."""
     scratch: str = setting("20Gi", pattern=QUANTITY, maxLength=32, after="shared_memory")
-    """Disk for downloads and compilation caches."""
+    """Disk of each pod for downloads and compilation caches."""
     calibrate: bool = setting(True, after="allow_uncalibrated")
-    """Calibrate a model without a report in a job of its own, and switch to a new model only after that."""
+    """Calibrate a model without a report in a job, and switch to a new model only once it is calibrated."""
     openai: OpenAI = field(default_factory=OpenAI)
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
-    """Environment variables, also of the jobs that calibrate a model or fill a corpus."""
+    """Environment variables of engines, and of the jobs that calibrate a model or fill a corpus."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -144,28 +147,27 @@ class Tier(ManifestSettings):
     )
 
     name: str = setting(maxLength=20, pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9])?$")
+    """Name of the tier, which becomes part of its volumes' names."""
     gib: float = setting(minimum=1, maximum=1048576)
+    """Size of the tier in each shard, in GiB. It may grow, but not shrink."""
     storage_class: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """Empty: the cluster's default."""
+    """Storage class of the tier's volumes; empty: the cluster's default."""
 
 
 @dataclass(frozen=True)
 class Volumes(ManifestSettings):
-    """What shards keep their chunks on."""
+    """Volumes that shards keep their data and tiers on."""
 
     RULES = (Rule(this.kind == before.kind, "volumes keep their kind: make a new service"),)
 
     kind: VolumeKind = VolumeKind.PERSISTENT
+    """`Persistent`: claims that outlive pods and upgrades. `Ephemeral`: volumes that go with their pod."""
     retain: bool = True
-    """Whether persistent volumes outlive the service."""
+    """Keep persistent volumes when the service is deleted."""
     data_gib: float = setting(1.0, minimum=0.1, maximum=1024)
-    """Identity, catalog of reports."""
-    storage_class: str = setting(
-        "",
-        pattern=OPTIONAL_NAME,
-        maxLength=253,
-        description="Of the data volume; empty: the cluster's default.",
-    )
+    """Size in GiB of each shard's data volume, which holds its identity and calibration reports."""
+    storage_class: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """Storage class of the data volumes; empty: the cluster's default."""
 
 
 @dataclass(frozen=True)
@@ -179,30 +181,34 @@ class Store(StoreSettings, ManifestSettings):
         "ram_gib": {"minimum": 0.1, "maximum": 65536},
     }
 
-    cpus: float = setting(1.0, minimum=0.1, maximum=1024, description="Of each shard.")
+    cpus: float = setting(1.0, minimum=0.1, maximum=1024)
+    """CPU cores of each shard."""
     tiers: tuple[Tier, ...] = setting((), maxItems=8, mapKey="name", after="ram_gib")
-    """Fastest first, below RAM."""
+    """SSD tiers of each shard below RAM, the fastest first."""
     volumes: Volumes = setting(Volumes, after="tiers")
     image: Image | None = None
-    """Unset: the service's image as it was when the store was made. Shards restart, one at a time, only when
-    this or a figure of theirs changes."""
+    """Image of shards; unset: the service's image as it was when the store was made. Shards restart one at a
+    time when it changes."""
     ray_version: str = setting("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
-    """The one in the store's image; unset: as the service's was when the store was made."""
+    """Version of Ray in the shards' image; empty: the service's `rayVersion` when the store was made."""
     tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """A Secret with ca.crt, tls.crt and tls.key: shards and their clients show each other certificates."""
+    """Name of a Secret with ca.crt, tls.crt and tls.key for mutual TLS between shards and their clients;
+    empty: plaintext."""
     tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
-    """The DNS name that tls.crt is for: pods are called by addresses that nobody knows beforehand."""
+    """DNS name that tls.crt is issued for. All shards show the same certificate."""
     insecure: bool = False
-    """Plaintext, and no NetworkPolicies around it either."""
+    """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
     placement: ShardPlacement = ShardPlacement.APART
+    """`BesideEngines`: preferably on nodes with engines. `Apart`: preferably on nodes without engines or
+    other shards."""
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
-    """Environment variables of shards. They restart, one at a time, when these change."""
+    """Environment variables of shards. Shards restart one at a time when these change."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
 @dataclass(frozen=True)
 class Gateways(GatewaySettings, ManifestSettings):
-    """gRPC and HTTP front end."""
+    """The gateway: gRPC and HTTP front end."""
 
     NARROWED: ClassVar = {
         "replicas": {"maximum": 64},
@@ -212,21 +218,17 @@ class Gateways(GatewaySettings, ManifestSettings):
     RULES = (Rule(this.grpc_port != this.http_port, "grpcPort and httpPort must differ", "http_port"),)
 
     cpus: float = setting(1.0, minimum=0.1, maximum=64)
+    """CPU cores of each gateway's pod."""
     memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32, after="cpus")
+    """Memory of each gateway's pod."""
     service_type: ServiceType = setting(ServiceType.CLUSTER_IP, after="http_port")
-    tokens_secret: str = setting(
-        "",
-        pattern=OPTIONAL_NAME,
-        maxLength=253,
-        after="service_type",
-        description="A Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces.",
-    )
-    """A Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces, as JSON despite its
-    name."""
+    """Type of the gateway's Services: ClusterIP, NodePort or LoadBalancer."""
+    tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253, after="service_type")
+    """Name of a Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces, as JSON."""
     insecure: bool = setting(False, after="tokens_secret")
-    """Serve without tokens."""
+    """Serve without tokens: anybody who reaches the gateway may use every namespace."""
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
-    """Environment variables, OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT among them: see `network.egress`."""
+    """Environment variables of gateways, such as OTEL_EXPORTER_OTLP_ENDPOINT (see `network.egress`)."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -235,44 +237,44 @@ class Tls(ManifestSettings):
     """Certificates of the gateway."""
 
     secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """A Secret with tls.crt and tls.key; empty: plaintext."""
+    """Name of a Secret with tls.crt and tls.key; empty: plaintext."""
     require_client: bool = False
-    """Clients must show a certificate that the Secret's ca.crt has signed."""
+    """Require clients to show a certificate that the Secret's ca.crt has signed."""
 
 
 @dataclass(frozen=True)
 class Egress(ManifestSettings):
-    """Something outside that may be called."""
+    """A destination that engines, gateways and jobs may call."""
 
     RULES = (
         Rule((this.namespace == "") | (this.cidr == ""), "name a namespace or a cidr, not both", "cidr"),
     )
 
-    ports: tuple[int, ...] = setting(
-        minItems=1, maxItems=32, items={"minimum": 1, "maximum": 65535}, description="Of TCP."
-    )
+    ports: tuple[int, ...] = setting(minItems=1, maxItems=32, items={"minimum": 1, "maximum": 65535})
+    """TCP ports."""
     namespace: str = setting("", pattern=OPTIONAL_LABEL, maxLength=63)
-    """Its pods; without this and `cidr`: any address."""
+    """Kubernetes namespace whose pods may be called; without this and `cidr`: any address."""
     cidr: str = setting("", pattern=CIDR, maxLength=43)
-    """Its addresses, such as 10.0.0.0/8."""
+    """Address range that may be called, such as 10.0.0.0/8."""
 
 
 @dataclass(frozen=True)
 class Network(ManifestSettings):
-    """NetworkPolicies: everything is denied but what follows."""
+    """NetworkPolicies, which deny all traffic of the service's pods except what these fields allow."""
 
     policies: bool = True
-    """Whether there are any."""
+    """Make NetworkPolicies."""
     client_namespaces: tuple[str, ...] = setting((), maxItems=64, items={"pattern": LABEL, "maxLength": 63})
-    """Namespaces that may call the gateway; empty: anybody who reaches it."""
+    """Kubernetes namespaces whose pods may call the gateway; empty: anybody who reaches it."""
     monitoring_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Whose pods may read metrics."""
+    """Kubernetes namespace whose pods may read metrics; empty: none but the operator's."""
     kuberay_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Where KubeRay's operator runs, which deploys through the dashboards of heads. Empty: this namespace."""
+    """Kubernetes namespace of KubeRay's operator, which deploys through the heads' dashboards; empty: this
+    one."""
     downloads: bool = True
-    """Whether engines and jobs may reach HTTPS outside: models and corpora."""
+    """Allow engines and jobs connections to port 443 anywhere, to download models and corpora."""
     egress: tuple[Egress, ...] = setting((), maxItems=32)
-    """What else engines, gateways and jobs may call: a collector of traces, a proxy, a bucket's endpoint."""
+    """Further destinations that engines, gateways and jobs may call, such as a trace collector or a proxy."""
 
 
 @dataclass(frozen=True)
@@ -294,12 +296,14 @@ class BlendServiceSpec(ManifestSettings):
     )
 
     model: Model
-    image: Image = setting(description="Of engines, gateway and jobs.")
+    image: Image
+    """Image of engines, gateway and jobs."""
     engines: Engines = field(default_factory=Engines)
     store: Store = field(default_factory=Store)
     gateway: Gateways = field(default_factory=Gateways)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
     ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
-    """The one in the images."""
+    """Version of Ray in the images."""
     image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})
+    """Names of Secrets in this namespace with which nodes pull the images."""

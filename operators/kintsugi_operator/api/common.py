@@ -22,7 +22,7 @@ class PullPolicy(StrEnum):
 
 @dataclass(frozen=True)
 class Toleration(ManifestSettings):
-    """As in a pod's spec."""
+    """A taint that pods tolerate, as in a pod's spec."""
 
     RULES = (
         Rule((this.key != "") | (this.operator == "Exists"), "without a key, operator must be Exists"),
@@ -30,9 +30,13 @@ class Toleration(ManifestSettings):
     )
 
     key: str = setting("", maxLength=316)
+    """Key of the taint; empty, with the operator Exists: every taint."""
     operator: str = setting("Equal", enum=["Equal", "Exists"])
+    """`Equal` compares the taint's value, `Exists` accepts any."""
     value: str = setting("", maxLength=63)
+    """Value of the taint; empty with the operator Exists."""
     effect: str = setting("", enum=["", "NoSchedule", "PreferNoSchedule", "NoExecute"])
+    """Effect of the taint; empty: every effect."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Nodes(ManifestSettings):
     selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
     """Labels that a node must have."""
     tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
+    """Taints that pods tolerate."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,13 @@ class Image(ManifestSettings):
     """A container image."""
 
     repository: str = setting(minLength=1, maxLength=255, pattern=rf"^{HOST_AND_PATH}$")
+    """Registry and repository, such as registry.example.com/kintsugi/serving-gpu."""
     tag: str = setting("latest", maxLength=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """Tag of the image."""
     digest: str = setting("", maxLength=71, pattern=r"^(sha256:[0-9a-f]{64})?$")
-    """Wins over the tag."""
+    """Digest of the image, sha256:…; takes precedence over the tag."""
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    """When nodes pull the image: Always, IfNotPresent or Never."""
 
     @property
     def reference(self) -> str:

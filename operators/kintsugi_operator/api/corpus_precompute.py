@@ -29,25 +29,34 @@ class CorpusFormat(StrEnum):
 
 @dataclass(frozen=True)
 class CorpusColumns(ManifestSettings):
-    """Where a corpus's rows hold what."""
+    """Names of the columns or keys of a row that hold a document."""
 
     text: str = setting("text", minLength=1, maxLength=255)
+    """Column with the document's text."""
     id: str = setting("id", minLength=1, maxLength=255)
+    """Column with the document's id."""
     version: str = setting("version", minLength=1, maxLength=255)
+    """Column with the document's version."""
 
 
 @dataclass(frozen=True)
 class CorpusWorkers(ManifestSettings):
-    """Engines of the job."""
+    """Engines of the job, which prefill the chunks."""
 
     replicas: int = setting(1, minimum=1, maximum=1024)
+    """Number of engines."""
     cpus: float = setting(4.0, minimum=0.1, maximum=1024)
+    """CPU cores of each engine's pod."""
     memory: str = setting("16Gi", pattern=QUANTITY, maxLength=32)
+    """Memory of each engine's pod."""
     gpus: int = setting(0, minimum=0, maximum=16)
+    """GPUs of each engine's pod; 0: vLLM runs on the CPU."""
     gpu_resource: str = setting("nvidia.com/gpu", minLength=1, maxLength=253)
+    """Name of the resource by which Kubernetes counts GPUs."""
     scratch: str = setting("20Gi", pattern=QUANTITY, maxLength=32)
+    """Disk of each engine's pod for downloads and compilation caches."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of `vllm.LLM`."""
+    """Further arguments of `vllm.LLM`, by its own names."""
     nodes: Nodes = field(default_factory=Nodes)
 
 
@@ -62,34 +71,36 @@ class CorpusPrecomputeSpec(ManifestSettings):
     )
 
     service: str = setting(minLength=1, maxLength=63, pattern=NAME)
-    """A BlendService in this namespace: its model, its image, its store."""
+    """Name of the BlendService in this namespace whose model, image and store the job uses."""
     namespace: str = setting(minLength=1, maxLength=NAMESPACE_BYTES_MAX, pattern=NAMESPACE)
-    """Tenant whose chunks they become."""
+    """Namespace of the store, and so the tenant, that the chunks belong to."""
     source: str = setting(minLength=1, maxLength=2048)
-    """File, folder or URL."""
+    """File, folder or URL of the documents."""
     volume_claim: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A PersistentVolumeClaim with documents, mounted read-only at /corpus."""
     credentials_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID."""
     format: CorpusFormat = CorpusFormat.BY_SUFFIX
+    """Format of the files: jsonl, parquet, csv, text, markdown or html; empty: by each file's suffix."""
     columns: CorpusColumns = field(default_factory=CorpusColumns)
     tokens_max: int = setting(512, minimum=1, maximum=1048576)
-    """Per chunk."""
+    """Largest size of a chunk in tokens."""
     overlap: int = setting(0, minimum=0, maximum=1048576)
-    """Tokens of a chunk that begin the next one."""
+    """Number of tokens at the end of a chunk that the next one repeats; less than tokensMax."""
     errors_share: float = setting(0.05, minimum=0, maximum=1)
-    """Documents that may fail."""
+    """Share of the documents that may fail before the job does, 0 to 1."""
     tokens_per_s: float = setting(0.0, minimum=0)
-    """Rate limit; 0: none."""
+    """Most tokens that the job prefills per second; 0: no limit."""
     workers: CorpusWorkers = field(default_factory=CorpusWorkers)
     schedule: str = setting("", maxLength=100, pattern=CRON)
-    """Cron, five fields, UTC; empty: once, and again for every new model or change of this spec."""
+    """When to fill the corpus again: cron, five fields, UTC. Empty: once, and again for every new model or
+    change of this spec."""
     suspend: bool = False
-    """Stop a running job and start none. What was prefilled stays; the job goes on from there."""
+    """Stop a running job and start none. What was prefilled stays, and the job later continues from there."""
     ttl_s: int = setting(3600, minimum=0, maximum=31536000)
-    """Seconds that a finished job stays."""
+    """Seconds after which a finished job's objects are deleted."""
     retire_old_editions: bool = False
-    """Delete, at the end of a run, chunks of models that were replaced before it began. Those of the model
-    before this one stay, for a way back."""
+    """At the end of a run, delete the chunks of models that were replaced before it began. Chunks of the
+    previous model stay, so that it can be restored."""
     ledger_gib: float = setting(1.0, minimum=0.1, maximum=1024)
-    """Volume that remembers which document has which chunks."""
+    """Size in GiB of the volume that records which document has which chunks."""

@@ -29,8 +29,10 @@ NAME_RULE = {
 COLUMNS = {
     "BlendService": [
         ("Model", "string", ".status.model"),
+        ("Valid", "string", '.status.conditions[?(@.type=="Valid")].status'),
         ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status'),
-        ("Shards", "integer", ".status.shardsReady"),
+        ("Shards", "string", ".status.shards"),
+        ("Engines", "string", ".status.engines"),
         ("Calibration", "string", ".status.calibration"),
         ("Hit rate", "number", ".status.hitRate"),
         ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason'),
@@ -38,6 +40,8 @@ COLUMNS = {
     ],
     "CorpusPrecompute": [
         ("Service", "string", ".spec.service"),
+        ("Valid", "string", '.status.conditions[?(@.type=="Valid")].status'),
+        ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status'),
         ("Phase", "string", ".status.phase"),
         ("Documents", "integer", ".status.documents"),
         ("Chunks", "integer", ".status.chunks"),
@@ -45,6 +49,24 @@ COLUMNS = {
         ("Age", "date", ".metadata.creationTimestamp"),
     ],
 }
+
+PENDING: Schema = {
+    "observedGeneration": -1,
+    "conditions": [
+        {
+            "type": "Ready",
+            "status": "Unknown",
+            "reason": "Pending",
+            "message": "no operator has looked at this object yet",
+            "lastTransitionTime": "1970-01-01T00:00:00Z",
+        }
+    ],
+}
+"""The status of an object that no operator has written to.
+
+The API server drops a status that comes with a new object, but fills defaults in whenever it reads the object
+from its storage, so that readers never see it without one. kstatus would call an object without an
+`observedGeneration` current."""
 
 
 def crds() -> dict[str, Schema]:
@@ -92,7 +114,7 @@ def _crd(kind: str, short: str, spec: type[Any], status: type[Any]) -> Schema:
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
             "spec": schema_of(spec),
-            "status": _without_defaults(schema_of(status)),
+            "status": {**_without_defaults(schema_of(status)), "default": PENDING},
         },
         "x-kubernetes-validations": [NAME_RULE],
     }

@@ -33,19 +33,22 @@ class KeyRef(ManifestSettings):
     """A key of a Secret or ConfigMap of this namespace."""
 
     name: str = setting(pattern=NAME, maxLength=253)
+    """Name of the Secret or ConfigMap."""
     key: str = setting(pattern=r"^[-._a-zA-Z0-9]+$", maxLength=253)
+    """Key whose value is used."""
 
 
 @dataclass(frozen=True)
 class FieldRef(ManifestSettings):
-    """Something of the pod itself."""
+    """A field of the pod itself."""
 
     field_path: str = setting(enum=list(FIELDS))
+    """Path of the field, such as status.podIP."""
 
 
 @dataclass(frozen=True)
 class EnvVarSource(ManifestSettings):
-    """Where a value comes from."""
+    """Where a value comes from; exactly one of the three."""
 
     RULES = (
         Rule(
@@ -55,13 +58,15 @@ class EnvVarSource(ManifestSettings):
     )
 
     secret_key_ref: KeyRef | None = None
+    """A key of a Secret in this namespace."""
     config_map_key_ref: KeyRef | None = None
+    """A key of a ConfigMap in this namespace."""
     field_ref: FieldRef | None = None
 
 
 @dataclass(frozen=True)
 class Variable(ManifestSettings):
-    """As in a container's `env`: a later one may name an earlier one, `$(NAME)`."""
+    """An environment variable, as in a container's `env`: `$(NAME)` is an earlier variable's value."""
 
     RULES = (
         Rule((this.value == "") | ~is_set(this.value_from), "give value or valueFrom, not both", "value"),
@@ -69,5 +74,7 @@ class Variable(ManifestSettings):
     )
 
     name: str = setting(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
+    """Name of the variable."""
     value: str = setting("", maxLength=8192)
+    """Value of the variable; empty where `valueFrom` gives it."""
     value_from: EnvVarSource | None = None

@@ -22,49 +22,60 @@ class ConditionStatus(StrEnum):
 class Condition(ManifestSettings):
     """A status condition, with the fields that Kubernetes' own conditions have."""
 
-    DESCRIPTION = "As Kubernetes writes them."
-
     type: str
+    """Name of the condition, such as Ready."""
     status: ConditionStatus
+    """Whether the condition holds: True, False or Unknown."""
     reason: str
+    """Why it has this status, as one word for programs."""
     message: str = setting("", maxLength=4096)
+    """Why it has this status and what to do about it, for people."""
     last_transition_time: str = setting("", format="date-time")
+    """When the status last changed."""
     observed_generation: int = 0
+    """The `metadata.generation` that the condition was determined for."""
 
 
 @dataclass(frozen=True)
 class TierStatus(ManifestSettings):
-    """One tier of all shards together."""
-
-    DESCRIPTION = "Of all shards together."
+    """Sums over one SSD tier of all shards."""
 
     name: str
+    """Name of the tier."""
     bytes_used: int = setting(format="int64")
+    """Bytes that hold chunks, in steps of 64 MiB."""
     bytes_total: int = setting(format="int64")
+    """Capacity in bytes."""
 
 
 @dataclass(frozen=True)
 class Endpoints(ManifestSettings):
-    """Where clients find what, within the cluster."""
+    """Addresses by which clients within the cluster reach the service."""
 
     grpc: str = ""
+    """host:port of the gateway's gRPC service."""
     http: str = ""
+    """URL of the gateway's OpenAI-compatible HTTP service."""
     directory: str = ""
     """`shards://` URL of the store."""
 
 
 @dataclass(frozen=True)
 class RolloutStatus(ManifestSettings):
-    """Which revision of the engines serves, and which is to."""
+    """The revision of the engines that serves, and the one that will replace it."""
 
     active: str = ""
+    """The revision that serves."""
     pending: str = ""
+    """The revision that will replace it; empty: none."""
     phase: str = "Idle"
+    """Idle, Starting, Calibrating, Warming or Blocked."""
     since: str = ""
     """When the phase began."""
     retiring: tuple[str, ...] = ()
-    """Served before; removed once what they had begun is done."""
+    """Revisions that served before. Each is removed once its requests have had time to finish."""
     retiring_since: str = ""
+    """When the latest of them stopped serving."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +83,34 @@ class BlendServiceStatus(ManifestSettings):
     """What the operator has seen and done."""
 
     observed_generation: int = 0
+    """The `metadata.generation` that this status describes; -1: no operator has looked at the object yet."""
+    shards: str = ""
+    """Ready and requested shards, such as 2/3."""
+    engines: str = ""
+    """Ready and wanted engines of the revision that serves, such as 2/3."""
     shards_ready: int = 0
+    """Number of shards with a ready pod."""
     shards_desired: int = 0
+    """Number of shards that the spec requests."""
     shard_groups: int = 0
-    """Worker groups that the store has, those without a shard included: KubeRay forgets the pods of a group
-    that is taken away."""
+    """Number of worker groups in the store, including groups without a shard: KubeRay forgets the pods of a
+    group that is removed."""
     store_image: str = ""
-    """What shards run; engine images do not change it."""
+    """Image of the shards. A new engine image does not change it."""
     engines_ready: bool = False
+    """Whether the revision that serves has a ready engine."""
     tiers: tuple[TierStatus, ...] = ()
+    """The store's SSD tiers."""
     hit_rate: float | None = None
-    """Share of chunk tokens that were found, lately."""
+    """Share of requested chunk tokens that engines found in the store since they started, 0 to 1."""
     calibration: str = ""
+    """State of the calibration job: Absent, Running, Suspended, Succeeded or Failed; Off: none is wanted."""
     model: str = ""
-    """Served now."""
+    """Name of the model that serves."""
     endpoints: Endpoints = field(default_factory=Endpoints)
     rollout: RolloutStatus = field(default_factory=RolloutStatus)
     conditions: tuple[Condition, ...] = setting((), mapKey="type")
+    """What is true of the service, why, and what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +118,28 @@ class CorpusPrecomputeStatus(ManifestSettings):
     """What the last job has done."""
 
     observed_generation: int = 0
+    """The `metadata.generation` that this status describes; -1: no operator has looked at the object yet."""
     phase: str = ""
+    """Waiting, Starting, Running, Suspended, Succeeded or Failed."""
     job: str = ""
     """Name of the RayJob."""
     run: str = ""
-    """What the job was started for: digest of this spec, the model and the tick."""
+    """What the job was started for: digest of this spec, the model and the scheduled time."""
     last_schedule_time: str = ""
+    """The scheduled time that the last job was started for."""
     last_success_time: str = ""
+    """When a job last succeeded."""
     documents: int = 0
+    """Number of documents that the last job read."""
     documents_failed: int = 0
+    """Number of documents that the last job could not read."""
     chunks: int = 0
+    """Number of chunks of those documents."""
     chunks_failed: int = 0
+    """Number of chunks that could not be prefilled or stored."""
     coverage: float | None = None
-    """Share of the corpus's chunks that the store holds."""
+    """Share of the corpus's chunks that the store holds, 0 to 1."""
     progress: float | None = None
-    """Share of the work that is done."""
+    """Share of the work that is done, 0 to 1."""
     conditions: tuple[Condition, ...] = setting((), mapKey="type")
+    """What is true of the corpus, why, and what to do about it."""

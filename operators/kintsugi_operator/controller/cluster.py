@@ -65,6 +65,7 @@ POLICY = Resource("NetworkPolicy", "networkpolicies", "networking.k8s.io/v1")
 RAY_SERVICE = Resource("RayService", "rayservices", RAY_API_VERSION)
 RAY_JOB = Resource("RayJob", "rayjobs", RAY_API_VERSION)
 RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
+EVENT = Resource("Event", "events")
 RAY_CRON_JOB = Resource("RayCronJob", "raycronjobs", RAY_API_VERSION)
 """Not used: a cluster that serves it has KubeRay 1.6 or newer."""
 
@@ -72,7 +73,7 @@ LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
 
 OWNED = (SERVICE_ACCOUNT, CONFIG_MAP, CLAIM, SERVICE, BUDGET, POLICY, RAY_SERVICE, RAY_JOB)
 """Kinds that the operator applies."""
-BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE, LEASE)}
+BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE, EVENT, LEASE)}
 
 
 class Refused(KintsugiError):

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kintsugi_operator.controller.object_metrics import ObjectMetrics
+
 READS = ("get", "list", "watch")
 WRITES = ("delete", "patch", "post", "put")
 
@@ -21,6 +23,7 @@ class Pulse(Collector):
         self.is_leader = False
         self.looks = 0
         self.failures = 0
+        self.objects = ObjectMetrics()
         self.requests = Counter(dict.fromkeys((*READS, *WRITES), 0))
         """By verb. The Lease's are not among them."""
         self.waiting: Callable[[], int] = lambda: 0
@@ -65,6 +68,7 @@ class Pulse(Collector):
         """The metrics in Prometheus' text format."""
         registry = CollectorRegistry()
         registry.register(self)
+        registry.register(self.objects)
         return generate_latest(registry).decode()
 
     async def _healthz(self, request: web.Request) -> web.Response:

@@ -29,12 +29,14 @@ from kintsugi_operator.controller.cluster import (
     Refused,
     Resource,
 )
+from kintsugi_operator.controller.events import EventRecorder
+from kintsugi_operator.controller.object_metrics import ObjectMetrics
 from kintsugi_operator.controller.scrape import Web, fetch_all, figures
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.desired.plan import Desired, plan_service, timestamp
 from kintsugi_operator.desired.shards import Action
-from kintsugi_operator.desired.teardown import next_teardown
+from kintsugi_operator.desired.teardown import DRAIN_S_MAX, next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
 from kintsugi_operator.objects.base import RAY_API_VERSION, Owner
 from kintsugi_operator.objects.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, EngineRevision
@@ -53,6 +55,7 @@ from kintsugi_operator.objects.names import (
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed import conditions as c
+from kintsugi_operator.observed.changes import Change, list_changes
 from kintsugi_operator.observed.troubles import troubles_of
 from kintsugi_operator.observed.views import (
     CorpusView,
@@ -62,6 +65,7 @@ from kintsugi_operator.observed.views import (
     corpus_view,
     digest_of,
     is_leaving,
+    is_pod_ready,
     job_view,
     label_of,
     ray_service_view,
@@ -97,10 +101,18 @@ class Reconciler:
     """Brings one object after the other to its desired state. Holds nothing that must survive a restart."""
 
     def __init__(
-        self, cluster: ApiServer, reads: Reads, web: Web, clock: Callable[[], datetime], home: str = ""
+        self,
+        cluster: ApiServer,
+        reads: Reads,
+        web: Web,
+        clock: Callable[[], datetime],
+        home: str = "",
+        metrics: ObjectMetrics | None = None,
     ) -> None:
         """`reads`: what is read at every look, without a request. `cluster` is written to, and read where a
         decision cannot be taken back. `home`: the namespace of the operator's own pods."""
+        self._events = EventRecorder(cluster, clock)
+        self._metrics = metrics or ObjectMetrics()
         self._cluster = cluster
         self._reads = reads
         self._web = web
@@ -174,8 +186,9 @@ class Reconciler:
         return LATER_S if is_done and is_at_rest else SOON_S
 
     async def _report_invalid(self, live: Manifest, before: S, error: InvalidField) -> float:
-        invalid = c.false(c.VALID, "InvalidSpec", f"{error}. Whatever runs continues unchanged")
-        await self._write_status(live, before, before, [invalid])
+        message = f"{error}. Whatever runs continues unchanged"
+        refused = [c.false(type_, "InvalidSpec", message) for type_ in (c.VALID, c.READY)]
+        await self._write_status(live, before, before, refused)
         return LATER_S
 
     async def _act_and_report(
@@ -204,6 +217,9 @@ class Reconciler:
         if step.is_done:
             finalizers = [one for one in live["metadata"]["finalizers"] if one != FINALIZER]
             await self._set_finalizers(live, finalizers)
+            drained = Change("Drained", "engines have finished, and shards have written back")
+            given_up = Change("DrainTimedOut", f"it was not drained within {DRAIN_S_MAX:.0f} s", True)
+            await self._events.record(live, [given_up if step.delete else drained])
             return None
         await self._write_status(live, before, before, [c.false(c.READY, "Draining", step.message)])
         return SOON_S
@@ -242,11 +258,7 @@ class Reconciler:
     async def _observe_cluster(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
         pods = await self._reads.list(POD, owner.namespace, selector(owner.name))
         shards = tuple(shard_pod(one) for one in pods if label_of(one, LABEL_ROLE) == "shard")
-        engines = Counter(
-            label_of(one, LABEL_REVISION)
-            for one in pods
-            if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)
-        )
+        engine_pods = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)]
         services = {label_of(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
         store = services.pop("", None)
         view = ray_service_view(store) if store is not None else None
@@ -268,7 +280,8 @@ class Reconciler:
             cluster_digest=cluster_digest,
             pods=shards,
             services={revision: ray_service_view(one) for revision, one in services.items()},
-            engines=engines,
+            engines=Counter(label_of(one, LABEL_REVISION) for one in engine_pods),
+            engines_ready=Counter(label_of(one, LABEL_REVISION) for one in engine_pods if is_pod_ready(one)),
             troubles=troubles_of(pods, self._clock()),
             revisions=dict(one for one in remembered if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
@@ -375,14 +388,18 @@ class Reconciler:
     ) -> None:
         """Write the status if it has changed; refused if somebody has changed the object since."""
         generation = int(live["metadata"].get("generation", 0))
-        now = timestamp(self._clock())
-        merged = c.merge_conditions(before.conditions, conditions or after.conditions, generation, now)
+        now = self._clock()
+        self._metrics.see(live, before.observed_generation, before.conditions, now)
+        given = conditions or after.conditions
+        merged = c.merge_conditions(before.conditions, given, generation, timestamp(now))
         written = replace(after, observed_generation=generation, conditions=merged)
         if to_manifest(written) == to_manifest(before):
             return
         metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
         status = {"apiVersion": API_VERSION, "kind": live["kind"], "status": to_manifest(written)}
         await self._cluster.apply_status({**status, "metadata": metadata})
+        self._metrics.see(live, generation, merged, self._clock())
+        await self._events.record(live, list_changes(before, written))
 
 
 def utc_now() -> datetime:

@@ -163,6 +163,8 @@ def _status(
     has_moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
     return BlendServiceStatus(
         observed_generation=before.observed_generation,
+        shards=f"{ready}/{spec.store.shards}",
+        engines=_engine_count(spec, observed, rollout.active),
         shards_ready=ready,
         shards_desired=spec.store.shards,
         engines_ready=engines_ready,
@@ -189,6 +191,13 @@ def _status(
             _ready_condition(ready, engines_ready, observed, rollout),
         ),
     )
+
+
+def _engine_count(spec: BlendServiceSpec, observed: Observed, active: str) -> str:
+    """Ready and wanted engines of the revision that serves. Ray's autoscaler makes a pod for each that it
+    wants."""
+    wanted = max(spec.engines.replicas.min, observed.engines.get(active, 0))
+    return f"{observed.engines_ready.get(active, 0)}/{wanted}"
 
 
 def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:

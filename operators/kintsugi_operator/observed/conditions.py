@@ -16,6 +16,22 @@ CALIBRATED = "Calibrated"
 ROLLED_OUT = "RolledOut"
 COMPLETE = "Complete"
 RECONCILED = "Reconciled"
+RECONCILING = "Reconciling"
+STALLED = "Stalled"
+
+STALLS = {
+    (VALID, "InvalidSpec"),
+    (SHARDS, "RestartNeeded"),
+    (CALIBRATED, "Failed"),
+    (ROLLED_OUT, "Blocked"),
+    (COMPLETE, "Failed"),
+}
+"""Type and reason of the false conditions that only a person can end."""
+UNSETTLED = (KUBERAY, RECONCILED, STORE, SHARDS, ROLLED_OUT, READY)
+"""Conditions that the operator still works on while they are not true. `Calibrated` is not among them: a
+first model serves while it is calibrated, which may take longer than a release is waited for."""
+NOT_STARTED = {(COMPLETE, "Waiting"), (COMPLETE, "Starting")}
+"""A corpus is settled once its job runs, as a Job is for kstatus."""
 
 MESSAGE_LENGTH_MAX = 4096
 
@@ -38,10 +54,39 @@ def unknown(type_: str, reason: str, message: str = "") -> Condition:
 def merge_conditions(
     before: Sequence[Condition], after: Sequence[Condition], generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """The conditions after a look, each with the time of its last change. One without news stays."""
+    """The conditions after a look, each with the time of its last change. One without news stays.
+    `Reconciling` and `Stalled` follow from the others."""
     known = {one.type: one for one in before}
-    for one in after:
+    found = {one.type: one for one in after}
+    others = [one for one in ({**known, **found}).values() if one.type not in (RECONCILING, STALLED)]
+    for one in (*after, *summarise_progress(others)):
         old = known.get(one.type)
         since = old.last_transition_time if old is not None and old.status == one.status else now
         known[one.type] = replace(one, last_transition_time=since, observed_generation=generation)
     return tuple(sorted(known.values(), key=lambda one: one.type))
+
+
+def summarise_progress(conditions: Sequence[Condition]) -> tuple[Condition, Condition]:
+    """`Reconciling` and `Stalled`, by which kstatus, and so helm 4 and Flux, tell how far an object is.
+
+    At most one of them is true: kstatus reads the first that it finds.
+    """
+    stall = next((one for one in conditions if is_false(one) and (one.type, one.reason) in STALLS), None)
+    if stall is not None:
+        return false(RECONCILING, "Stalled", f"see {stall.type}"), true(STALLED, stall.reason, stall.message)
+    busy = next((one for one in conditions if _is_under_way(one)), None)
+    if busy is None:
+        return false(RECONCILING, "Settled", ""), false(STALLED, "Settled", "")
+    message = f"{busy.type} is {busy.status}: {busy.message}"
+    return true(RECONCILING, busy.reason, message), false(STALLED, "InProgress", "")
+
+
+def is_false(condition: Condition) -> bool:
+    """Whether a condition is known not to hold."""
+    return condition.status is ConditionStatus.FALSE
+
+
+def _is_under_way(condition: Condition) -> bool:
+    if condition.type in UNSETTLED:
+        return condition.status is not ConditionStatus.TRUE
+    return (condition.type, condition.reason) in NOT_STARTED

@@ -111,6 +111,8 @@ class Observed:
     """By revision."""
     engines: Mapping[str, int] = field(default_factory=dict)
     """Number of engine pods that are not being deleted, by revision."""
+    engines_ready: Mapping[str, int] = field(default_factory=dict)
+    """Number of those engine pods that are ready, by revision."""
     revisions: Mapping[str, EngineRevision] = field(default_factory=dict)
     """Revisions that ConfigMaps remember, by name."""
     selected: str = ""
@@ -182,16 +184,21 @@ def job_view(manifest: Manifest) -> JobView:
 def shard_pod(manifest: Manifest) -> ShardPod:
     """The view of a shard's pod."""
     metadata, status = manifest["metadata"], manifest.get("status") or {}
-    conditions = {one["type"]: one["status"] for one in status.get("conditions") or []}
     index = label_of(manifest, LABEL_SHARD)
     return ShardPod(
         name=metadata["name"],
         shard=int(index) if index.isdigit() else -1,
         template=label_of(manifest, LABEL_TEMPLATE),
-        is_ready=conditions.get("Ready") == "True",
+        is_ready=is_pod_ready(manifest),
         is_leaving=is_leaving(manifest),
         address=status.get("podIP", ""),
     )
+
+
+def is_pod_ready(manifest: Manifest) -> bool:
+    """Whether a pod's readiness probes succeed."""
+    conditions = (manifest.get("status") or {}).get("conditions") or []
+    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
 
 def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:

@@ -58,8 +58,9 @@ class ModelSpec(Settings):
     name: str = ""
     """What clients call it; empty: the last part of the path."""
     dtype: str = "auto"
+    """Data type of weights and KV cache; `auto`: the checkpoint's own."""
     max_model_len: int | None = setting(None, minimum=1)
-    """Tokens."""
+    """Longest prompt and answer together, in tokens; unset: what the model allows."""
     form: str = setting("auto", enum=["auto", "chat", "plain"])
     """How prompts are written: by the chat template, or plain; `auto`: chat where the model has a template.
     Chunks are prefilled behind what the form writes before them."""
@@ -67,7 +68,7 @@ class ModelSpec(Settings):
     """The system prompt that chunks are prefilled behind, without the template's marks; unset: the
     template's own, if it has one."""
     codec: str = "raw"
-    """How chunk KV is encoded."""
+    """How chunk KV is encoded in the store: `raw` keeps every bit, the others take less room."""
     context: str = setting("none", minLength=1)
     """Natural text that chunks are prefilled behind, after the system prompt: `none`, `bundled` (the first
     two passages that ship with Kintsugi) or the path of a text file. It is the same for every tenant."""
@@ -80,7 +81,9 @@ class Scale(Settings):
     RULES = (Rule(this.min <= this.max, "min must not exceed max"),)
 
     min: int = setting(1, minimum=1)
+    """Smallest number of replicas."""
     max: int = setting(1, minimum=1)
+    """Largest number of replicas."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class OpenAISpec(Settings):
     chat_template: str | None = None
     """A file, or the template itself. None: the model's own."""
     tool_call_parser: str | None = None
-    """vLLM's name of one: the model may then be given tools to choose from."""
+    """vLLM's name of a parser of tool calls: requests may then offer tools. Unset: they may not."""
     reasoning_parser: str = ""
     """vLLM's name of a parser that separates what a model thinks from what it answers."""
 
@@ -101,11 +104,13 @@ class EngineSettings(Settings):
 
     replicas: Scale = field(default_factory=Scale)
     cpus: float = setting(1.0, minimum=0)
+    """CPU cores of each engine."""
     gpus: float = setting(0.0, minimum=0)
+    """GPUs of each engine; 0: vLLM runs on the CPU."""
     kv_cache_gib: float | None = setting(None, exclusiveMinimum=0)
-    """vLLM's own KV cache; unset leaves it to vLLM on a GPU, 2 on a CPU."""
+    """Size of vLLM's own KV cache in GiB; unset: what vLLM chooses on a GPU, 2 on a CPU."""
     allow_uncalibrated: bool = False
-    """Blend without a calibration report."""
+    """Blend without a calibration report. Answers may then be wrong."""
     shadow_share: float = setting(0.005, minimum=0, maximum=1)
     """Share of blended requests that are computed again in full while nobody waits, to see whether blends are
     still as good as when they were calibrated. 0: none."""
@@ -116,9 +121,9 @@ class EngineSettings(Settings):
     shadow_time_share: float = setting(0.05, exclusiveMinimum=0, maximum=1)
     """Largest share of an engine's time that computing again may take."""
     connector: Mapping[str, Any] = setting(dict, reserved=("store", "prefix_token_ids", "context_token_ids"))
-    """More of the plugin's configuration."""
+    """Further configuration of the Kintsugi plugin, by its own names."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
-    """More of vLLM's engine arguments."""
+    """Further engine arguments of vLLM, by its own names."""
     openai: OpenAISpec = field(default_factory=OpenAISpec)
 
 
@@ -156,13 +161,15 @@ class StoreSettings(Settings):
     RULES = (Rule(this.replication <= this.shards, "replication must not exceed shards", "replication"),)
 
     shards: int = setting(1, minimum=1)
+    """Number of shards."""
     replication: int = setting(1, minimum=1)
-    """Shards that hold each chunk."""
+    """Number of shards that hold each chunk; at most the number of shards."""
     ramp_s: float = setting(60.0, minimum=0)
-    """How long a shard that joins empty takes to be given all its chunks."""
+    """Seconds over which an empty shard that joins is given its share of the chunks."""
     ram_gib: float = setting(4.0, exclusiveMinimum=0)
-    """RAM tier of each shard."""
+    """Size of each shard's RAM tier in GiB."""
     cpus: float = setting(0.5, minimum=0)
+    """CPU cores of each shard."""
 
 
 @dataclass(frozen=True)
@@ -202,13 +209,20 @@ class GatewaySettings(Settings):
     """Settings of the gRPC and HTTP front end, on one machine and on Kubernetes alike."""
 
     replicas: int = setting(1, minimum=1)
+    """Number of gateways."""
     cpus: float = setting(0.25, minimum=0)
+    """CPU cores of each gateway."""
     grpc_port: int = setting(7500, minimum=0, maximum=PORT_MAX)
+    """Port of the gRPC service."""
     http_port: int = setting(8000, minimum=0, maximum=PORT_MAX)
+    """Port of the OpenAI-compatible HTTP service."""
     fill_on_miss: str = setting("background", enum=["off", "background"])
+    """What happens to a chunk that the store lacks: `background` prefills and stores it later, `off` leaves
+    it missing."""
     read_only: bool = False
+    """Refuse requests that put or delete chunks."""
     overtaking: bool = False
-    """Requests may carry a priority below 0, and so go before all that carry none."""
+    """Allow requests a priority below 0, with which they run before all requests without one."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 _FIRST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0)
 _OWN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -42,6 +44,23 @@ class FrontMetrics:
             self._chunk_tokens.labels(result).inc(int(accounting.get(f"tokens_{result}", 0)))
         if self._outcomes is not None:
             self._outcomes.labels(str(accounting.get("outcome", "unknown"))).inc()
+
+
+class CertificateExpiry(Collector):
+    """When the gateway's certificate expires, read at each scrape; no sample without TLS."""
+
+    def __init__(self) -> None:
+        self.read_s: Callable[[], float] | None = None
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "kintsugi_gateway_certificate_expiry_timestamp_seconds",
+            "When the gateway's certificate expires",
+            labels=(),
+        )
+        if self.read_s is not None:
+            family.add_metric([], self.read_s())
+        yield family
 
 
 class GatewayMetrics:
@@ -93,6 +112,8 @@ class GatewayMetrics:
             "From a request's arrival until the engine is asked: checks and tokenising",
             buckets=_OWN_BUCKETS_S,
         )
+        self.certificate = CertificateExpiry()
+        registry.register(self.certificate)
         self._fills = counter("kintsugi_gateway_fill_events", "Misses and what became of them", ["event"])
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

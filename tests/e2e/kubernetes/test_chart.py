@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,7 +15,6 @@ import yaml
 from kubernetes_validate import utils as kubernetes_schemas
 from scripts.chart_schema import HINT, render_files
 
-from kintsugi.gateway.access import TokenFile
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import from_manifest
@@ -28,7 +27,6 @@ from tests.e2e.kubernetes.rendering import (
     NAMESPACE,
     RELEASE,
     VALUES,
-    Manifest,
     canonical,
     helm_named,
     one,
@@ -95,15 +93,14 @@ def test_lints_strictly(helm: str, value_set: str) -> None:
 
 @every_value_set
 def test_both_helms_render_the_same(value_set: str) -> None:
-    texts = [sorted(map(canonical, map(without_token, rendered(helm, value_set)))) for helm in HELMS]
+    texts = [sorted(map(canonical, rendered(helm, value_set))) for helm in HELMS]
     assert texts[0] == texts[1]
 
 
-def without_token(manifest: Manifest) -> Manifest:
-    """Without what is random where helm sees no cluster."""
-    return (
-        {**manifest, "stringData": sorted(manifest["stringData"])} if "stringData" in manifest else manifest
-    )
+def test_rendering_again_changes_nothing() -> None:
+    """A tool that compares what it renders with the cluster, such as Argo CD, would see a token as drift."""
+    again = helm_named(HELMS[1]).template("defaults")
+    assert sorted(map(canonical, again)) == sorted(map(canonical, rendered(HELMS[1], "defaults")))
 
 
 @every_value_set
@@ -172,7 +169,8 @@ def test_only_what_talks_to_kubernetes_has_a_token(value_set: str) -> None:
     for manifest in rendered(HELMS[1], value_set):
         pod = pod_of(manifest)
         if pod is not None:
-            expected = manifest["metadata"]["name"] in (f"{RELEASE}-operator", f"{RELEASE}-remove")
+            callers = ("operator", "remove", "crds", "token", "forget")
+            expected = manifest["metadata"]["name"] in [f"{RELEASE}-{one}" for one in callers]
             assert pod["spec"]["automountServiceAccountToken"] is expected
 
 
@@ -197,7 +195,8 @@ def test_the_operators_pods_are_those_that_the_services_policies_let_in() -> Non
 def test_the_operator_may_do_what_it_does_and_nothing_else(value_set: str) -> None:
     manifests = rendered(HELMS[1], value_set)
     name = f"{RELEASE}-operator"
-    own = one(manifests, "Role", name) if value_set == "defaults" else one(manifests, "ClusterRole")
+    wide = one(manifests, "ClusterRole", f"{NAMESPACE}-{name}") if value_set == "minimal" else None
+    own = wide or one(manifests, "Role", name)
     lease = one(manifests, "Role", f"{name}-lease")
     assert [expand_rules(role["rules"]) for role in (own, lease)] == list(map(expand_rules, chart_rules()))
     assert [rule.get("resourceNames") for rule in lease["rules"]] == [None, [name]], (
@@ -212,7 +211,34 @@ def test_the_operator_may_do_what_it_does_and_nothing_else(value_set: str) -> No
 @every_value_set
 def test_only_an_operator_of_the_whole_cluster_has_rights_beyond_the_namespace(value_set: str) -> None:
     roles = [each for each in rendered(HELMS[1], value_set) if each["kind"].startswith("ClusterRole")]
-    assert bool(roles) == (value_set == "minimal")
+    hooks = [each for each in roles if "helm.sh/hook" in each["metadata"].get("annotations", {})]
+    assert bool([each for each in roles if each not in hooks]) == (value_set == "minimal")
+    assert {each["metadata"]["name"] for each in hooks} == {f"{NAMESPACE}-{RELEASE}-prepare"}
+
+
+@every_value_set
+def test_the_hook_for_crds_may_read_and_change_those_two_and_only_while_it_runs(value_set: str) -> None:
+    manifests = rendered(HELMS[1], value_set)
+    role = one(manifests, "ClusterRole", f"{NAMESPACE}-{RELEASE}-prepare")
+    (rule,) = role["rules"]
+    crds = [yaml.safe_load(path.read_text()) for path in sorted((CHART / "crds").glob("*.yaml"))]
+    assert rule["resourceNames"] == [crd["metadata"]["name"] for crd in crds]
+    assert rule["verbs"] == ["get", "patch"]
+    annotations = role["metadata"]["annotations"]
+    assert annotations["helm.sh/hook"] == "pre-upgrade"
+    assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
+    carried = one(manifests, "ConfigMap", f"{RELEASE}-prepare")["data"]
+    assert [json.loads(carried[name]) for name in sorted(carried)] == crds
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    assert {crd["metadata"]["annotations"]["kintsugi.dev/version"] for crd in crds} == {version}
+
+
+@every_helm
+@pytest.mark.parametrize("setting", ["operator.upgradeCrds=false", "operator.enabled=false"])
+def test_nothing_touches_crds_where_others_keep_them(helm: str, setting: str) -> None:
+    manifests = helm_named(helm).template("defaults", "--set", setting)
+    assert not [each for each in manifests if each["kind"].startswith("ClusterRole")]
+    assert f"{RELEASE}-crds" not in [each["metadata"]["name"] for each in manifests]
 
 
 def test_one_operator_has_no_disruption_budget_and_two_have() -> None:
@@ -317,7 +343,7 @@ def test_notes_say_how_to_send_a_first_request(value_set: str) -> None:
     notes = done.stdout.split("NOTES:")[1]
     assert ("curl" in notes) == (value_set != "minimal")
     assert ("--cacert" in notes) == (value_set == "tls")
-    assert "kubectl apply --server-side --force-conflicts -f crds/" in notes
+    assert "A job before each helm upgrade upgrades the CRDs" in notes
 
 
 def test_a_release_whose_name_cannot_name_a_service_says_what_to_set() -> None:
@@ -326,19 +352,33 @@ def test_a_release_whose_name_cannot_name_a_service_says_what_to_set() -> None:
     assert "set service.name" in done.stderr
 
 
-def test_the_token_that_is_made_is_the_one_that_the_gateway_knows(tmp_path: Path) -> None:
+def test_a_job_makes_the_secret_that_the_gateway_reads() -> None:
     manifests = rendered(HELMS[1], "defaults")
-    token = one(manifests, "Secret", f"{RELEASE}-client")["stringData"]["token"]
-    service = one(manifests, "BlendService")["spec"]
-    known = one(manifests, "Secret", service["gateway"]["tokensSecret"])["stringData"]["tokens.yaml"]
-    file = tmp_path / "tokens.yaml"
-    file.write_text(known)
-    caller = TokenFile(file).caller(token)
-    assert (caller.name, caller.namespaces) == (RELEASE, ("default",))
+    assert all(each["kind"] != "Secret" for each in manifests), "no token is rendered"
+    gateway = one(manifests, "BlendService")["spec"]["gateway"]["tokensSecret"]
+    for job, event in (("token", "pre-install,pre-upgrade"), ("forget", "post-delete")):
+        found = one(manifests, "Job", f"{RELEASE}-{job}")
+        assert found["metadata"]["annotations"]["helm.sh/hook"] == event
+        (container,) = found["spec"]["template"]["spec"]["containers"]
+        env = {each["name"]: each["value"] for each in container["env"]}
+        wanted = json.loads(env["KINTSUGI_TOKENS"])
+        assert (wanted["gateway"], wanted["client"]) == (gateway, f"{RELEASE}-client")
+        assert (wanted["name"], wanted["namespaces"]) == (RELEASE, ["default"])
+    role = one(manifests, "Role", f"{RELEASE}-prepare")
+    named = {
+        (verb, name)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [""])
+    }
+    assert named == {("create", "")} | {
+        (verb, name) for verb in ("get", "patch", "delete") for name in (gateway, f"{RELEASE}-client")
+    }
 
 
 def test_no_secret_is_made_beside_a_given_one() -> None:
-    assert all(each["kind"] != "Secret" for each in rendered(HELMS[1], "ha"))
+    names = [each["metadata"]["name"] for each in rendered(HELMS[1], "ha")]
+    assert not {f"{RELEASE}-token", f"{RELEASE}-forget"} & set(names)
 
 
 def test_the_service_runs_the_image_that_fits_its_engines() -> None:

@@ -224,6 +224,21 @@ def test_a_service_becomes_objects_and_then_nothing_is_written(team: Team, opera
     at_rest(team, operator)
 
 
+def test_events_tell_what_happened(team: Team, operator: Operator) -> None:
+    serving(team)
+    path = f"/api/v1/namespaces/{team.namespace}/events"
+
+    def reasons() -> set[str]:
+        found = team.kube.request("GET", path, fieldSelector="involvedObject.name=acme")["items"]
+        return {one["reason"] for one in found}
+
+    until(lambda: {"Created", "Serving", "Calibrated"} <= reasons(), "Events", operator.said)
+    at_rest(team, operator)
+    before = reasons()
+    team.make(gateway={"httpPort": 8265})
+    until(lambda: reasons() - before == {"SpecRefused"}, "the spec is refused", operator.said)
+
+
 def test_every_pod_is_admitted_where_pods_are_restricted(team: Team, operator: Operator) -> None:
     """The namespace enforces the standard; the API server is asked without anything being made."""
     serving(team)
@@ -384,10 +399,11 @@ def test_a_bad_spec_leaves_what_runs_alone(team: Team, operator: Operator) -> No
     team.make(gateway={"httpPort": 8265})
     valid = team.wait_for_condition("Valid", "False")
     assert "spec.gateway.httpPort" in valid["message"]
-    assert team.condition("Ready")["status"] == "True"
+    assert team.condition("Ready")["reason"] == "InvalidSpec"
     assert applied(team) == before
     team.make()
     team.wait_for_condition("Valid", "True")
+    team.wait_for_condition("Ready", "True")
 
 
 def applied(team: Team) -> dict[tuple[str, str], tuple[str, str]]:

@@ -31,7 +31,7 @@ def server(answer: Callable[[str, str, dict[str, str], bytes], Answer]) -> Itera
             self.end_headers()
             self.wfile.write(json.dumps(document).encode())
 
-        do_GET = do_POST = do_DELETE = respond  # noqa: N815
+        do_GET = do_POST = do_PATCH = do_DELETE = respond  # noqa: N815
 
         def log_message(self, *arguments: object) -> None:
             """Nothing on stderr."""
@@ -162,6 +162,7 @@ def test_pods_get_the_scripts_as_they_are() -> None:
     for kind, name, file in (
         ("Pod", f"{RELEASE}-first-request", "first_request.py"),
         ("Job", f"{RELEASE}-remove", "remove.py"),
+        ("Job", f"{RELEASE}-crds", "prepare.py"),
     ):
         found = one(manifests, kind, name)
         spec = found["spec"]["template"]["spec"] if kind == "Job" else found["spec"]

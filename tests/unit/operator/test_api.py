@@ -181,6 +181,29 @@ def structures(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[s
     return found
 
 
+def test_every_field_is_described() -> None:
+    """For `kubectl explain`: what a field means stands in its docstring, once."""
+    for kind, crd in crds().items():
+        root = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        for part in ("spec", "status"):
+            fields = described_fields(root["properties"][part], part)
+            assert len(fields) > 15
+            missing = [path for path, text in fields.items() if not text]
+            assert not missing, f"{kind}: give {', '.join(missing)} a docstring"
+            unclear = [path for path, text in fields.items() if re.match(r"(Of|The same|As)\b", text)]
+            assert not unclear, f"{kind}: {', '.join(unclear)} should stand on their own"
+            assert all(text.endswith((".", ".)")) for text in fields.values())
+
+
+def described_fields(schema: dict[str, Any], path: str) -> dict[str, str]:
+    """Descriptions of the properties under `path`, empty where there is none."""
+    return {
+        f"{where}.{name}".removeprefix("."): one.get("description", "")
+        for where, inner in structures(schema, path)
+        for name, one in inner.get("properties", {}).items()
+    }
+
+
 def test_every_rule_of_the_types_is_in_the_crd() -> None:
     text = json.dumps(crds())
     for rule in (*BlendServiceSpec.RULES, *CorpusPrecomputeSpec.RULES):

@@ -13,6 +13,7 @@ import pytest
 
 from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import Refused
+from kintsugi_operator.controller.object_metrics import ObjectMetrics
 from kintsugi_operator.controller.reconcile import Reconciler
 from kintsugi_operator.controller.scrape import figures
 from kintsugi_operator.desired.compare import drift
@@ -37,9 +38,10 @@ class World:
         self.now = NOW
         self.reconciler = self.restart()
 
-    def restart(self) -> Reconciler:
+    def restart(self, metrics: ObjectMetrics | None = None) -> Reconciler:
         """A new process."""
-        return Reconciler(self.cluster, FakeReads(self.cluster), self.web, self._clock)
+        reads = FakeReads(self.cluster)
+        return Reconciler(self.cluster, reads, self.web, self._clock, metrics=metrics)
 
     def _clock(self) -> datetime:
         return self.now
@@ -198,13 +200,17 @@ def test_a_bad_spec_leaves_what_runs_alone(world: World) -> None:
     valid = world.condition("Valid")
     assert (valid["status"], valid["reason"]) == ("False", "InvalidSpec")
     assert "httpPort" in valid["message"]
-    assert world.condition("Ready")["status"] == "True"
+    assert (world.condition("Ready")["status"], world.condition("Ready")["reason"]) == (
+        "False",
+        "InvalidSpec",
+    )
     for key, one in before.items():
         if key[0] != "BlendService":
             assert world.cluster.objects[key] == one
     world.make()
     world.settle()
     assert world.condition("Valid")["status"] == "True"
+    assert world.condition("Ready")["status"] == "True"
 
 
 def test_another_model_serves_only_once_it_may(world: World) -> None:
@@ -367,7 +373,7 @@ def test_deletion_drains_users_before_shards(world: World) -> None:
     assert world.cluster.named("BlendService") == []
     # What was owned went with it; volumes stay.
     left = {kind for kind, _, _ in world.cluster.objects}
-    assert left == {"PersistentVolumeClaim", "RayCluster"}
+    assert left == {"PersistentVolumeClaim", "RayCluster", "Event"}
 
 
 def test_a_lost_node_does_not_keep_a_service_from_going(world: World) -> None:

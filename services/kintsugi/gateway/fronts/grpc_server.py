@@ -283,6 +283,7 @@ class GatewayServer:
         parse_address("gateway", self._listen)
         self._tls = load_gateway_tls(spec)
         check_exposure(self._listen, gateway.access.has_tokens, self._tls is not None, spec.insecure)
+        gateway.metrics.certificate.read_s = None if self._tls is None else self._tls.expires_s
         self._health: asyncio.Task[None] | None = None
         self.address = ""
         """`host:port` that it listens on, once started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.store.protocol.certificate import first_expiry_s
 from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 
 FILES_CHECK_S = 5.0
@@ -47,6 +49,13 @@ class TlsFiles:
             return tuple(path.stat().st_mtime_ns for path in (self.ca, self.cert, self.key) if path)
         except OSError:
             return ()
+
+    def expires_s(self) -> float:
+        """When the certificate expires, in seconds since 1970; NaN while it cannot be read."""
+        try:
+            return first_expiry_s(read_pem("tls-cert", self.cert))
+        except InvalidField:
+            return math.nan
 
     def channel_credentials(self) -> Any:
         """Credentials of a client's channel. Raises `InvalidField`."""

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kintsugi.store.protocol.tls import parse_address
+from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.shard.shard import Shard
 
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -20,8 +20,8 @@ _GAP_BUCKETS_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 class ShardMetrics:
     """One shard's metrics in a registry of their own."""
 
-    def __init__(self, shard: Shard, bytes_read: Mapping[str, int]) -> None:
-        """`bytes_read`: bytes by path, which the service updates."""
+    def __init__(self, shard: Shard, bytes_read: Mapping[str, int], tls: TlsFiles | None = None) -> None:
+        """`bytes_read`: bytes by path, which the service updates. `tls`: the certificate that it shows."""
         self.registry = CollectorRegistry()
         self._latency = Histogram(
             "kintsugi_store_rpc_seconds",
@@ -37,7 +37,7 @@ class ShardMetrics:
             registry=self.registry,
         )
         shard.table.reuse.observe = gap.observe
-        self.registry.register(_ShardCollector(shard, bytes_read))
+        self.registry.register(_ShardCollector(shard, bytes_read, tls))
 
     @contextmanager
     def time_rpc(self, rpc: str) -> Iterator[None]:
@@ -54,8 +54,9 @@ class ShardMetrics:
 
 
 class _ShardCollector(Collector):
-    def __init__(self, shard: Shard, bytes_read: Mapping[str, int]) -> None:
+    def __init__(self, shard: Shard, bytes_read: Mapping[str, int], tls: TlsFiles | None) -> None:
         self._shard = shard
+        self._tls = tls
         self._bytes_read = bytes_read
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -77,12 +78,23 @@ class _ShardCollector(Collector):
         for path, count in self._bytes_read.items():
             read.add_metric([path], count)
         yield read
+        expiry = GaugeMetricFamily(
+            "kintsugi_store_certificate_expiry_timestamp_seconds",
+            "When the shard's certificate expires",
+            labels=(),
+        )
+        if self._tls is not None:
+            expiry.add_metric([], self._tls.expires_s())
+        yield expiry
         yield from self._tiers()
 
     def _tiers(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         shard = self._shard
         used = GaugeMetricFamily("kintsugi_store_tier_used_bytes", "Bytes taken", labels=["tier"])
         capacity = GaugeMetricFamily("kintsugi_store_tier_capacity_bytes", "Bytes in all", labels=["tier"])
+        failing = GaugeMetricFamily(
+            "kintsugi_store_tier_failing", "1 if the last write to the tier failed", labels=["tier"]
+        )
         chunks = GaugeMetricFamily("kintsugi_store_tier_chunks", "Chunks in the tier", labels=["tier"])
         evictions = CounterMetricFamily("kintsugi_store_evictions", "Chunks evicted", labels=["tier"])
         for tier in shard.tiers:
@@ -93,4 +105,5 @@ class _ShardCollector(Collector):
         queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Waiting to be written", labels=["tier"])
         for waiting in shard.table.queues:
             queue.add_metric([waiting.tier.name], waiting.queue_bytes)
-        yield from (used, capacity, chunks, evictions, queue)
+            failing.add_metric([waiting.tier.name], float(bool(waiting.tier.failure)))
+        yield from (used, capacity, failing, chunks, evictions, queue)

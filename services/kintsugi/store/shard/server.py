@@ -98,7 +98,8 @@ class ShardServer:
         self._server = grpc.aio.server(options=wire.CHANNEL_OPTIONS)
         if self._options.share_arena:
             self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
-        service = ChunkStoreService(self.shard, self._options.durable_by_default, self._door)
+        options = self._options
+        service = ChunkStoreService(self.shard, options.durable_by_default, self._door, options.tls)
         health = health_aio.HealthServicer()
         add_HealthServicer_to_server(health, self._server)
         enable_server_reflection((wire.SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE), self._server)

@@ -31,6 +31,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.status import abort_call
+from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.local import ArenaDoor
@@ -84,11 +85,18 @@ def _answers(
 class ChunkStoreService:
     """A handler for each RPC; `generic_handler` registers them."""
 
-    def __init__(self, shard: Shard, durable_by_default: bool = False, door: ArenaDoor | None = None) -> None:
-        """`door` hands the arena to peers of the same host; None does not share it."""
+    def __init__(
+        self,
+        shard: Shard,
+        durable_by_default: bool = False,
+        door: ArenaDoor | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`door` hands the arena to peers of the same host; None does not share it. `tls`: the files of the
+        server, whose certificate the metrics watch."""
         self.shard = shard
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
-        self.metrics = ShardMetrics(shard, self.bytes_read)
+        self.metrics = ShardMetrics(shard, self.bytes_read, tls)
         self._door = door
         self._stream_bytes = 0
         self.durable_by_default = durable_by_default

@@ -1,0 +1,112 @@
+"""What happened to an object, told from its status before and after a look. Each change becomes an Event.
+
+The status remembers what has been told: an operator that starts again tells nothing twice, and at rest there
+is nothing to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kintsugi_operator.api.status import (
+    BlendServiceStatus,
+    Condition,
+    ConditionStatus,
+    CorpusPrecomputeStatus,
+)
+from kintsugi_operator.observed import conditions as c
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that happened to an object."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+    is_warning: bool = False
+
+
+REASONS = {
+    (c.RECONCILED, "NotApplied"): ("ApplyRefused", True),
+    (c.KUBERAY, "Missing"): ("KubeRayMissing", True),
+    (c.KUBERAY, "TooOld"): ("KubeRayTooOld", True),
+    (c.SHARDS, "Upgrading"): ("ShardUpgradeStarted", False),
+    (c.SHARDS, "RestartNeeded"): ("ShardRestartNeeded", True),
+    (c.CALIBRATED, "Running"): ("CalibrationStarted", False),
+    (c.CALIBRATED, "ReportWritten"): ("Calibrated", False),
+    (c.CALIBRATED, "Failed"): ("CalibrationFailed", True),
+    (c.ROLLED_OUT, "Starting"): ("RolloutStarted", False),
+    (c.ROLLED_OUT, "Blocked"): ("RolloutBlocked", True),
+    (c.READY, "Serving"): ("Serving", False),
+    (c.READY, "ServingWithoutStore"): ("ServingWithoutStore", True),
+    (c.READY, "Draining"): ("Draining", False),
+    (c.READY, "NoService"): ("ServiceMissing", True),
+    (c.COMPLETE, "Running"): ("FillStarted", False),
+    (c.COMPLETE, "Suspended"): ("FillSuspended", False),
+    (c.COMPLETE, "Filled"): ("Filled", False),
+    (c.COMPLETE, "Failed"): ("FillFailed", True),
+}
+"""The Event's reason for a condition's type and reason, and whether it is a warning."""
+LOST = {c.READY: "NotReady", c.STORE: "StoreDegraded"}
+"""The Event's reason where a condition no longer holds."""
+REGAINED = {
+    c.RECONCILED: "Applied",
+    c.KUBERAY: "KubeRayFound",
+    c.STORE: "StoreReady",
+    c.SHARDS: "ShardsUpgraded",
+    c.READY: "ServiceFound",
+}
+"""The Event's reason where a condition holds again."""
+
+S = BlendServiceStatus | CorpusPrecomputeStatus
+
+
+def list_changes(before: S, after: S) -> tuple[Change, ...]:
+    """What has changed between two statuses of one object, for people to read."""
+    known = {one.type: one for one in before.conditions}
+    return (
+        *_accepted(known.get(c.VALID), after),
+        *_replaced_model(before, after),
+        *(change for one in after.conditions if (change := _change_of(known.get(one.type), one))),
+    )
+
+
+def _accepted(before: Condition | None, after: S) -> Iterator[Change]:
+    now = next((one for one in after.conditions if one.type == c.VALID), None)
+    if now is None or (before is not None and before.status == now.status):
+        return
+    if c.is_false(now):
+        yield Change("SpecRefused", now.message, is_warning=True)
+    elif before is None:
+        yield Change("Created", "the spec is accepted; what it needs is being made")
+    else:
+        yield Change("SpecAccepted", "the spec is valid again")
+
+
+def _replaced_model(before: S, after: S) -> Iterator[Change]:
+    if isinstance(before, BlendServiceStatus) and isinstance(after, BlendServiceStatus):
+        old, new = before.rollout.active, after.rollout.active
+        if old and new and old != new:
+            message = f"revision {new} of model {after.model} serves instead of {old} of {before.model}"
+            yield Change("ModelChanged", message)
+
+
+def _change_of(before: Condition | None, now: Condition) -> Change | None:
+    if before is not None and (before.status, before.reason) == (now.status, now.reason):
+        return None
+    if now.reason == "InvalidSpec":
+        return None  # told once, of `Valid`
+    if (told := REASONS.get((now.type, now.reason))) is not None:
+        return Change(told[0], now.message or _name_state(now), told[1])
+    was = before.status if before is not None else ConditionStatus.UNKNOWN
+    if was is ConditionStatus.TRUE and c.is_false(now) and now.type in LOST:
+        return Change(LOST[now.type], now.message, is_warning=True)
+    if was is ConditionStatus.FALSE and now.status is ConditionStatus.TRUE and now.type in REGAINED:
+        return Change(REGAINED[now.type], now.message or _name_state(now))
+    return None
+
+
+def _name_state(condition: Condition) -> str:
+    return f"{condition.type} is {condition.status}: {condition.reason}"
