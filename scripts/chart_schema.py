@@ -24,7 +24,17 @@ import yaml
 
 from kintsugi.core.schema import dataclass_within
 from kintsugi.core.settings import fields_in_order, setting
-from kintsugi_operator.api.blend_service import Engines, Gateways, Model, Network, Replicas, Store, Tls
+from kintsugi_operator.api.blend_service import (
+    Engines,
+    Gateways,
+    Heads,
+    Model,
+    Network,
+    Redis,
+    Replicas,
+    Store,
+    Tls,
+)
 from kintsugi_operator.api.common import Nodes, PullPolicy
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import Schema, descriptions, schema_of
@@ -155,6 +165,8 @@ class Values:
     )
     store: Store = field(default_factory=Store)
     gateway: Gateways = field(default_factory=Gateways)
+    heads: Heads = field(default_factory=Heads)
+    redis: Redis = field(default_factory=Redis)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
     precompute: Precompute = field(default_factory=Precompute)
