@@ -99,7 +99,7 @@ def test_the_base_is_pinned_by_the_digest_that_images_are_built_on(image: Image)
 
 
 def test_a_wheel_of_every_c_library_up_to_debians_is_taken() -> None:
-    """Some of CUDA's are for 2.25, which no list of the usual ones has."""
+    """Two of the wheels for CUDA are for 2.18 and 2.25, which lists of the usual versions lack."""
     assert {f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 25, 28, 36)} <= set(PLATFORMS)
     assert "manylinux_2_37_x86_64" not in PLATFORMS
 
