@@ -482,8 +482,11 @@ def build_images(arguments: argparse.Namespace) -> None:
         if arguments.push:
             digest = push(maker, reference)
             attach(reference, digest, image.context, arguments.key)
-        listed = str(image.context.relative_to(REPOSITORY))
-        print(json.dumps({"image": reference, "digest": digest, "bytes": size, "files": listed}), flush=True)
+        sbom_file, provenance_file = (
+            str((image.context / name).relative_to(REPOSITORY)) for name in ATTACHED.values()
+        )
+        about = {"image": reference, "digest": digest, "bytes": size}
+        print(json.dumps({**about, "sbom": sbom_file, "provenance": provenance_file}), flush=True)
 
 
 def main() -> int:
