@@ -99,6 +99,10 @@ class BlendServiceStatus(ManifestSettings):
     """Image of the shards. A new engine image does not change it."""
     engines_ready: bool = False
     """Whether the revision that serves has a ready engine."""
+    engine_replicas: int = 0
+    """Engine pods of the revision that serves."""
+    engine_selector: str = ""
+    """Labels of those pods, for autoscalers that use the `scale` subresource."""
     tiers: tuple[TierStatus, ...] = ()
     """The store's SSD tiers."""
     hit_rate: float | None = None

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil
 import pytest
 
-from kintsugi.core.deploy import ENGINE_DEPLOYMENT, GATEWAY_DEPLOYMENT, SHARD_DEPLOYMENT
+from kintsugi.core.deploy import ENGINE_DEPLOYMENT, GATEWAY_DEPLOYMENT, METRICS_PORTS, SHARD_DEPLOYMENT
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
@@ -86,6 +87,21 @@ def test_http_answers_and_says_how_it_is(deployed: Deployed) -> None:
         metrics = http.get("/metrics").text
     assert "kintsugi_gateway_active_requests" in metrics
     assert "kintsugi_http_requests" in metrics
+
+
+@pytest.mark.parametrize("deployment", [SHARD_DEPLOYMENT, ENGINE_DEPLOYMENT])
+def test_shards_and_engines_answer_readiness_probes(deployed: Deployed, deployment: str) -> None:
+    spec = deployed.service.spec
+    first = spec.store.metrics_port if deployment == SHARD_DEPLOYMENT else spec.engines.metrics_port
+    for process in deployed.process_ids(deployment).values():
+        ports = {
+            one.laddr.port
+            for one in psutil.Process(process).net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN and one.laddr.port in range(first, first + METRICS_PORTS)
+        }
+        assert len(ports) == 1
+        answer = httpx.get(f"http://127.0.0.1:{ports.pop()}/readyz")
+        assert (answer.status_code, answer.text) == (200, "ready\n")
 
 
 def shard_map(deployed: Deployed) -> ShardMap:
