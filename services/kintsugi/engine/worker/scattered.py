@@ -1,7 +1,8 @@
-"""On a GPU, scattered tokens attend through a kernel that lets them share their reads of the context.
+"""Scattered tokens attend through a kernel that lets them share their reads of the context.
 
 The backend's own kernels would take one pseudo-request per run of tokens and read the context once for
-each. The kernel stands in for the layer's attention implementation for the length of one call.
+each. A kernel of ours, one for GPUs and one for CPUs with AMX, stands in for the layer's attention
+implementation for the length of one call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kintsugi.engine.worker.packed import packed_kernel
 from kintsugi.fusor.attention import attend_scattered, kernel_reads
+from kintsugi.fusor.kernels.packed import PackedKernel
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
@@ -34,7 +37,9 @@ class ScatteredRows:
 
 
 def kernel_serves(attention: Any, device: torch.device) -> bool:
-    """Whether the kernel can read this layer's cache on this device."""
+    """Whether a kernel of ours can read this layer's cache on this device."""
+    if device.type == "cpu":
+        return packed_kernel(attention) is not None
     if device.type != "cuda" or attention.attn_backend.get_name() not in BACKENDS:
         return False
     if attention.kv_cache_dtype != "auto":
@@ -47,7 +52,11 @@ def kernel_serves(attention: Any, device: torch.device) -> bool:
 def replace_attention_impl(attention: Any, rows: ScatteredRows) -> Iterator[None]:
     """Put the kernel in the place of `attention.impl`."""
     impl = attention.impl
-    attention.impl = _KernelImpl(impl, attention, rows)
+    packed = packed_kernel(attention)
+    if packed is None:
+        attention.impl = _KernelImpl(impl, attention, rows)
+    else:
+        attention.impl = _PackedImpl(impl, attention, rows, packed)
     try:
         yield
     finally:
@@ -93,4 +102,29 @@ class _KernelImpl:
             sinks=getattr(self._impl, "sinks", None),
         )
         output.copy_(attended.view_as(output))
+        return output
+
+
+class _PackedImpl(_KernelImpl):
+    """The same on a CPU, whose backend packs its cache for the processor."""
+
+    def __init__(self, impl: Any, attention: Any, rows: ScatteredRows, kernel: PackedKernel) -> None:
+        super().__init__(impl, attention, rows)
+        self._kernel = kernel
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        rows = self._rows
+        attended = output.view(query.shape)
+        self._kernel.attend(query, kv_cache, rows.block_table, rows.positions, attended, self._impl.scale)
         return output
