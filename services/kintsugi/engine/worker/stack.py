@@ -181,6 +181,9 @@ class VllmStack:
         if tables.needs_scratch:
             tables.copy_out(self._model.layers[layer].attention.kv_cache)
 
+    def keeps_layer(self, layer: int) -> bool:
+        return not self._tables_of(layer).needs_scratch
+
     def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
         if not len(positions):
             return
