@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from benchmarks.support.engines import cold, engine, say, store_chunks
 from benchmarks.support.figures import Figure, spread
 from benchmarks.support.prompts import ChunkPrompt
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.engine.worker import stack
+from kintsugi.engine.worker import scattered
 
 SHAPE = "llama-210m"
 RATIO = 0.15
 UNSERVED = 1 << 30
-"""More runs than any batch has: `RUNS_MIN` that leaves every batch to the backend's own kernel."""
+"""More runs than any batch has: a `RUNS_MIN_PACKED` that leaves every batch to the backend's own kernel."""
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -49,8 +51,8 @@ def _sample(
     # Chosen before layer 0, and the same by any kernel: so all attention of the pass is scattered.
     params = dataclasses.replace(prompt.params(RATIO, explain=True), selector=SelectorName.RANDOM)
     methods = {
-        "dense": (None, stack.RUNS_MIN),
-        "ours": (params, stack.RUNS_MIN),
+        "dense": (None, scattered.RUNS_MIN_PACKED),
+        "ours": (params, scattered.RUNS_MIN_PACKED),
         "backend": (params, UNSERVED),
     }
     samples: dict[str, list[float]] = {name: [] for name in methods}
@@ -66,12 +68,12 @@ def _sample(
 def _ns_per_pair(
     running: LocalEngine, prompt: ChunkPrompt, params: KintsugiParams | None, runs_min: int, layers: int
 ) -> float:
-    before, stack.RUNS_MIN = stack.RUNS_MIN, runs_min
+    before, scattered.RUNS_MIN_PACKED = scattered.RUNS_MIN_PACKED, runs_min
     try:
         with _time_attention() as spent:
             generation = cold(running, Prompt(prompt.token_ids, params, max_tokens=1, ignore_eos=True))
     finally:
-        stack.RUNS_MIN = before
+        scattered.RUNS_MIN_PACKED = before
     length = len(prompt.token_ids)
     if params is None:
         pairs = layers * length * (length + 1) // 2
@@ -79,36 +81,32 @@ def _ns_per_pair(
         accounting = generation.accounting or {}
         assert accounting["outcome"] == "blended", accounting
         computed = accounting["recomputed_positions"].values()
-        # The engine forwards the last token itself.
-        pairs = sum(position + 1 for positions in computed for position in positions) + layers * length
+        pairs = sum(position + 1 for positions in computed for position in positions)
     return sum(spent) * 1e9 / pairs
 
 
 @contextlib.contextmanager
 def _time_attention() -> Iterator[list[float]]:
-    """CPU seconds that this thread spends in vLLM's attention layers, by call."""
+    """CPU seconds that this thread spends in vLLM's attention layers, by call. Calls for one query do not
+    count: the engine makes them for the last token, behind a blend."""
+    from vllm.model_executor.layers.attention import Attention
+
     spent: list[float] = []
     began = 0.0
 
-    def start(_module: object, _arguments: object) -> None:
+    def start(module: Module, _arguments: object) -> None:
         nonlocal began
-        began = time.thread_time()
+        if type(module) is Attention:
+            began = time.thread_time()
 
-    def stop(_module: object, _arguments: object, _output: object) -> None:
-        spent.append(time.thread_time() - began)
+    def stop(module: Module, arguments: tuple[Tensor, ...], _output: object) -> None:
+        if type(module) is Attention and len(arguments[0]) > 1:
+            spent.append(time.thread_time() - began)
 
-    handles = []
-    for attention in _attention_layers():
-        handles += [attention.register_forward_pre_hook(start), attention.register_forward_hook(stop)]
+    # On all modules: vLLM hides its own from the garbage collector, where they could be looked up.
+    handles = register_module_forward_pre_hook(start), register_module_forward_hook(stop)
     try:
         yield spent
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _attention_layers() -> list[Any]:
-    """The live attention layers. By type(): isinstance() would run the code of lazy proxies."""
-    from vllm.model_executor.layers.attention import Attention
-
-    return [candidate for candidate in gc.get_objects() if type(candidate) is Attention]

@@ -18,12 +18,13 @@ RATIO = 0.15
 METHODS: tuple[tuple[str, float | None, int, SelectorName], ...] = (
     ("full", None, 1, SelectorName.HKVD),
     ("r15", RATIO, 1, SelectorName.HKVD),
-    ("r15_narrow", RATIO, 1, SelectorName.QUERY),
+    ("r15_narrow", RATIO, 1, SelectorName.CHUNK_HEAD),
+    ("r15_query", RATIO, 1, SelectorName.QUERY),
     ("r15_check2", RATIO, 2, SelectorName.HKVD),
     ("r0", 0.0, 1, SelectorName.HKVD),
 )
-"""Name, ratio, check layer and selector. `query` chooses before layer 0, so it computes no layer at full
-width."""
+"""Name, ratio, check layer and selector. Neither `chunk_head`, which needs no signal, nor `query`, which runs
+the question alone through the first 0.8 of the layers, computes a layer at full width."""
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -37,6 +38,7 @@ def measure(quick: bool) -> list[Figure]:
     figures = [
         _speedup(samples, "ttft_speedup_r15", "r15", None if quick else 4.6),
         _speedup(samples, "ttft_speedup_narrow_r15", "r15_narrow", None if quick else 6.2),
+        _speedup(samples, "ttft_speedup_query_r15", "r15_query", None),
     ]
     figures += _against_bound(samples, full, quick)
     figures.append(_speedup(samples, "ttft_speedup_r15_check2", "r15_check2", None))
@@ -49,10 +51,10 @@ def measure(quick: bool) -> list[Figure]:
 
 def _sample(running: LocalEngine, prompt: ChunkPrompt, repetitions: int) -> dict[str, list[float]]:
     """Seconds by method; `cost_METHOD` holds cost shares, `forward` the engine's own last step."""
-    others = ("cost_r15", "cost_r15_narrow", "forward", "first_load")
+    others = ("cost_r15", "cost_r15_narrow", "cost_r15_query", "forward", "first_load")
     samples: dict[str, list[float]] = {name: [] for name in (*(method[0] for method in METHODS), *others)}
     # Unmeasured: the first call of each shape prepares kernels.
-    for _, ratio, _, selector in METHODS[:3]:
+    for _, ratio, _, selector in METHODS[:4]:
         params = None if ratio is None else replace(prompt.params(ratio), selector=selector)
         cold(running, Prompt(prompt.token_ids, params, max_tokens=2, ignore_eos=True))
     for repetition in range(repetitions):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
-from kintsugi.engine.worker import stack
+from kintsugi.engine.worker import scattered
 from kintsugi.fusor.kernels.packed import PackedKernel, find_compiler, has_amx
 from tests.integration.engine.conftest import (
     NAMESPACE,
@@ -236,10 +236,12 @@ def test_scattered_tokens_attend_as_through_the_backends_own_kernel(
 
     monkeypatch.setattr(PackedKernel, "attend", counted)
     prompt = rag(*chunks)
+    ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert not served, "prefix and question are two runs"
     params = prompt.params(0.3, SelectorName.RANDOM)
     ours = ask_cold(engine, prompt.token_ids, params)
     assert len(served) == 4, "every layer"
-    monkeypatch.setattr(stack, "RUNS_MIN", len(prompt.token_ids))
+    monkeypatch.setattr(scattered, "RUNS_MIN_PACKED", len(prompt.token_ids))
     theirs = ask_cold(engine, prompt.token_ids, params)
     assert len(served) == 4
     assert max_dlogprob(ours, theirs) <= 0.1, "more than bfloat16 explains"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.contracts.scattered_attention import (
     never_reads_ahead,
 )
 from tests.fakes.packed_cache import pack
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 class Attention:
@@ -129,3 +132,9 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_shapes_it_supports(shape: tuple[int, int, int, int], expected: bool) -> None:
     assert packed.supports(*shape) is expected
+
+
+def test_its_source_is_shipped() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    shipped = project["tool"]["setuptools"]["package-data"]["*"]
+    assert any(packed.SOURCE.match(pattern) for pattern in shipped)

@@ -23,7 +23,12 @@ BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
 
 RUNS_MIN = 16
-"""Fewer runs than this read the context so few times that the backend's own kernel is as good."""
+"""On a GPU, fewer runs than this read the context so few times that the backend's own kernel is as good."""
+
+RUNS_MIN_PACKED = 4
+"""The same on a CPU, where the backend's own kernel takes a third more CPU time even for runs of 100 tokens.
+Fewer runs are what is computed anyway (prefix, a gap, question): they are left to the backend, so that a
+prompt of which nothing is recomputed is answered as the backend answers it, to the bit."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class ScatteredRows:
     """int32 `[n]`, ascending, on the device."""
     block_table: Tensor
     """int32 `[blocks]` of the sequence, on the device."""
+
+
+def runs_min(device: torch.device) -> int:
+    """Number of runs from which on a kernel of ours serves a batch."""
+    return RUNS_MIN_PACKED if device.type == "cpu" else RUNS_MIN
 
 
 def kernel_serves(attention: Any, device: torch.device) -> bool:
