@@ -3,14 +3,14 @@
 vLLM's own kernel takes one pseudo-request per run of queries. A request of one token fills 2 of the 32 rows
 that AMX multiplies at once (at two query heads per KV head) and reads the whole context for them: 2.3 times
 the CPU time per query-key pair of a dense prefill. Here a tile of queries fills the rows and shares what it
-reads (`packed.cpp`), for 0.9 times that of a dense prefill. `benchmarks/ttft.py` measures both
+reads (`packed.cpp`), for 0.75 times that of a dense prefill. `benchmarks/ttft.py` measures both
 (`scattered_pair_cost`).
 
 The kernel is compiled once per machine, by a C++ compiler that is found there. Nothing requires it: where it
 cannot be built, scattered queries stay with the engine's own kernel.
 
 Rejected, on one thread and relative to dense prefill: torch's flash attention over tiles with a mask, 2.2-3.7
-(its dense attention takes 1.5); a build through torch's extensions, which takes 30 s and needs ninja.
+(its dense attention takes 1.5); a build as a torch extension, which needs ninja and all of torch's headers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOURCE = Path(__file__).with_name("packed.cpp")
 LIBRARY = "packed.so"
 FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 )
 COMPILE_TIMEOUT_S = 60.0
 """Takes 2 s on an idle core."""
