@@ -3,7 +3,7 @@
 vLLM's own kernel takes one pseudo-request per run of queries. A request of one token fills 2 of the 32 rows
 that AMX multiplies at once (at two query heads per KV head) and reads the whole context for them: 2.3 times
 the CPU time per query-key pair of a dense prefill. Here a tile of queries fills the rows and shares what it
-reads (`packed.cpp`), for 0.75 times that of a dense prefill. `benchmarks/ttft.py` measures both
+reads (`packed.cpp`), for 0.8 times that of a dense prefill. `benchmarks/ttft.py` measures both
 (`scattered_pair_cost`).
 
 The kernel is compiled once per machine, by a C++ compiler that is found there. Nothing requires it: where it
