@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from benchmarks.support import exactness, plain_cost, speed, stalls
+from benchmarks.support import attention, exactness, plain_cost, speed, stalls
 from benchmarks.support.sections import run
 
 SECTIONS = {
     "speed": speed.measure,
+    "attention": attention.measure,
     "stalls": stalls.measure,
     "exactness": exactness.measure,
     "oracle": exactness.measure_oracle,

@@ -114,6 +114,7 @@ SELECTIONS = (
     (SelectorName.HKVD, 0.15),
     (SelectorName.HKVD_GRADUAL, 0.3),
     (SelectorName.RANDOM, 0.5),
+    *((name, 0.15) for name in SelectorName if name not in (SelectorName.HKVD, SelectorName.RANDOM)),
 )
 
 

@@ -125,6 +125,10 @@ class ToyStack:
         self.open_layer: int | None = None
         self.calls: list[tuple[str, int, int]] = []
         """(what, layer, tokens) of every `project_kv` and `run_layer`."""
+        self.writes: list[tuple[int, int]] = []
+        """(layer, tokens) of every `write_kv`."""
+        self.forgets = False
+        """Whether a layer that ends loses what was written to it, as vLLM's sliding windows do."""
         self._other_ranks = other_ranks
         shape = (model.layers, sequences, POSITIONS_MAX, model.kv_heads, HEAD_DIM)
         self.keys = torch.zeros(shape, dtype=model.dtype)
@@ -147,12 +151,18 @@ class ToyStack:
     def begin_layer(self, layer: int) -> None:
         assert self.open_layer is None
         self.open_layer = layer
+        if self.forgets:
+            self.written[layer] = False
 
     def end_layer(self, layer: int) -> None:
         assert self.open_layer == layer
         self.open_layer = None
 
+    def keeps_layer(self, layer: int) -> bool:
+        return not self.forgets
+
     def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        self.writes.append((layer, len(positions)))
         self._write(layer, torch.zeros_like(positions), positions, key, value)
 
     def _write(self, layer: int, owners: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:

@@ -14,6 +14,8 @@ Arithmetic, not a measurement: Mistral-7B (32/8 heads of 128, bf16) with 15 % of
 n = 2,458 and T = 32, hence 330 GFLOP per layer and 2.6 GB instead of 82 GB. At 600 TFLOP/s and 4 TB/s
 that is 0.55 ms of computing and 0.65 ms of reading (less when tiles of one head meet in the L2 cache),
 against 20 ms. `benchmarks/gpu/scattered_attention.py` measures it on a GPU.
+
+A CPU with AMX has a kernel of its own for the same tiles: `fusor.kernels.packed` (its cache is packed).
 """
 
 from __future__ import annotations

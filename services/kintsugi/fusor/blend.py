@@ -181,15 +181,18 @@ class BlendPass(SlicedWork):
         else:
             self._activate(everything if ratio == 1 else self._must_positions)
         self._attention = None
+        written = 0
         if filters and selector.query_layers:
             self._attention = yield from self._ask(selector.query_layers)
+            written = max(selector.query_layers)  # which itself was only projected
         hidden = self._embed()
         began = self.tally.started_s
         for layer in range(num_layers):
             loaded = yield from self.fetch_kv(layer)
             self._stack.begin_layer(layer)
             computing = time.perf_counter()
-            self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
+            if layer >= written or not self._stack.keeps_layer(layer):
+                self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
             if filters:
                 hidden = yield from self._filter(layer, hidden, loaded, selector)
             yield from self.prefill_layer(layer, hidden)

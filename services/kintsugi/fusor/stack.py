@@ -88,6 +88,10 @@ class DecoderStack(Protocol):
 
     def end_layer(self, layer: int) -> None: ...
 
+    def keeps_layer(self, layer: int) -> bool:
+        """Whether all that was written to `layer` is still there when it begins again."""
+        ...
+
     def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
         """Write rotated K and V `[tokens, kv_heads, head_dim]` of sequence 0 into the cache."""
         ...

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import Tensor
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
+from kintsugi.engine.worker import scattered
+from kintsugi.fusor.kernels.packed import PackedKernel, find_compiler, has_amx
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -216,3 +221,27 @@ def test_measuring_the_deviation_is_counted(engine: LocalEngine, chunks: list[li
     measured = (region - exact) * fused / (fused + output + mlp)
     assert accounting["token_layers_computed"] == pytest.approx(layers + measured, abs=0.1)
     assert accounting["token_layers_total"] == 4 * region
+
+
+@pytest.mark.skipif(not has_amx() or find_compiler() is None, reason="no AMX or no C++ compiler here")
+def test_scattered_tokens_attend_as_through_the_backends_own_kernel(
+    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[int] = []
+    attend = PackedKernel.attend
+
+    def counted(kernel: PackedKernel, query: Tensor, *rest: Any) -> None:
+        served.append(len(query))
+        attend(kernel, query, *rest)
+
+    monkeypatch.setattr(PackedKernel, "attend", counted)
+    prompt = rag(*chunks)
+    ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert not served, "prefix and question are two runs"
+    params = prompt.params(0.3, SelectorName.RANDOM)
+    ours = ask_cold(engine, prompt.token_ids, params)
+    assert len(served) == 4, "every layer"
+    monkeypatch.setattr(scattered, "RUNS_MIN_PACKED", len(prompt.token_ids))
+    theirs = ask_cold(engine, prompt.token_ids, params)
+    assert len(served) == 4
+    assert max_dlogprob(ours, theirs) <= 0.1, "more than bfloat16 explains"

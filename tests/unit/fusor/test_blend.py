@@ -285,6 +285,21 @@ def test_the_tally_is_the_cost_formula(
         assert timing.compute_start_ms <= timing.compute_end_ms
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_the_question_leaves_its_layers_written(forgets: bool) -> None:
+    scene = prompt()
+    plan = scene.plan(0.15, SelectorName.QUERY, query_layers=(1, 2))
+    expected = blended(scene, plan)[0].tally.active_positions
+    stack = ToyStack(model())
+    stack.forgets = forgets
+    work, _ = blended(scene, plan, stack)
+    hits = 42
+    # Layer 2 is only projected for the question.
+    twice = [(0, hits), (1, hits)]
+    assert stack.writes == [*twice, *(twice if forgets else []), (2, hits), (3, hits)]
+    assert work.tally.active_positions == expected
+
+
 @pytest.mark.parametrize("selector", EVERY_SELECTOR)
 def test_sets_only_shrink_and_keep_the_question(selector: SelectorName) -> None:
     scene = prompt()

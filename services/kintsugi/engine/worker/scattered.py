@@ -1,7 +1,8 @@
-"""On a GPU, scattered tokens attend through a kernel that lets them share their reads of the context.
+"""Scattered tokens attend through a kernel that lets them share their reads of the context.
 
 The backend's own kernels would take one pseudo-request per run of tokens and read the context once for
-each. The kernel stands in for the layer's attention implementation for the length of one call.
+each. A kernel of ours, one for GPUs and one for CPUs with AMX, stands in for the layer's attention
+implementation for the length of one call.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kintsugi.engine.worker.packed import packed_kernel
 from kintsugi.fusor.attention import attend_scattered, kernel_reads
+from kintsugi.fusor.kernels.packed import PackedKernel
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
 
 RUNS_MIN = 16
-"""Fewer runs than this read the context so few times that the backend's own kernel is as good."""
+"""On a GPU, fewer runs than this read the context so few times that the backend's own kernel is as good."""
+
+RUNS_MIN_PACKED = 4
+"""The same on a CPU, where the backend's own kernel takes a third more CPU time even for runs of 100 tokens.
+Fewer runs are what is computed anyway (prefix, a gap, question): they are left to the backend, so that a
+prompt of which nothing is recomputed is answered as the backend answers it, to the bit."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,15 @@ class ScatteredRows:
     """int32 `[blocks]` of the sequence, on the device."""
 
 
+def runs_min(device: torch.device) -> int:
+    """Number of runs from which on a kernel of ours serves a batch."""
+    return RUNS_MIN_PACKED if device.type == "cpu" else RUNS_MIN
+
+
 def kernel_serves(attention: Any, device: torch.device) -> bool:
-    """Whether the kernel can read this layer's cache on this device."""
+    """Whether a kernel of ours can read this layer's cache on this device."""
+    if device.type == "cpu":
+        return packed_kernel(attention) is not None
     if device.type != "cuda" or attention.attn_backend.get_name() not in BACKENDS:
         return False
     if attention.kv_cache_dtype != "auto":
@@ -47,7 +62,11 @@ def kernel_serves(attention: Any, device: torch.device) -> bool:
 def replace_attention_impl(attention: Any, rows: ScatteredRows) -> Iterator[None]:
     """Put the kernel in the place of `attention.impl`."""
     impl = attention.impl
-    attention.impl = _KernelImpl(impl, attention, rows)
+    packed = packed_kernel(attention)
+    if packed is None:
+        attention.impl = _KernelImpl(impl, attention, rows)
+    else:
+        attention.impl = _PackedImpl(impl, attention, rows, packed)
     try:
         yield
     finally:
@@ -93,4 +112,29 @@ class _KernelImpl:
             sinks=getattr(self._impl, "sinks", None),
         )
         output.copy_(attended.view_as(output))
+        return output
+
+
+class _PackedImpl(_KernelImpl):
+    """The same on a CPU, whose backend packs its cache for the processor."""
+
+    def __init__(self, impl: Any, attention: Any, rows: ScatteredRows, kernel: PackedKernel) -> None:
+        super().__init__(impl, attention, rows)
+        self._kernel = kernel
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        rows = self._rows
+        attended = output.view(query.shape)
+        self._kernel.attend(query, kv_cache, rows.block_table, rows.positions, attended, self._impl.scale)
         return output

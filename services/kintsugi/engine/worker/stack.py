@@ -25,7 +25,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
-from kintsugi.engine.worker.scattered import RUNS_MIN, ScatteredRows, replace_attention_impl
+from kintsugi.engine.worker.scattered import ScatteredRows, replace_attention_impl, runs_min
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch
 
 NULL_BLOCK = 0
@@ -162,7 +162,7 @@ class VllmStack:
             common = _common_metadata(positions, owners, tables, slots, device)
             prepared.metadata.update(dict.fromkeys(names, tables.group.builder.build(0, common)))
             prepared.slots.update(dict.fromkeys(names, slots))
-            if tables.group.kernel_serves and len(tables.table) == 1 and common.num_reqs >= RUNS_MIN:
+            if tables.group.kernel_serves and len(tables.table) == 1 and common.num_reqs >= runs_min(device):
                 rows = ScatteredRows(prepared.positions.to(torch.int32), tables.table[0].to(device))
                 prepared.scattered.update(dict.fromkeys(names, rows))
         return LayerBatch(len(positions), prepared)
@@ -180,6 +180,9 @@ class VllmStack:
         tables = self._tables_of(layer)
         if tables.needs_scratch:
             tables.copy_out(self._model.layers[layer].attention.kv_cache)
+
+    def keeps_layer(self, layer: int) -> bool:
+        return not self._tables_of(layer).needs_scratch
 
     def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
         if not len(positions):

@@ -1,0 +1,99 @@
+"""Whether the CPU kernel for scattered tokens can stand in for a layer's attention, found out at start.
+
+The kernel reads vLLM's cache as vLLM packs it, which is not an interface. So it serves a shape only after it
+has read back correctly what vLLM wrote. Where it cannot be used, scattered tokens stay with vLLM's kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi.fusor.kernels import packed
+from kintsugi.fusor.kernels.packed import PackedKernel
+from kintsugi.fusor.reference import reference_attention
+from kintsugi.models.cache import cache_folder, make_folder_once
+
+logger = init_logger(__name__)
+
+TOLERANCE = 0.03
+"""Largest difference of attention outputs of unit scale that bfloat16 explains."""
+
+_reads: dict[tuple[int, ...], bool] = {}
+"""Whether the kernel reads a cache of this shape as vLLM writes it, by what was tried in this process."""
+
+
+def packed_kernel(attention: Any) -> PackedKernel | None:
+    """The kernel if it computes what this layer's own attention on the CPU does; None if it does not."""
+    if not _is_plain(attention):
+        return None
+    kernel = _load()
+    if kernel is None:
+        return None
+    shape = (attention.num_heads, *attention.kv_cache.shape[1:])
+    if shape not in _reads:
+        error = _error_against_reference(kernel, attention)
+        _reads[shape] = error <= TOLERANCE
+        if not _reads[shape]:
+            logger.warning("Scattered tokens attend through vLLM's kernel: ours is off by %.3g", error)
+    return kernel if _reads[shape] else None
+
+
+def _is_plain(attention: Any) -> bool:
+    """Whether the layer packs a bfloat16 cache for AMX and attends to all of it by a plain softmax."""
+    impl = attention.impl
+    if attention.attn_backend.get_name() != "CPU_ATTN" or getattr(attention, "isa", None) != "amx":
+        return False
+    if attention.kv_cache_dtype != "auto" or attention.kv_cache.dtype is not torch.bfloat16:
+        return False
+    if attention.sliding_window is not None or getattr(impl, "logits_soft_cap", None):
+        return False
+    if getattr(impl, "sinks", None) is not None or getattr(impl, "alibi_slopes", None) is not None:
+        return False
+    _, num_kv_heads, block_size, width = attention.kv_cache.shape
+    return packed.supports(attention.num_heads, num_kv_heads, width // 2, block_size)
+
+
+@functools.cache
+def _load() -> PackedKernel | None:
+    """Build the kernel once per machine and load it once per process."""
+    if not packed.has_amx():
+        return None
+    inputs = "\0".join((packed.SOURCE.read_text(), *packed.FLAGS, packed.find_compiler() or ""))
+    digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+    try:
+        folder = make_folder_once(cache_folder() / "kernels" / digest, packed.build)
+        return PackedKernel(folder)
+    except (KintsugiError, OSError) as error:
+        logger.info("Scattered tokens attend through vLLM's kernel, at twice the price: %s", error)
+        return None
+
+
+def _error_against_reference(kernel: PackedKernel, attention: Any) -> float:
+    """Largest difference of the kernel's output, from a cache that vLLM wrote, from the reference's."""
+    _, num_kv_heads, block_size, width = attention.kv_cache.shape
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    table = torch.tensor([2, 1], dtype=torch.int32)
+    end = block_size + block_size // 2 + 3
+    positions = torch.arange(1, end, 3, dtype=torch.int32)
+    slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()[:end]
+    key, value = (random(3 * block_size, num_kv_heads, width // 2) for _ in range(2))
+    query = random(len(positions), attention.num_heads, width // 2)
+    cache = attention.kv_cache.new_zeros((3, *attention.kv_cache.shape[1:]))
+    attention.impl.do_kv_cache_update(attention, key[slots], value[slots], cache, slots)
+    output = torch.empty_like(query)
+    scale = attention.impl.scale
+    kernel.attend(query, cache, table, positions, output, scale)
+    keys, values = (half.view(3, block_size, num_kv_heads, -1) for half in (key, value))
+    expected = reference_attention(query, keys, values, table, positions, scale=scale)
+    return float((output.float() - expected.float()).abs().nan_to_num(float("inf")).max())

@@ -1,0 +1,281 @@
+// The CPU kernel of `kintsugi.fusor.kernels.packed`: scattered queries over a bfloat16 cache packed for AMX.
+//
+// A tile holds up to 32 rows: a few queries × the query heads that share a KV head. It reads each key once,
+// 256 keys at a time: logits by AMX, a running softmax in fp32 and to base 2, then weights × values by AMX.
+// Only chunks of keys that reach past the tile's first position are masked.
+//
+// One KV head of one block, where every unit of 1 KiB is an AMX operand as it lies:
+//   K [block_size / 16][head_dim / 2][16 tokens][2 elements], then
+//   V [head_dim / 16][block_size / 2][16 elements][2 tokens]
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int ROWS = 32;   // two AMX tiles
+constexpr int STEP = 32;   // keys of one product
+constexpr int CHUNK = 256; // keys between two updates of the running maximum; 128 and 512 are slower
+constexpr int HEAD_DIM_MAX = 256;
+constexpr float LOWEST = -1e30f; // a real minus infinity would turn a masked row into NaN
+constexpr float LOG2_E = 1.44269504f;
+
+struct Problem {
+  const uint16_t *query;
+  int64_t query_token_stride, query_head_stride;
+  uint16_t *output;
+  int64_t output_token_stride, output_head_stride;
+  const uint16_t *cache;
+  int64_t block_stride, head_stride;
+  const int32_t *block_table, *positions;
+  int64_t num_tokens, num_kv_heads, group;
+  int head_dim;
+  int64_t block_size;
+  float scale;
+};
+
+struct alignas(64) Scratch {
+  uint16_t query[ROWS * HEAD_DIM_MAX]; // [head_dim / 32][ROWS][32]
+  float logits[ROWS * CHUNK];
+  uint16_t weights[ROWS * CHUNK];
+  float output[ROWS * HEAD_DIM_MAX]; // [ROWS][head_dim]
+  uint16_t last_values[STEP * HEAD_DIM_MAX];
+  float maximum[ROWS], sum[ROWS];
+};
+
+struct Values {
+  const uint16_t *first;
+  int64_t column_stride; // elements between two groups of 16 columns
+};
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+void configure_tiles() {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = 64;
+    config.rows[tile] = 16;
+  }
+  _tile_loadconfig(&config);
+}
+
+// 2^x for x <= 0, with a relative error of 3e-6; 0 far below. scalef rounds its exponent down by itself.
+inline __m512 exp2_of(__m512 x) {
+  const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 value = _mm512_set1_ps(1.353417e-2f);
+  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(5.201146e-2f));
+  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(2.4144276e-1f));
+  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(6.9300383e-1f));
+  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(1.00000259f));
+  return _mm512_scalef_ps(value, x);
+}
+
+inline __mmask16 lanes_below(int count) {
+  return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+
+// Stores the logits [ROWS][STEP], with rows CHUNK apart.
+inline void multiply_keys(const uint16_t *query, const uint16_t *keys, float *logits, int head_dim) {
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (int step = 0; step < head_dim / 32; ++step) {
+    _tile_loadd(0, query + step * ROWS * 32, 64);
+    _tile_loadd(2, keys + step * 512, 64);
+    _tile_dpbf16ps(4, 0, 2);
+    _tile_loadd(3, keys + head_dim * 16 + step * 512, 64);
+    _tile_dpbf16ps(5, 0, 3);
+    _tile_loadd(1, query + step * ROWS * 32 + 512, 64);
+    _tile_dpbf16ps(6, 1, 2);
+    _tile_dpbf16ps(7, 1, 3);
+  }
+  _tile_stored(4, logits, CHUNK * 4);
+  _tile_stored(5, logits + 16, CHUNK * 4);
+  _tile_stored(6, logits + 16 * CHUNK, CHUNK * 4);
+  _tile_stored(7, logits + 16 * CHUNK + 16, CHUNK * 4);
+}
+
+// Adds weights × values to the output, 32 columns at a time.
+inline void add_values(Scratch &scratch, const Values *values, int steps, int head_dim) {
+  for (int column = 0; column < head_dim; column += 32) {
+    float *output = scratch.output + column;
+    _tile_loadd(4, output, head_dim * 4);
+    _tile_loadd(5, output + 16, head_dim * 4);
+    _tile_loadd(6, output + 16 * head_dim, head_dim * 4);
+    _tile_loadd(7, output + 16 * head_dim + 16, head_dim * 4);
+    for (int step = 0; step < steps; ++step) {
+      const uint16_t *weights = scratch.weights + step * STEP;
+      const uint16_t *mine = values[step].first + column / 16 * values[step].column_stride;
+      _tile_loadd(0, weights, CHUNK * 2);
+      _tile_loadd(2, mine, 64);
+      _tile_dpbf16ps(4, 0, 2);
+      _tile_loadd(3, mine + values[step].column_stride, 64);
+      _tile_dpbf16ps(5, 0, 3);
+      _tile_loadd(1, weights + 16 * CHUNK, CHUNK * 2);
+      _tile_dpbf16ps(6, 1, 2);
+      _tile_dpbf16ps(7, 1, 3);
+    }
+    _tile_stored(4, output, head_dim * 4);
+    _tile_stored(5, output + 16, head_dim * 4);
+    _tile_stored(6, output + 16 * head_dim, head_dim * 4);
+    _tile_stored(7, output + 16 * head_dim + 16, head_dim * 4);
+  }
+}
+
+// Turns one row's logits into weights; with `masked`, only its first `visible` keys count.
+template <bool masked>
+inline void apply_softmax(Scratch &scratch, int row, int width, int visible, float scale, int head_dim) {
+  const float *logits = scratch.logits + row * CHUNK;
+  uint16_t *weights = scratch.weights + row * CHUNK;
+  __m512 highest_low = _mm512_set1_ps(LOWEST), highest_high = highest_low;
+  for (int key = 0; key < width; key += 32) {
+    const __m512 low = _mm512_loadu_ps(logits + key), high = _mm512_loadu_ps(logits + key + 16);
+    const __mmask16 low_lanes = masked ? lanes_below(visible - key) : 0xffff;
+    const __mmask16 high_lanes = masked ? lanes_below(visible - key - 16) : 0xffff;
+    highest_low = _mm512_mask_max_ps(highest_low, low_lanes, highest_low, low);
+    highest_high = _mm512_mask_max_ps(highest_high, high_lanes, highest_high, high);
+  }
+  const float before = scratch.maximum[row];
+  const float highest = std::max(before, _mm512_reduce_max_ps(_mm512_max_ps(highest_low, highest_high)));
+  const __m512 factor = _mm512_set1_ps(scale), offset = _mm512_set1_ps(highest * scale);
+  __m512 sum_low = _mm512_setzero_ps(), sum_high = sum_low;
+  for (int key = 0; key < width; key += 32) {
+    __m512 low = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(logits + key), factor, offset));
+    __m512 high = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(logits + key + 16), factor, offset));
+    if (masked) {
+      low = _mm512_maskz_mov_ps(lanes_below(visible - key), low);
+      high = _mm512_maskz_mov_ps(lanes_below(visible - key - 16), high);
+    }
+    sum_low = _mm512_add_ps(sum_low, low);
+    sum_high = _mm512_add_ps(sum_high, high);
+    _mm512_storeu_si512(weights + key, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+  const float sum = _mm512_reduce_add_ps(_mm512_add_ps(sum_low, sum_high));
+  if (highest == before) {
+    scratch.sum[row] += sum;
+    return;
+  }
+  const __m512 shrink = exp2_of(_mm512_set1_ps((before - highest) * scale));
+  scratch.maximum[row] = highest;
+  scratch.sum[row] = scratch.sum[row] * _mm512_cvtss_f32(shrink) + sum;
+  float *output = scratch.output + row * head_dim;
+  for (int column = 0; column < head_dim; column += 16)
+    _mm512_storeu_ps(output + column, _mm512_mul_ps(_mm512_loadu_ps(output + column), shrink));
+}
+
+// Copies the values of one step and zeroes those of tokens from `known` on: 0 × NaN is NaN.
+Values copy_known(Scratch &scratch, Values values, int known, int head_dim) {
+  for (int column = 0; column < head_dim / 16; ++column) {
+    uint16_t *copy = scratch.last_values + column * STEP * 16;
+    std::memcpy(copy, values.first + column * values.column_stride, STEP * 16 * sizeof(uint16_t));
+    for (int token = known; token < STEP; ++token)
+      for (int lane = 0; lane < 16; ++lane)
+        copy[token / 2 * 32 + lane * 2 + token % 2] = 0;
+  }
+  return {scratch.last_values, STEP * 16};
+}
+
+void load_queries(const Problem &problem, Scratch &scratch, int64_t head, int64_t first, int rows) {
+  const int group = static_cast<int>(problem.group);
+  for (int row = 0; row < ROWS; ++row) {
+    const uint16_t *source = problem.query + (first + row / group) * problem.query_token_stride +
+                             (head * group + row % group) * problem.query_head_stride;
+    for (int step = 0; step < problem.head_dim / 32; ++step) {
+      uint16_t *target = scratch.query + (step * ROWS + row) * 32;
+      if (row < rows)
+        std::memcpy(target, source + step * 32, 64);
+      else
+        std::memset(target, 0, 64);
+    }
+    scratch.maximum[row] = LOWEST;
+    scratch.sum[row] = 0.0f;
+  }
+  std::memset(scratch.output, 0, sizeof(float) * ROWS * problem.head_dim);
+}
+
+void store_outputs(const Problem &problem, const Scratch &scratch, int64_t head, int64_t first, int rows) {
+  const int group = static_cast<int>(problem.group);
+  for (int row = 0; row < rows; ++row) {
+    uint16_t *target = problem.output + (first + row / group) * problem.output_token_stride +
+                       (head * group + row % group) * problem.output_head_stride;
+    const __m512 share = _mm512_set1_ps(1.0f / scratch.sum[row]);
+    for (int column = 0; column < problem.head_dim; column += 32) {
+      const float *source = scratch.output + row * problem.head_dim + column;
+      const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(source), share);
+      const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(source + 16), share);
+      _mm512_storeu_si512(target + column, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+}
+
+void attend_tile(const Problem &problem, Scratch &scratch, int64_t head, int64_t first, int64_t tokens) {
+  const int head_dim = problem.head_dim, group = static_cast<int>(problem.group);
+  const int rows = static_cast<int>(tokens) * group;
+  const float scale = problem.scale * LOG2_E;
+  const int32_t *positions = problem.positions + first;
+  const int end = positions[tokens - 1] + 1;
+  load_queries(problem, scratch, head, first, rows);
+  Values values[CHUNK / STEP];
+  for (int chunk = 0; chunk < end; chunk += CHUNK) {
+    const int steps = (std::min(CHUNK, end - chunk) + STEP - 1) / STEP, width = steps * STEP;
+    for (int step = 0; step < steps; ++step) {
+      const int key = chunk + step * STEP;
+      const int64_t slot = key % problem.block_size;
+      const uint16_t *block = problem.cache +
+                              problem.block_table[key / problem.block_size] * problem.block_stride +
+                              head * problem.head_stride;
+      multiply_keys(scratch.query, block + slot * head_dim, scratch.logits + step * STEP, head_dim);
+      values[step] = {block + problem.block_size * head_dim + slot * 16, problem.block_size * 16};
+      if (key + STEP > end)
+        values[step] = copy_known(scratch, values[step], end - key, head_dim);
+    }
+    const bool masked = chunk + width > positions[0] + 1;
+    for (int row = 0; row < ROWS; ++row) {
+      if (row >= rows)
+        std::memset(scratch.weights + row * CHUNK, 0, sizeof(uint16_t) * width);
+      else if (masked)
+        apply_softmax<true>(scratch, row, width, positions[row / group] + 1 - chunk, scale, head_dim);
+      else
+        apply_softmax<false>(scratch, row, width, width, scale, head_dim);
+    }
+    add_values(scratch, values, steps, head_dim);
+  }
+  store_outputs(problem, scratch, head, first, rows);
+}
+
+} // namespace
+
+// Strides in elements. One KV head after the other, so that its context stays in the cache of a core.
+extern "C" void attend_packed(const uint16_t *query, int64_t query_token_stride, int64_t query_head_stride,
+                              uint16_t *output, int64_t output_token_stride, int64_t output_head_stride,
+                              const uint16_t *cache, int64_t block_stride, int64_t head_stride,
+                              const int32_t *block_table, const int32_t *positions, int64_t num_tokens,
+                              int64_t num_kv_heads, int64_t group, int64_t head_dim, int64_t block_size,
+                              float scale) {
+  const Problem problem{query,         query_token_stride, query_head_stride,
+                        output,        output_token_stride, output_head_stride,
+                        cache,         block_stride,       head_stride,
+                        block_table,   positions,          num_tokens,
+                        num_kv_heads,  group,              static_cast<int>(head_dim),
+                        block_size,    scale};
+  const int64_t tokens = ROWS / group, tiles = (num_tokens + tokens - 1) / tokens;
+#pragma omp parallel
+  {
+    Scratch scratch;
+    configure_tiles();
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < num_kv_heads * tiles; ++item) {
+      const int64_t first = item % tiles * tokens;
+      attend_tile(problem, scratch, item / tiles, first, std::min(tokens, num_tokens - first));
+    }
+    _tile_release();
+  }
+}

@@ -1,0 +1,140 @@
+"""The CPU kernel over a packed cache: the contract of scattered attention, and builds that fail."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.core.errors import Unavailable
+from kintsugi.fusor.kernels import packed
+from kintsugi.fusor.kernels.packed import PackedKernel
+from tests.contracts.scattered_attention import (
+    PATTERNS,
+    TOLERANCE,
+    Case,
+    ignores_the_future,
+    matches_reference,
+    never_reads_ahead,
+)
+from tests.fakes.packed_cache import pack
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+class Attention:
+    """The kernel behind the contract's interface."""
+
+    def __init__(self, kernel: PackedKernel) -> None:
+        self._kernel = kernel
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        positions: Tensor,
+        *,
+        scale: float,
+        **features: Any,
+    ) -> Tensor:
+        assert all(feature in (None, 1.0) for feature in features.values())
+        output = torch.full_like(query, float("nan"))
+        self._kernel.attend(query, pack(key_cache, value_cache), block_table, positions, output, scale)
+        return output
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Attention:
+    if not packed.has_amx() or packed.find_compiler() is None:
+        pytest.skip("the packed kernel: no AMX or no C++ compiler here")
+    folder = tmp_path_factory.mktemp("packed")
+    packed.build(folder)
+    return Attention(PackedKernel(folder))
+
+
+def case(**fields: Any) -> Case:
+    return Case(**{"dtype": "bfloat16", "block_size": 32, **fields})
+
+
+MATRIX = [
+    *(case(group=group, head_dim=dim) for group in (1, 2, 3, 8, 32) for dim in (32, 64, 96, 256)),
+    *(
+        case(pattern=pattern, block_size=size, context=context)
+        for pattern, size, context in itertools.product(PATTERNS, (32, 128), (31, 150, 600))
+    ),
+]
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_kernel_matches_reference(attention: Attention, case: Case) -> None:
+    assert matches_reference(attention, case, "cpu") <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("check", [never_reads_ahead, ignores_the_future])
+@pytest.mark.parametrize("context", [31, 600])
+def test_kernel_masks_by_position(attention: Attention, check: Any, context: int) -> None:
+    assert check(attention, case(context=context), "cpu") == 0.0
+
+
+def test_large_logits_do_not_overflow(attention: Attention) -> None:
+    size, heads, dim = 32, 1, 32
+    cache = torch.zeros(1, size, heads, dim, dtype=torch.bfloat16)
+    cache[0, 3] = 100.0
+    query = torch.full((1, 1, dim), 100.0, dtype=torch.bfloat16)
+    ids = torch.tensor([0], dtype=torch.int32)
+    found = attention(query, cache, cache, ids, torch.tensor([20], dtype=torch.int32), scale=1.0)
+    assert torch.equal(found, torch.full_like(query, 100.0))
+
+
+def test_it_writes_through_strides(attention: Attention) -> None:
+    """Engines pass a view of the fused projection as the query."""
+    generator = torch.Generator().manual_seed(2)
+    cache = torch.randn(2, 32, 2, 64, generator=generator).to(torch.bfloat16)
+    fused = torch.randn(9, 4 * 64 + 5 * 64, generator=generator).to(torch.bfloat16)
+    query = fused[:, : 4 * 64].view(9, 4, 64)
+    table, positions = torch.tensor([1, 0], dtype=torch.int32), torch.arange(3, 57, 6, dtype=torch.int32)
+    expected = attention(query.contiguous(), cache, cache, table, positions, scale=0.125)
+    assert torch.equal(attention(query, cache, cache, table, positions, scale=0.125), expected)
+
+
+def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(Unavailable, match="no C\\+\\+ compiler; install"):
+        packed.build(tmp_path)
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho unknown option -mamx-tile >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(Unavailable, match="unknown option -mamx-tile"):
+        packed.build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((16, 8, 64, 32), True),
+        ((33, 1, 64, 32), False),
+        ((4, 2, 80, 32), False),
+        ((4, 2, 512, 32), False),
+        ((4, 2, 64, 16), False),
+    ],
+)
+def test_shapes_it_supports(shape: tuple[int, int, int, int], expected: bool) -> None:
+    assert packed.supports(*shape) is expected
+
+
+def test_its_source_is_shipped() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    shipped = project["tool"]["setuptools"]["package-data"]["*"]
+    assert any(packed.SOURCE.match(pattern) for pattern in shipped)
