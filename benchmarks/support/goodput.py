@@ -48,7 +48,7 @@ class GoodputPlan:
 
 FULL = GoodputPlan(
     RagWorkload(documents=100, zipf=0.9, chunks=6, chunk_tokens=256, answer_tokens=16),
-    slo_s=4.0,
+    slo_s=8.0,
     idle=5,
     loads_of_capacity=(0.6, 0.8, 0.95),
     requests=60,
