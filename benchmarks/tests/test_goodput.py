@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from benchmarks.support import reuse
@@ -78,3 +81,23 @@ def test_every_document_begins_a_query_before_any_counts() -> None:
     assert [query.documents[0] for query in drawn[: plan.workload.documents]] == list(range(14))
     assert all(len(set(query.documents)) == plan.workload.chunks for query in drawn)
     assert len({query.documents for query in drawn}) > 0.99 * len(drawn)
+
+
+def test_both_servers_get_every_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def ask(server: Any, prompt: str, answer_tokens: int) -> Sample:
+        asked.append((server.name, prompt))
+        accounting = {"outcome": "blended"} if server.name == "kintsugi" else None
+        return Sample(0.0, 2.0 if server.name == "plain" else 1.0, 2.0, accounting=accounting)
+
+    monkeypatch.setattr(reuse, "ask_alone", ask)
+    servers: Any = [SimpleNamespace(name=name) for name in ("plain", "kintsugi")]
+    texts = [f"text {document}" for document in range(14)]
+    first, *_ = reuse.measure(servers, texts, reuse.QUICK, "reuse", None)
+    assert first.value == 1.0
+    assert "{'blended': 24}" in first.detail
+    assert [prompt for name, prompt in asked if name == "plain"] == [
+        prompt for name, prompt in asked if name == "kintsugi"
+    ]
+    assert len(asked) == 2 * (14 + reuse.QUICK.queries)
