@@ -7,6 +7,7 @@
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
+#   make bench-stale         which committed results are older than the code they depend on
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
@@ -34,7 +35,7 @@ GPU_ONLY := triton
 
 BENCHMARKS := $(wildcard benchmarks/*.py)
 
-.PHONY: help setup demo test test-units test-systems test-full check proto bench lock images tools
+.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale lock images tools
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -101,6 +102,9 @@ proto: $(PROTO_VENV)/.installed
 
 bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+bench-stale: setup
+	@$(BIN)/python scripts/stale.py
 
 lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in

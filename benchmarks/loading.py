@@ -1,7 +1,7 @@
 """The loading controller: does it foresee a time to first token, refuse in time, and cost nothing in vain?
 
 On unmodified vLLM in this process, random weights and made-up tokens, methods interleaved, medians with
-their range. The store is throttled memory, a shard's process with a disk, or a shard that was killed.
+their range. The store is throttled memory, a shard's process with a disk, or one that was killed or hangs.
 
     python benchmarks/loading.py [--quick] [--save] [--only prediction,refusal,tiers,misses]
 """

@@ -4,9 +4,11 @@ Both servers are started as users start them and pinned, with all their processe
 from the other. Random weights: this says how fast and how robust a service is, nothing about its answers
 (`benchmarks/quality.py` does). Prompts are six 512-token chunks of a corpus, asked for by a Zipf law.
 
-    python benchmarks/serving.py [--quick] [--save] [--only idle,goodput,stuffing,recovery,loading,gateway]
+    python benchmarks/serving.py [--quick] [--save] [--only idle,goodput,reuse,...]
 
-The figures of `loading.py` and `gateway.py` are measured by these scripts and stand in the same report.
+`goodput` and `reuse` have shorter prompts of their own (`benchmarks/support`): both servers get 60 requests
+at each of several rates, and 500 queries. The figures of `loading.py`, `gateway.py` and `queueing.py` are
+measured by these scripts and stand in the same report.
 """
 
 from __future__ import annotations
@@ -17,22 +19,33 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.support import goodput, reuse
 from benchmarks.support import serving_phases as phases
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, report
-from benchmarks.support.servers import CLIENT_CORE, SERVER_CORE, Setting, checkpoint, our_server, plain_server
+from benchmarks.support.servers import (
+    CLIENT_CORE,
+    SERVER_CORE,
+    Server,
+    Setting,
+    checkpoint,
+    our_server,
+    plain_server,
+)
 from kintsugi.bench.profile import RagWorkload, corpus
 from kintsugi.precompute.chunking import Chunker
 
 HERE = Path(__file__).parent
-OF_SERVERS = ("idle", "goodput", "stuffing", "recovery")
-OF_SCRIPTS = ("loading", "gateway")
+OF_SERVERS = ("idle", "goodput", "reuse", "stuffing", "recovery")
+OF_SCRIPTS = ("loading", "gateway", "queueing")
 SCRIPT_S = 3600
 
 FULL = Setting("llama-210m", max_model_len=8192, kv_cache_bytes=1 << 30)
@@ -47,7 +60,7 @@ QUICK = Setting(
 FULL_WORKLOAD = RagWorkload(documents=200, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16)
 QUICK_WORKLOAD = RagWorkload(documents=16, zipf=0.9, chunks=4, chunk_tokens=128, answer_tokens=8)
 
-GOODPUT_BAR, TTFT_BAR, STUFFING_BAR, RECOVERY_BAR_S = 2.5, 2.8, 0.95, 60.0
+GOODPUT_BAR, CPU_BAR, TTFT_BAR, STUFFING_BAR, REUSE_BAR, RECOVERY_BAR_S = 3.0, 3.2, 2.8, 0.95, 0.95, 60.0
 
 
 def main() -> None:
@@ -73,6 +86,8 @@ def main() -> None:
         "parts": chosen,
         "setting": vars(setting),
         "workload": vars(workload),
+        "goodput": asdict(goodput.QUICK if arguments.quick else goodput.FULL),
+        "reuse": asdict(reuse.QUICK if arguments.quick else reuse.FULL),
         "server_core": SERVER_CORE,
         "client_core": CLIENT_CORE,
         "weights": "random",
@@ -83,32 +98,73 @@ def main() -> None:
 
 def _default_parts(quick: bool) -> list[str]:
     """The other scripts' quick runs take minutes of their own."""
-    return ["idle", "goodput", "stuffing"] if quick else [*OF_SERVERS, *OF_SCRIPTS]
+    return ["idle", "goodput", "reuse", "stuffing"] if quick else [*OF_SERVERS, *OF_SCRIPTS]
 
 
 def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
-    setting, workload = (QUICK, QUICK_WORKLOAD) if quick else (FULL, FULL_WORKLOAD)
-    budget = phases.QUICK if quick else phases.FULL
     # Before anything is pinned: the load's threads stay off the servers' core.
     os.sched_setaffinity(0, {CLIENT_CORE})
-    with checkpoint(setting.shape) as model, ExitStack() as running:
-        chunker = Chunker.of_model(model)
-        texts = corpus(workload, lambda text: len(chunker.token_ids(text)))
-        ours = running.enter_context(our_server(model, setting))
-        phases.store_chunks(ours, texts)
-        plain = running.enter_context(plain_server(model, setting))
-        servers = (plain, ours)
+    figures: list[Figure] = []
+    with checkpoint((QUICK if quick else FULL).shape) as model:
+        if set(chosen) & {"idle", "stuffing", "recovery"}:
+            figures += _of_one_pair(model, quick, chosen)
+        if "goodput" in chosen:
+            figures += _goodput(model, quick)
+        if "reuse" in chosen:
+            figures += _reuse(model, quick)
+    return figures
+
+
+def _of_one_pair(model: Path, quick: bool, chosen: list[str]) -> list[Figure]:
+    """What the servers are measured for with the same prompts."""
+    setting, workload = (QUICK, QUICK_WORKLOAD) if quick else (FULL, FULL_WORKLOAD)
+    budget = phases.QUICK if quick else phases.FULL
+    texts = _corpus(model, workload)
+    with _pair(model, setting, texts) as servers:
         idle = phases.measure_idle(servers, texts, workload, budget.idle)
         figures = phases.idle_figures(idle, None if quick else TTFT_BAR)
-        if "goodput" in chosen:
-            found = phases.measure_goodput(servers, texts, workload, idle, budget)
-            figures += phases.goodput_figures(found, idle, None if quick else GOODPUT_BAR)
         if "stuffing" in chosen:
-            figures += phases.measure_stuffing(ours, model, None if quick else STUFFING_BAR)
+            figures += phases.measure_stuffing(servers[1], model, None if quick else STUFFING_BAR)
         if "recovery" in chosen:
             bar = None if quick else RECOVERY_BAR_S
-            figures += phases.measure_recovery(ours, texts, workload, idle, budget, bar)
+            figures += phases.measure_recovery(servers[1], texts, workload, idle, budget, bar)
     return figures
+
+
+def _goodput(model: Path, quick: bool) -> list[Figure]:
+    plan, setting = (goodput.QUICK, QUICK) if quick else (goodput.FULL, FULL)
+    texts = _corpus(model, plan.workload)
+    loads: list[goodput.Load] = []
+    for batched_tokens in plan.settings:
+        tuned = replace(setting, vllm={"max_num_batched_tokens": batched_tokens})
+        with _pair(model, tuned, texts) as servers:
+            idle = phases.measure_idle(servers, texts, plan.workload, plan.idle)
+            loads += goodput.measure(servers, texts, plan, batched_tokens, idle)
+    bars = (None, None) if quick else (GOODPUT_BAR, CPU_BAR)
+    return goodput.figures_of(loads, plan.slo_s, *bars)
+
+
+def _reuse(model: Path, quick: bool) -> list[Figure]:
+    plan, setting = (reuse.QUICK, QUICK) if quick else (reuse.FULL, FULL)
+    texts = _corpus(model, plan.workload)
+    with _pair(model, setting, texts) as servers:
+        figures = reuse.measure(servers, texts, plan, "reuse_after_500", None if quick else REUSE_BAR)
+    with _pair(model, replace(setting, ram_gib=plan.small_ram_gib, ssd_gib=0.0), texts) as servers:
+        return figures + reuse.measure(servers, texts, plan, "reuse_after_500_small_store", None)
+
+
+def _corpus(model: Path, workload: RagWorkload) -> list[str]:
+    chunker = Chunker.of_model(model)
+    return corpus(workload, lambda text: len(chunker.token_ids(text)))
+
+
+@contextmanager
+def _pair(model: Path, setting: Setting, texts: list[str]) -> Iterator[tuple[Server, Server]]:
+    """Plain vLLM, and a service that holds the texts' chunks."""
+    with our_server(model, setting) as ours:
+        phases.store_chunks(ours, texts)
+        with plain_server(model, setting) as plain:
+            yield plain, ours
 
 
 def _of_script(name: str, quick: bool) -> list[Figure]:

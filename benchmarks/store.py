@@ -171,15 +171,11 @@ def python_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(folder: Path, ram: str, ssd: str = "", policy: str = DEFAULT_POLICY) -> Iterator[Server]:
-    command = [
-        sys.executable,
-        "-c",
-        "from kintsugi.cli.commands.store import app; app()",
-        "serve",
-        "--ram",
-        ram,
-    ]
+def served(
+    folder: Path, ram: str, ssd: str = "", policy: str = DEFAULT_POLICY, *more: str
+) -> Iterator[Server]:
+    command = [sys.executable, "-c", "from kintsugi.cli.commands.store import app; app()", "serve"]
+    command += ["--ram", ram, *more]
     command += ["--policy", policy, "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")]
     command += ["--ssd", f"{folder / 'ssd'}:{ssd}", "--ack", "durable"] if ssd else []
     environment = {**python_environment(), "COLUMNS": "200"}

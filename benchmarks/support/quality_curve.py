@@ -236,6 +236,6 @@ def _full_ratio(setup: Setup, running: LocalEngine) -> Figure:
     bench = bench_of(running, testbed.cases(running, asked))
     scores = measure_selection(bench, Selection(1.0), range(len(bench.cases)))
     different = sum(a.token_ids != b.token_ids for a, b in zip(scores.full, scores.blend, strict=True))
-    worst = max(scores.divergences)
+    worst = max(value for one in scores.by_prompt for value in one.divergences)
     detail = f"{len(bench.cases)} prompts, worst KL {worst:.2g}"
     return Figure.at_most("r1_mismatches", different, 0, unit="", detail=detail)

@@ -50,9 +50,10 @@ class Setting:
     ram_gib: float = 6.0
     ssd_gib: float = 8.0
     connector: Mapping[str, Any] = field(default_factory=dict)
-    """More of the connector's configuration; `model` and `vllm` likewise, of the service's."""
+    """More of the connector's configuration; `model` likewise, of the service's."""
     model: Mapping[str, Any] = field(default_factory=dict)
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine with values, for both servers."""
 
 
 @dataclass
@@ -121,6 +122,8 @@ def plain_server(model: Path, setting: Setting) -> Iterator[Server]:
     command += ["--kv-cache-memory-bytes", str(setting.kv_cache_bytes), "--disable-uvicorn-access-log"]
     # As our engines have it: a worker's process of its own would take turns with the core's.
     command += ["--distributed-executor-backend", UNIPROC]
+    for name, value in setting.vllm.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", NAME)
     # An installed plugin would register our connector; unasked it does nothing, but plain means plain.
     environment = {"VLLM_PLUGINS": ""}
@@ -173,7 +176,7 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         "store": {
             "ram_gib": setting.ram_gib,
             "data_dir": str(folder / "data"),
-            "tiers": [{"path": str(folder / "ssd"), "gib": setting.ssd_gib}],
+            "tiers": [{"path": str(folder / "ssd"), "gib": setting.ssd_gib}] if setting.ssd_gib else [],
             "share_arena": False,
         },
         "gateway": {"grpc_port": 0, "http_port": 0},

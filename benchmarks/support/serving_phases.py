@@ -1,4 +1,4 @@
-"""What is measured of the two servers: idle answers, goodput over rates, stuffed prompts, kills under load.
+"""What is measured of the two servers: idle answers, stuffed prompts, kills under load.
 
 Only one server is under load at a time; the other is idle beside it.
 """
@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, spread
 from benchmarks.support.servers import NAMESPACE, REPOSITORY, Server
 from kintsugi.bench.profile import RagWorkload, Request, poisson_arrivals, prompt_of, requests
-from kintsugi.bench.report import Sample, Summary, summarize_samples
+from kintsugi.bench.report import Sample
 from kintsugi.bench.run import client_of, measure_request, run
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import Chunker
@@ -43,16 +43,13 @@ class Budget:
     """How much is measured."""
 
     idle: int
-    loads_of_capacity: tuple[float, ...]
-    """Rates, as shares of what an idle server's whole answers allow one after the other."""
-    load_s: float
-    load_requests_min: int
     recovery_load_s: float
     recovery_of_capacity: float
+    recovery_requests_min: int
 
 
-FULL = Budget(9, (0.5, 0.7, 0.85, 1.0), 75.0, 12, 110.0, 0.25)
-QUICK = Budget(3, (0.7,), 8.0, 6, 45.0, 0.1)
+FULL = Budget(9, 110.0, 0.25, 12)
+QUICK = Budget(3, 45.0, 0.1, 6)
 
 
 @dataclass
@@ -84,21 +81,27 @@ def store_chunks(server: Server, texts: Sequence[str]) -> None:
                 say(f"stored {start + len(puts)} of {len(texts)} chunks")
 
 
+def ask_alone(server: Server, prompt: str, answer_tokens: int) -> Sample:
+    """Send one prompt to a server with nothing else to do."""
+
+    async def ask() -> Sample:
+        async with client_of(server.endpoint) as client:
+            now_s = time.perf_counter()
+            return await measure_request(client, server.endpoint, 0.0, now_s, prompt, answer_tokens)
+
+    sample = asyncio.run(ask())
+    assert sample.is_ok, sample
+    return sample
+
+
 def measure_idle(servers: Sequence[Server], texts: Sequence[str], workload: RagWorkload, count: int) -> Idle:
     """One request at a time, servers in turns, each prompt to both. The first of each is not counted: it
     prepares kernels."""
     coming = requests(workload, [0.0] * (count + 1))
     idle = Idle({server.name: [] for server in servers})
-
-    async def one(server: Server, request: Request) -> Sample:
-        async with client_of(server.endpoint) as client:
-            prompt, now_s = prompt_of(request, texts), time.perf_counter()
-            return await measure_request(client, server.endpoint, 0.0, now_s, prompt, workload.answer_tokens)
-
     for number, request in enumerate(coming):
         for server in servers:
-            sample = asyncio.run(one(server, request))
-            assert sample.is_ok, sample
+            sample = ask_alone(server, prompt_of(request, texts), workload.answer_tokens)
             if number:
                 idle.samples[server.name].append(sample)
         last = {name: [round(s.ttft_s or 0, 2) for s in rows[-1:]] for name, rows in idle.samples.items()}
@@ -116,70 +119,6 @@ def idle_figures(idle: Idle, bar: float | None) -> list[Figure]:
     answers = idle.answer_s("plain") / idle.answer_s("kintsugi")
     first = Figure.at_least("ttft_ratio_ram", ratio, bar, detail=detail)
     return [first, Figure("answer_ratio_ram", answers, "×", detail="whole answers, as above")]
-
-
-def measure_goodput(
-    servers: Sequence[Server], texts: Sequence[str], workload: RagWorkload, idle: Idle, budget: Budget
-) -> dict[str, list[tuple[Summary, float]]]:
-    """Per server, each load's summary and CPU seconds; servers in turns, each at shares of its capacity."""
-    found: dict[str, list[tuple[Summary, float]]] = {server.name: [] for server in servers}
-    for step, share in enumerate(budget.loads_of_capacity):
-        for server in servers:
-            rate = share / idle.answer_s(server.name)
-            count = max(budget.load_requests_min, round(rate * budget.load_s))
-            coming = requests(_seeded(workload, step + 1), poisson_arrivals(rate, count, seed=step))
-            cpu_s = server.cpu_s()
-            samples = _load(server, coming, texts, workload.answer_tokens)
-            summary = summarize_samples(samples, idle.slo_s)
-            found[server.name].append((summary, server.cpu_s() - cpu_s))
-            say(
-                f"{server.name} at {rate:.2f}/s: goodput {summary.goodput_per_s:.3f}/s, "
-                f"TTFT p50 {summary.ttft_s.get('p50', 0):.2f} s, errors {summary.errors}"
-            )
-    return found
-
-
-def _seeded(workload: RagWorkload, step: int) -> RagWorkload:
-    """Other requests in each load. The corpus is already written."""
-    return RagWorkload(
-        workload.documents,
-        workload.zipf,
-        workload.chunks,
-        workload.chunk_tokens,
-        workload.answer_tokens,
-        workload.seed + step,
-    )
-
-
-def _load(
-    server: Server, coming: Sequence[Request], texts: Sequence[str], answer_tokens: int
-) -> list[Sample]:
-    prompts = [prompt_of(request, texts) for request in coming]
-    return asyncio.run(run(server.endpoint, coming, prompts, answer_tokens))
-
-
-def goodput_figures(
-    found: dict[str, list[tuple[Summary, float]]], idle: Idle, bar: float | None
-) -> list[Figure]:
-    best = {name: max(rows, key=lambda row: row[0].goodput_per_s or 0.0) for name, rows in found.items()}
-    plain, ours = (best[name][0].goodput_per_s or 0.0 for name in ("plain", "kintsugi"))
-    ratio = ours / plain if plain else float("inf")
-    detail = (
-        f"{ours:.3f}/s ÷ {plain:.3f}/s, first token within {idle.slo_s:.2f} s; best of "
-        f"{len(found['plain'])} rates each"
-    )
-    figures = [Figure.at_least("goodput_ratio", ratio, bar, detail=detail)]
-    for name, (summary, cpu_s) in best.items():
-        answered = max(1, summary.requests - summary.errors)
-        at = f"at {summary.rate_per_s:.2f}/s, {summary.requests} requests, {summary.errors} errors"
-        figures += [
-            Figure(f"{name}_goodput", summary.goodput_per_s, "/s", detail=at),
-            Figure(f"{name}_ttft_p95", summary.ttft_s.get("p95"), "s", detail=at),
-            Figure(f"{name}_itl_p99", summary.itl_s.get("p99"), "s", detail=at),
-            Figure(f"{name}_cpu_per_answer", cpu_s / answered, "s", detail="the whole tree of processes"),
-        ]
-    hits = best["kintsugi"][0].hit_rate
-    return [*figures, Figure("chunk_hit_rate", hits, "", detail="under that load")]
 
 
 def measure_stuffing(server: Server, model: Any, bar: float | None) -> list[Figure]:
@@ -234,9 +173,9 @@ def measure_recovery(
     worst = 0.0
     for number, (name, deployment) in enumerate(KILLED):
         rate = budget.recovery_of_capacity / idle.answer_s("kintsugi")
-        count = max(budget.load_requests_min, round(rate * budget.recovery_load_s))
+        count = max(budget.recovery_requests_min, round(rate * budget.recovery_load_s))
         arrivals = poisson_arrivals(rate, count, seed=100 + number)
-        coming = requests(_seeded(workload, 100 + number), arrivals)
+        coming = requests(replace(workload, seed=workload.seed + 100 + number), arrivals)
         samples = asyncio.run(_killed_amidst(server, coming, texts, workload.answer_tokens, deployment))
         back_s = recovered_after(samples, KILL_AFTER_S, idle.slo_s)
         worst = max(worst, back_s)

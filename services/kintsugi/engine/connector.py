@@ -29,8 +29,9 @@ from kintsugi.engine.orphan import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
 from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
+from kintsugi.engine.scheduler.parking import Parking
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.engine.worker.side import WorkerSide
+from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
 from kintsugi.engine.worker.support import find_unsupported, has_windows
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
@@ -84,6 +85,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
                 declined_because=find_unsupported(vllm_config),
                 engine=_engine_of(vllm_config, config),
+                parking=_parking_of(vllm_config, kv_cache_config),
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),
                 caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
@@ -210,4 +212,13 @@ def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> EngineShape:
         projection_share=PROJECTION_SHARE_FIRST,
         step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
         prefetch_layers=config.prefetch_layers,
+    )
+
+
+def _parking_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Parking:
+    """A place for every blend that the worker works on, but no more than the engine has seats."""
+    blocks_per_token = sum(1 / group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+    return Parking(
+        places=min(PASSES_MAX, vllm_config.scheduler_config.max_num_seqs),
+        cache_tokens=int(kv_cache_config.num_blocks / blocks_per_token),
     )

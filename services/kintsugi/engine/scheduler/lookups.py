@@ -1,4 +1,9 @@
-"""Lookups in the store on their own threads, so that no prompt waits for a store that does not answer."""
+"""Lookups in the store on their own threads, so that no prompt waits for a store that does not answer.
+
+Lookups run ahead of the blends, and their answers wait in memory until the request is blended or declined.
+Both are bounded: lookups by `LOOKUPS_MAX`, answers by `ANSWER_BYTES_MAX`. While answers hold more than that,
+no lookup begins; a request whose lookup could not begin waits in vLLM's queue until it can.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +31,11 @@ IDLE_WAIT_S = 0.002
 from the lookup's own thread."""
 LOOKUPS_MAX = 256
 """Lookups that may wait. Beyond it, prompts are prefilled in full at once, not after a deadline each."""
+ANSWER_BYTES_MAX = 64 << 20
+"""Bytes of answers that may wait for their requests' turn."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Lookup:
     """One request's lookup."""
 
@@ -63,10 +70,29 @@ class Lookups:
         """A store that does not answer costs a few prompts their deadline, not every one."""
         self._has_waited = False
         """Whether this step has waited for a lookup."""
+        self._open: set[Lookup] = set()
+        """Those whose requests are still to be planned."""
+        self._room: int | None = None
+        """Lookups that may still begin in this step; None until somebody asks."""
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
 
     def step_began(self) -> None:
         self._has_waited = False
+        self._room = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Lookups that the store has not answered."""
+        return sum(lookup.is_waiting for lookup in self._open)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another lookup may begin. Counts once a step: many requests may ask."""
+        if self._room is None:
+            answers = [lookup.answer for lookup in self._open]
+            is_full = sum(answer.num_bytes for answer in answers if answer) >= ANSWER_BYTES_MAX
+            self._room = 0 if is_full else max(0, LOOKUPS_MAX - self.num_waiting)
+        return self._room > 0
 
     def check_store(self, space: ChunkSpace, token_ids: TokenIds) -> None:
         """Raise `NotBlendable` while the store is not used because it failed lately.
@@ -97,7 +123,11 @@ class Lookups:
 
     def start(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Lookup:
         future = self._threads.submit(self._find, match, space, where)
-        return Lookup(future, time.monotonic() + self._deadline_s)
+        lookup = Lookup(future, time.monotonic() + self._deadline_s)
+        self._open.add(lookup)
+        if self._room is not None:
+            self._room -= 1
+        return lookup
 
     def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
         return in_codecs(match(self._store, space, where), self._codecs())
@@ -129,6 +159,12 @@ class Lookups:
         """Its answer is used, for the first time."""
         lookup.is_taken = True
         self._breaker.record_success()
+
+    def release(self, lookup: Lookup | None) -> None:
+        """The request has been planned or has ended, and its answer waits no more. Idempotent."""
+        if lookup is not None:
+            lookup.future.cancel()
+            self._open.discard(lookup)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

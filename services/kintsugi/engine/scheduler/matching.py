@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.plan import ChunkSource
@@ -22,6 +23,11 @@ class Match:
     manifests: dict[ChunkKey, ChunkManifest]
     sources: dict[ChunkKey, ChunkSource] = field(default_factory=dict)
     """Their sources, where the store reported them; it does not for chunks found by content."""
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """About how much memory it takes: a chunk's digests, and a kilobyte for all else."""
+        return sum(len(manifest.digests) + 1024 for manifest in self.manifests.values())
 
 
 def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:

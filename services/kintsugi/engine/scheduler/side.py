@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import ForeignChunkKey, InvalidField, InvalidSpan, NotBlendable
+from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.gate import OUTSIDE_CALIBRATION, GateState
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
 from kintsugi.core.prompt import PromptShape
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
@@ -37,6 +38,8 @@ from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
 from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
 from kintsugi.engine.scheduler.metrics import BlendStats
+from kintsugi.engine.scheduler.parking import Parking
+from kintsugi.engine.scheduler.spans import add_span_keys, check_save, saved_copy
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
@@ -64,6 +67,17 @@ class _State:
     gate: GateState
     """As it was at admission."""
     lookup: Lookup | None = None
+    """None also while the lookup may not begin yet."""
+    forked_at: int = 0
+    """Where the blocks begin that have names of their own."""
+    checked_at: int | None = None
+    """The number of cached tokens that `_check` last passed with."""
+    has_hits: bool = False
+    block_name: bytes | None = None
+    """vLLM's name of the last full block of the prompt's hits: whoever finds it cached needs no blend. None
+    if there is none."""
+    leader: str | None = None
+    """The request whose blend this one waited for."""
     job: BlendJob | None = None
     """Made by the last claim; handed to the worker once blocks are allocated."""
     in_flight: bool = False
@@ -97,6 +111,7 @@ class SchedulerSide:
     """Why this engine never blends; None where it does."""
     engine: EngineShape
     """What forecasts depend on; the worker reports the projection share once it has blended."""
+    parking: Parking
     num_ranks: int = 1
     """Tensor-parallel ranks, each of which loads its part of a chunk."""
     has_windows: bool = False
@@ -140,12 +155,12 @@ class SchedulerSide:
             raise NotBlendable("no_audits", "this engine audits nothing for its callers")
         if request.cache_salt not in (None, params.namespace):
             raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
-        if sum(s.lookup is not None and s.lookup.is_waiting for s in self._states.values()) >= LOOKUPS_MAX:
+        if self._lookups.num_waiting >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = self._space(params.namespace)
         prompt = TokenIds.of(request.prompt_token_ids)
         if params.op.prefills_chunk:
-            space = _saved_copy(params, space, prompt)
+            space = saved_copy(params, space, prompt)
         if params.op is Op.BLEND:
             self._lookups.check_store(space, prompt[:1])
         gate = self.gate.state
@@ -154,10 +169,10 @@ class SchedulerSide:
             planner = planner.with_selection(gate.resolve(planner.selection, params.options))
         state = _State(request, params, space, planner, gate)
         if params.spans is not None:
-            spans = _add_span_keys(params.spans, space, prompt)
+            spans = add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
         if params.op.prefills_chunk:
-            _check_save(params, space, prompt)
+            check_save(params, space, prompt)
         elif not space.admits(prompt):
             raise NotBlendable("foreign_prefix", "the prompt does not start with the prefix of its chunks")
         state.ordinary_hasher = request._block_hasher
@@ -166,12 +181,22 @@ class SchedulerSide:
             # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
             # computing it; `_settle` gives the blocks their exact names.
             self._fork_behind(len(space.lead_token_ids), request, state, os.urandom(16))
-        elif state.params.spans is not None:
-            self._fork(request, state, state.params.spans)
-            state.lookup = self._lookups.start(match_spans, space, state.params.spans)
         else:
-            hashing.set_salt(request, params.namespace)
-            state.lookup = self._lookups.start(match_content, space, prompt)
+            if state.params.spans is not None:
+                self._fork(request, state, state.params.spans)
+            else:
+                hashing.set_salt(request, params.namespace)
+            self._look_up(request, state)
+
+    def _look_up(self, request: Request, state: _State) -> None:
+        """Start the lookup, if there is room for its answer."""
+        if not self._lookups.has_room:
+            return
+        if state.params.spans is not None:
+            state.lookup = self._lookups.start(match_spans, state.space, state.params.spans)
+        else:
+            prompt = TokenIds.of(request.prompt_token_ids)
+            state.lookup = self._lookups.start(match_content, state.space, prompt)
 
     def _space(self, namespace: str) -> ChunkSpace:
         config = self.config
@@ -210,12 +235,13 @@ class SchedulerSide:
     def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
         """Give blocks their own names from the first one on that is not all exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
+        state.forked_at = first_block * self.hash_block_size
         hashing.fork(request, first_block, tag, self.hash_block_size, state.space.namespace)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
 
-        None means: ask again, the store has not answered yet.
+        None means: ask again; the store has not answered yet, or the blend waits (`scheduler.parking`).
         """
         state = self._states.get(request.request_id)
         if state is None or state.is_final:
@@ -234,11 +260,19 @@ class SchedulerSide:
         match = self._take_match(request, state)
         if match is None:
             if state.accounting is None:
+                if state.params.spans:
+                    # Whether the lookup is answered before or after that blend ends changes nothing.
+                    name = self._block_name(request, state, state.params.spans[-1].end)
+                    state.leader = state.leader or self.parking.leader_of(name)
                 return None, False
             self._predict_full(request, num_computed)
             return 0, False
         state.num_prefix_cached = num_computed
         try:
+            if state.job is not None or state.checked_at != num_computed:
+                self._check(request, state, match, num_computed)
+            if self._has_to_wait(request, state):
+                return None, False
             state.job = self._plan(request, state, match, num_computed)
         except NotBlendable as error:
             outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
@@ -246,6 +280,7 @@ class SchedulerSide:
             state.accounting = state.accounting or self._with_match(
                 state, Accounting(outcome, reason=str(error))
             )
+            self._lookups.release(state.lookup)
             if self._timing.probe_is_due(error.reason):
                 self._metadata.probes.append(self._probe(request, state, match))
             self._predict_full(request, num_computed)
@@ -285,11 +320,15 @@ class SchedulerSide:
 
     def _take_match(self, request: Request, state: _State) -> Match | None:
         """The lookup's result once it is there; None while waiting, or when it was given up."""
-        assert state.lookup is not None
         try:
+            if state.lookup is None:
+                self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
+                self._look_up(request, state)
+                return None
             match = self._lookups.result(state.lookup, lambda: self._timing.is_alone(request.request_id))
         except NotBlendable as given_up:
             state.accounting = _decline(given_up)
+            self._lookups.release(state.lookup)
             return None
         if match is None or state.lookup.is_taken:
             return match
@@ -300,23 +339,52 @@ class SchedulerSide:
             return None
         return match
 
-    def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
-        last = request.num_tokens - 1
-        every_hit = self._hits(request, match)
-        hits = hits_beyond(every_hit, num_computed)
-        exact = exact_end(match.spans, state.space, request.all_token_ids)
+    def _check(self, request: Request, state: _State, match: Match, num_computed: int) -> None:
+        """Raise `NotBlendable` where the prompt is not to be blended, however busy the engine is."""
+        hits = self._hits(request, match)
+        end = hits[-1].end if hits else 0
         if state.job is None:
-            _check_calibrated(state, every_hit, request.num_prompt_tokens, exact)
-        if every_hit and not hits:
+            exact = exact_end(match.spans, state.space, request.all_token_ids)
+            _check_calibrated(state, hits, request.num_prompt_tokens, exact)
+        if hits and num_computed >= end:
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
+        is_rest_short = num_computed > state.forked_at and end - num_computed < self.hash_block_size
+        if state.leader is not None and state.job is None and is_rest_short:
+            raise NotBlendable("prefix_hit", "another request's blend is cached but for part of a block")
         if self.has_windows and num_computed:
             raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
+        state.block_name = self._block_name(request, state, end)
+        state.has_hits, state.checked_at = bool(hits), num_computed
+
+    def _block_name(self, request: Request, state: _State, end: int) -> bytes | None:
+        """See `_State.block_name`; ``end`` is the last hit's. None for who asks to see its own blend, too."""
+        names = request.block_hashes[: end // self.hash_block_size]
+        is_shared = self.caches_prefixes and not (state.params.explain or state.params.timeline)
+        return bytes(names[-1]) if names and is_shared else None
+
+    def _has_to_wait(self, request: Request, state: _State) -> bool:
+        """Whether another blend that is in flight will do, or no place is free."""
+        if not state.has_hits:
+            return False
+        leader = self.parking.leader_of(state.block_name)
+        if leader is not None and state.leader in (None, leader):
+            state.leader = leader
+            return True
+        for request_id in self.parking.request_ids:
+            if self._states[request_id].request.status == RequestStatus.RUNNING:
+                self.parking.leave(request_id)
+        return not self.parking.admits(request.request_id, request.num_tokens)
+
+    def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
+        last = request.num_tokens - 1
+        hits = hits_beyond(self._hits(request, match), num_computed)
         if state.job is not None:
             # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
             # plan, and a controller could change its mind.
             loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
+            exact = exact_end(match.spans, state.space, request.all_token_ids)
             plan = self._plan_blend(request, state, hits, num_computed, exact)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
@@ -381,6 +449,8 @@ class SchedulerSide:
         if state.params.op.prefills_chunk:
             self._metadata.saves.append(self._save_job(request, state, block_ids, num_external))
         elif state.job is not None:
+            self._lookups.release(state.lookup)
+            self.parking.park(request.request_id, request.num_tokens, state.block_name)
             tokens = dataclasses.replace(state.job.tokens, block_ids=block_ids)
             self._metadata.blends.append(dataclasses.replace(state.job, tokens=tokens))
 
@@ -440,6 +510,7 @@ class SchedulerSide:
     def begin_step(self, output: SchedulerOutput) -> StepMetadata:
         """Called once per engine step, when its tokens have been scheduled."""
         self._lookups.step_began()
+        self.parking.step_began()
         self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
@@ -455,6 +526,7 @@ class SchedulerSide:
 
     def _settle(self, state: _State, accounting: Accounting) -> None:
         state.in_flight = False
+        self.parking.settle(state.request.request_id)
         state.accounting = self._with_match(state, accounting)
         if state.params.op.prefills_chunk:
             # What the save pass left in the cache is the exact prefill of its tokens.
@@ -487,11 +559,11 @@ class SchedulerSide:
         """The accounting for the response, and a cancellation where the worker is still busy."""
         accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
+        self.parking.leave(request.request_id)
         if state is not None:
             if self._context_savers.get(state.space.digest) == request.request_id:
                 del self._context_savers[state.space.digest]
-            if state.lookup is not None:
-                state.lookup.future.cancel()
+            self._lookups.release(state.lookup)
             if state.in_flight:
                 self._metadata.cancelled.append(request.request_id)
             accounting = state.accounting or Accounting(
@@ -528,49 +600,3 @@ def _decline(error: Exception) -> Accounting:
     reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
     is_defect = not isinstance(error, InvalidField | NotBlendable)
     return Accounting(Outcome.DECLINED, reason=f"defect: {reason}" if is_defect else reason)
-
-
-def _add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
-    """The spans with the keys of the copies that are used where they stand.
-
-    A span may have the prepared chunk's key wherever it stands: that is the name that clients know. Raises
-    `ForeignChunkKey` for a span with another key.
-    """
-    check_spans(spans, len(prompt))
-    keyed = []
-    for index, span in enumerate(spans):
-        tokens = prompt[span.start : span.end]
-        key = ChunkKey.of(space.space_at(span.start, prompt), tokens)
-        if span.key is not None and span.key != key and span.key != ChunkKey.of(space, tokens):
-            raise ForeignChunkKey(
-                f"spans[{index}].key",
-                f"{span.key} is not the key of these tokens in namespace {space.namespace!r} for this "
-                f"model, prefix and context ({key}); put the chunk again, or correct the span",
-            )
-        keyed.append(Span(span.start, span.end, key))
-    return tuple(keyed)
-
-
-def _saved_copy(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> ChunkSpace:
-    """The space of the copy that a save makes, by what stands before the chunk."""
-    assert params.spans is not None
-    before = tuple(prompt[: params.spans[0].start])
-    return next((copy for copy in space.copies() if copy.lead_token_ids == before), space)
-
-
-def _check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:
-    assert params.spans is not None
-    (span,) = params.spans
-    if span.end >= len(prompt):
-        raise InvalidSpan(
-            "spans[0]", f"op={params.op} needs one token behind the chunk; its own KV is not kept"
-        )
-    if tuple(prompt[: span.start]) != space.lead_token_ids:
-        behind = f"prefix of {len(space.prefix_token_ids)} tokens"
-        if space.context_token_ids:
-            behind += f", with or without its context of {len(space.context_token_ids)} tokens"
-        raise InvalidSpan(
-            "spans[0]",
-            f"op={params.op} needs the chunk directly behind the space's {behind}; "
-            "behind other text it would be another chunk",
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import ForeignChunkKey, Unavailable
@@ -29,7 +30,9 @@ from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.gate import Gate
-from kintsugi.engine.scheduler.side import SchedulerSide, _add_span_keys
+from kintsugi.engine.scheduler.parking import Parking
+from kintsugi.engine.scheduler.side import SchedulerSide
+from kintsugi.engine.scheduler.spans import add_span_keys
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import Planner, PlanRequest
@@ -84,6 +87,7 @@ def side(store: StubStore) -> Iterator[SchedulerSide]:
         hash_block_size=BLOCK,
         declined_because=None,
         engine=EngineShape(num_layers=4, projection_share=0.25, step_tokens_max=512, prefetch_layers=2),
+        parking=Parking(places=2, cache_tokens=10_000),
     )
     yield side
     side.close()
@@ -282,20 +286,20 @@ def test_with_a_context_the_first_chunk_has_the_plain_copys_key(side: SchedulerS
     names = [ChunkKey.of(space, PROMPT[:32]), ChunkKey.of(space, PROMPT[32:64])]
     for keys in ([None, None], names, [ChunkKey.of(space.plain, PROMPT[:32]), names[1]]):
         spans = (Span(0, 32, keys[0]), Span(32, 64, keys[1]))
-        keyed = _add_span_keys(spans, space, TokenIds.of(PROMPT))
+        keyed = add_span_keys(spans, space, TokenIds.of(PROMPT))
         assert [span.key for span in keyed] == [ChunkKey.of(space.plain, PROMPT[:32]), names[1]]
     plain_elsewhere = (Span(0, 32), Span(32, 64, ChunkKey.of(space.plain, PROMPT[32:64])))
     with pytest.raises(ForeignChunkKey, match="prefix and context"):
-        _add_span_keys(plain_elsewhere, space, TokenIds.of(PROMPT))
+        add_span_keys(plain_elsewhere, space, TokenIds.of(PROMPT))
 
 
-def hold_chunks(side: SchedulerSide, store: StubStore) -> None:
+def hold_chunks(side: SchedulerSide, store: StubStore, namespace: str = "acme") -> None:
     """Let the store find both chunks of `PROMPT`."""
     layout = KVLayout(1, 1, 8, "float32")
-    space = side._space("acme")
+    space = side._space(namespace)
     for tokens in (PROMPT[:32], PROMPT[32:64]):
         key = ChunkKey.of(space, tokens)
-        of = (key, space.digest, space.fingerprint, "acme", 32, layout, Codec.RAW, None)
+        of = (key, space.digest, space.fingerprint, namespace, 32, layout, Codec.RAW, None)
         manifest = ChunkManifest(*of, digests=bytes(layout.digests_bytes))
         store.held[key] = Found(manifest, ChunkSource())
 
@@ -321,3 +325,178 @@ def test_a_prompt_outside_the_calibration_uses_no_blended_blocks_of_another(
     assert request.block_hashes == plain.block_hashes
     assert side.get_num_new_matched_tokens(request, 0) == (0, False)
     assert said(side, request)["reason"].startswith("outside_calibration: the prompt has 100 tokens")
+
+
+LONG = list(range(200))
+"""Both chunks of `PROMPT`, and a question of more than a block."""
+
+
+@dataclass
+class Blocks:
+    """vLLM's blocks of a request."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return ([1, 2, 3],)
+
+
+def blend_of(
+    side: SchedulerSide,
+    name: str,
+    question: int = 0,
+    namespace: str = "acme",
+    waits: bool = True,
+    **options: Any,
+) -> Any:
+    """An admitted request for both chunks; `question` is its last token. `waits` for its lookup's answer."""
+    params = KintsugiParams(namespace, spans=(Span(0, 32), Span(32, 64)), **options)
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
+    tokens = [*LONG, question]
+    request = Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+    side.on_new_request(request)
+    state = side._states[name]
+    if state.lookup is not None and waits:
+        state.lookup.future.result(10)
+    return request
+
+
+def considered(side: SchedulerSide, request: Any, num_cached: int = 0) -> tuple[int | None, bool]:
+    """What the connector says; a request that it claims gets its blocks."""
+    said = side.get_num_new_matched_tokens(request, num_cached)
+    if said[1]:
+        side.update_state_after_alloc(request, Blocks(), said[0])  # type: ignore[arg-type]
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    return said
+
+
+WAITS = (None, False)
+CLAIMED = (200, True)
+
+
+def test_blends_beyond_the_places_wait_without_blocks_in_their_order(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    hold_chunks(side, store)
+    # Different ratios, so that none waits for another's blocks.
+    requests = [blend_of(side, str(index), ratio=index / 10) for index in range(1, 6)]
+    assert [considered(side, request) for request in requests] == [CLAIMED, CLAIMED, WAITS, WAITS, WAITS]
+    side.parking.step_began()
+    side.update(WorkerReport({"1": Accounting(Outcome.BLENDED)}))
+    assert [considered(side, request) for request in requests[2:]] == [WAITS] * 3, "it has no seat yet"
+    side.parking.step_began()
+    requests[0].status = RequestStatus.RUNNING
+    assert [considered(side, request) for request in requests[2:]] == [CLAIMED, WAITS, WAITS]
+    side.parking.step_began()
+    side.request_finished(requests[1])
+    assert [considered(side, request) for request in requests[3:]] == [CLAIMED, WAITS], "one was aborted"
+
+
+def test_what_is_not_blended_needs_no_place(side: SchedulerSide, store: StubStore) -> None:
+    hold_chunks(side, store)
+    for index in (1, 2):
+        assert considered(side, blend_of(side, str(index), ratio=index / 10)) == CLAIMED
+    cached = blend_of(side, "cached", ratio=0.3)
+    assert considered(side, cached, 64) == (0, False)
+    assert said(side, cached)["outcome"] == "prefix_hit"
+    elsewhere = blend_of(side, "elsewhere", namespace="rival")
+    assert considered(side, elsewhere) == (0, False)
+    assert said(side, elsewhere)["reason"].startswith("no_chunk_cached")
+
+
+def test_identical_prompts_wait_for_the_first_ones_blocks(side: SchedulerSide, store: StubStore) -> None:
+    hold_chunks(side, store)
+    leader, *followers = [blend_of(side, name) for name in ("a", "b", "c", "d")]
+    assert considered(side, leader) == CLAIMED
+    assert [considered(side, follower) for follower in followers] == [WAITS] * 3
+    assert considered(side, blend_of(side, "other question", question=7)) == WAITS, "it has the same blocks"
+    side.update(WorkerReport({"a": Accounting(Outcome.BLENDED)}))
+    for follower in followers:
+        assert considered(side, follower, 192) == (0, False)
+        assert said(side, follower)["outcome"] == "prefix_hit"
+
+
+@pytest.mark.parametrize("cached", [49, 48])
+def test_a_follower_computes_what_is_left_of_a_block(
+    side: SchedulerSide, store: StubStore, cached: int
+) -> None:
+    """The last chunk ends at 64. Who followed nobody loads the rest, and answers as the first time."""
+    hold_chunks(side, store)
+    leader, follower, later = (blend_of(side, name) for name in ("a", "b", "c"))
+    assert considered(side, leader) == CLAIMED
+    assert considered(side, follower) == WAITS
+    side.update(WorkerReport({"a": Accounting(Outcome.BLENDED)}))
+    rest = (201 - 1 - cached, True)
+    assert considered(side, follower, cached) == ((0, False) if cached == 49 else rest)
+    if cached == 49:
+        assert said(side, follower)["outcome"] == "prefix_hit"
+        assert considered(side, later, cached) == rest
+
+
+def test_who_is_answered_by_the_store_after_the_blend_it_could_use_has_followed_it(
+    side: SchedulerSide, store: StubStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_chunks(side, store)
+    assert considered(side, blend_of(side, "a")) == CLAIMED
+    may_answer = threading.Event()
+    find = store.find
+    monkeypatch.setattr(store, "find", lambda *asked: may_answer.wait(10) and find(*asked))
+    side._lookups._has_waited = True
+    late = blend_of(side, "late", waits=False)
+    assert considered(side, late) == WAITS
+    side.update(WorkerReport({"a": Accounting(Outcome.BLENDED)}))
+    may_answer.set()
+    side._states["late"].lookup.future.result(10)  # type: ignore[union-attr]
+    assert considered(side, late, 49) == (0, False)
+    assert said(side, late)["outcome"] == "prefix_hit"
+
+
+@pytest.mark.parametrize("end", ["failed", "aborted", "missed"])
+def test_followers_of_a_blend_that_came_to_nothing_go_on_by_themselves(
+    side: SchedulerSide, store: StubStore, end: str
+) -> None:
+    hold_chunks(side, store)
+    leader, *followers = [blend_of(side, name) for name in ("a", "b", "c")]
+    assert considered(side, leader) == CLAIMED
+    assert [considered(side, follower) for follower in followers] == [WAITS] * 2
+    if end == "aborted":
+        side.request_finished(leader)
+    else:
+        outcome = Outcome.FAILED if end == "failed" else Outcome.BLENDED
+        side.update(WorkerReport({"a": Accounting(outcome)}))
+        leader.status = RequestStatus.RUNNING
+    # Nothing is cached. The second does not wait for the first one's blend in turn.
+    assert [considered(side, follower) for follower in followers] == [CLAIMED] * 2
+
+
+@pytest.mark.parametrize("other", [{"namespace": "rival"}, {"ratio": 0.4}, {"explain": True}])
+def test_nobody_waits_for_blocks_that_it_could_not_use(
+    side: SchedulerSide, store: StubStore, other: dict[str, Any]
+) -> None:
+    hold_chunks(side, store)
+    hold_chunks(side, store, "rival")
+    assert considered(side, blend_of(side, "a")) == CLAIMED
+    assert considered(side, blend_of(side, "b", **other)) == CLAIMED
+
+
+def test_without_a_prefix_cache_nobody_waits_for_another(side: SchedulerSide, store: StubStore) -> None:
+    hold_chunks(side, store)
+    side.caches_prefixes = False
+    assert [considered(side, blend_of(side, name)) for name in ("a", "b")] == [CLAIMED] * 2
+
+
+def test_a_lookup_begins_once_answers_hold_fewer_bytes(
+    side: SchedulerSide, store: StubStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_chunks(side, store)
+    first = blend_of(side, "1", ratio=0.1)
+    monkeypatch.setattr("kintsugi.engine.scheduler.lookups.ANSWER_BYTES_MAX", 1)
+    side._lookups.step_began()
+    second = blend_of(side, "2", ratio=0.2)
+    assert side._states["2"].lookup is None
+    assert considered(side, second) == WAITS
+    assert considered(side, first) == CLAIMED
+    side._lookups.step_began()
+    assert considered(side, second) == WAITS
+    lookup = side._states["2"].lookup
+    assert lookup is not None
+    lookup.future.result(10)
+    assert considered(side, second) == CLAIMED

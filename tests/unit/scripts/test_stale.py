@@ -1,0 +1,110 @@
+"""Which results are older than the code they depend on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SOURCES = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def stale() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("stale", SOURCES / "scripts" / "stale.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["stale"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "--quiet")
+    for name in ("core", "store", "gateway"):
+        change(tmp_path, f"services/kintsugi/{name}/one.py")
+    change(tmp_path, "benchmarks/store.py")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(repository: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false"]
+    ran = subprocess.run(["git", *identity, *arguments], cwd=repository, capture_output=True, check=True)
+    return ran.stdout.decode().strip()
+
+
+def change(repository: Path, path: str) -> None:
+    file = repository / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(file.read_text() + "x = 1\n" if file.exists() else "x = 1\n")
+
+
+def commit(repository: Path) -> str:
+    git(repository, "add", "--all")
+    git(repository, "commit", "--quiet", "--message", "a change")
+    return git(repository, "rev-parse", "--short", "HEAD")
+
+
+def put_result(repository: Path, name: str, **values: Any) -> None:
+    folder = repository / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(values))
+
+
+def test_a_result_is_stale_once_a_package_that_it_depends_on_has_changed(
+    stale: ModuleType, repository: Path
+) -> None:
+    made_on = git(repository, "rev-parse", "--short", "HEAD")
+    put_result(repository, "store.json", benchmark="store", commit=made_on, figures=[])
+    change(repository, "services/kintsugi/gateway/one.py")
+    commit(repository)
+    (fresh,) = stale.judge_all(repository, Path("benchmarks/results"))
+    assert (fresh.state, fresh.commits_since, fresh.changed) == ("fresh", 0, ())
+    for path in ("services/kintsugi/store/one.py", "services/kintsugi/store/two.py", "benchmarks/store.py"):
+        change(repository, path)
+        commit(repository)
+    (old,) = stale.judge_all(repository, Path("benchmarks/results"))
+    assert (old.state, old.commits_since, old.changed) == ("stale", 3, ("store", "its script"))
+    assert "stale" in stale.table_of([old])
+
+
+def test_what_cannot_be_judged_is_unknown_and_a_dirty_tree_is_named(
+    stale: ModuleType, repository: Path
+) -> None:
+    head = git(repository, "rev-parse", "--short", "HEAD")
+    put_result(repository, "dirty.json", benchmark="store", commit=f"{head}+")
+    put_result(repository, "elsewhere.json", benchmark="store", commit="0123456")
+    put_result(repository, "nameless.json", benchmark="before and after", commits=[head])
+    commit(repository)
+    found = {one.result: one for one in stale.judge_all(repository, Path("benchmarks/results"))}
+    assert {name: one.state for name, one in found.items()} == {
+        "dirty.json": "fresh",
+        "elsewhere.json": "unknown",
+        "nameless.json": "unknown",
+    }
+    assert found["dirty.json"].note == "made with changes that were not committed"
+
+
+def test_every_benchmark_and_package_in_the_table_exists(stale: ModuleType) -> None:
+    for benchmark in stale.DEPENDS_ON:
+        for path in stale.paths_of(benchmark).values():
+            assert (SOURCES / path).exists(), path
+    scripts = {path.stem for path in (SOURCES / "benchmarks").glob("*.py")}
+    assert scripts <= set(stale.DEPENDS_ON), "a benchmark without a line in DEPENDS_ON"
+
+
+def test_it_prints_json(stale: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stale.main(["--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    if not printed:
+        pytest.skip("not a git checkout, so no result is committed")
+    assert {"result", "state", "commit", "changed"} <= set(printed[0])
