@@ -12,7 +12,7 @@ from kintsugi.core.errors import SelfTestFailed
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.worker import selftest
 from kintsugi.engine.worker.model import LoadedModel
-from kintsugi.fusor import loader
+from kintsugi.fusor import loader, staging
 from kintsugi.fusor.rope import Rotary
 from tests.integration.engine.conftest import EngineSlot
 
@@ -36,8 +36,8 @@ def shifted_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys_and_values_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = loader.decode_frame
-    monkeypatch.setattr(loader, "decode_frame", lambda *arguments: decode(*arguments)[::-1])
+    decode = staging.decode_into
+    monkeypatch.setattr(staging, "decode_into", lambda *given: decode(*given[:-2], given[-1], given[-2]))
 
 
 def another_rope_base(monkeypatch: pytest.MonkeyPatch) -> None:
