@@ -7,6 +7,9 @@
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
+#   make gpu [GPU_PYTHON=python3] [GPU_ARGUMENTS=--dry]
+#                            everything that a GPU can show, in one run of less than ten minutes, without an
+#                            installation: torch and Triton are enough (benchmarks/results/gpu.json)
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1]
 #                            container images of operator and serving, with digests and lists of contents
 #   make tools               helm and kubectl for the chart's tests, into .tools
@@ -33,7 +36,10 @@ GPU_ONLY := triton
 
 BENCHMARKS := $(wildcard benchmarks/*.py)
 
-.PHONY: help setup demo test test-units test-systems test-full check proto bench lock images tools
+# Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
+GPU_PYTHON ?= python3
+
+.PHONY: help setup demo test test-units test-systems test-full check proto bench gpu lock images tools
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -100,6 +106,9 @@ proto: $(PROTO_VENV)/.installed
 
 bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu/device.py $(GPU_ARGUMENTS)
 
 lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in

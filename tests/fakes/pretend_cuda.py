@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -255,7 +256,9 @@ class PretendCuda:
     def _check_devices(self, func: Any, name: str, leaves: list[Any]) -> None:
         """A tensor on the host is copied where it is an index or is assigned; else it is an error."""
         strangers = [
-            leaf for leaf in leaves if isinstance(leaf, Tensor) and not _is_on_device(leaf) and leaf.ndim
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.ndim and not isinstance(leaf, OnDevice | CausalBias)
         ]
         if not strangers:
             return

@@ -10,7 +10,7 @@ import torch
 
 from kintsugi.core.errors import SelfTestFailed
 from kintsugi.engine.local import LocalEngine
-from kintsugi.engine.worker import selftest
+from kintsugi.engine.worker import selftest, stack
 from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.fusor import loader, staging
 from kintsugi.fusor.rope import Rotary
@@ -68,13 +68,34 @@ def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "placements_of", moved)
 
 
+def scattered_tokens_seeing_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where there are more runs than prefix, chunk and question make."""
+    build = stack._common_metadata
+
+    def short(*arguments: Any) -> Any:
+        common = build(*arguments)
+        if common.num_reqs > 3:
+            common.seq_lens -= 1
+            common.seq_lens_cpu_upper_bound = common.seq_lens
+        return common
+
+    monkeypatch.setattr(stack, "_common_metadata", short)
+
+
 def test_a_sound_engine_passes(model: LoadedModel) -> None:
     selftest.self_test(model)
 
 
 @pytest.mark.parametrize(
     "damage",
-    [shifted_by_one, keys_and_values_swapped, another_rope_base, keys_not_rotated, rows_in_the_wrong_place],
+    [
+        shifted_by_one,
+        keys_and_values_swapped,
+        another_rope_base,
+        keys_not_rotated,
+        rows_in_the_wrong_place,
+        scattered_tokens_seeing_too_little,
+    ],
 )
 def test_a_defect_fails(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None]

@@ -92,13 +92,14 @@ class LoadedModel:
     def custom_ops_on(self) -> Iterator[None]:
         """Run vLLM's fused kernels. Where vLLM compiles a model it leaves them off, because the compiler
         fuses the plain operations; our layer calls are not compiled."""
+        plain = [op._forward_method for op in self.disabled_ops]
         for op in self.disabled_ops:
             op._forward_method = op.forward_cuda
         try:
             yield
         finally:
-            for op in self.disabled_ops:
-                op._forward_method = op.forward_native
+            for op, method in zip(self.disabled_ops, plain, strict=True):
+                op._forward_method = method
 
     @property
     def layout(self) -> KVLayout:
@@ -169,7 +170,9 @@ def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[Cu
     ops = [op for module in modules for op in module.modules() if isinstance(op, CustomOp)]
     if next(modules[0].parameters()).device.type != "cuda":
         return ()
-    return tuple(op for op in ops if op.name in disabled and op._forward_method == op.forward_native)
+    return tuple(
+        op for op in ops if op.name in disabled and type(op).forward_cuda is not CustomOp.forward_cuda
+    )
 
 
 def _owner_of(attentions: list[nn.Module]) -> nn.Module:

@@ -243,10 +243,7 @@ def _attend(
     if WINDOW > 0:
         start = tl.maximum(tl.load(positions + first_token) - WINDOW + 1, 0)
     stop = tl.load(positions + last_token) + 1
-    if SPLITS > 1:
-        width = tl.cdiv(tl.cdiv(stop - start, COLUMNS), SPLITS) * COLUMNS
-        start += split.to(tl.int32) * width
-        stop = tl.minimum(stop, start + width)
+    start, stop = _part(start, stop, split, COLUMNS, SPLITS)
     for first_column in range(start, stop, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
         visible = column[None, :] <= row_position[:, None]
@@ -271,20 +268,28 @@ def _attend(
         accumulator = accumulator * decay[:, None] + product
         maximum = new_maximum
 
-    result = accumulator
     if SPLITS > 1:
-        num_heads = tl.num_programs(1) * GROUP
-        entry = softmax + ((split * num_tokens + token) * num_heads + head) * 2
-        tl.store(entry, maximum, mask=row_is_live)
-        tl.store(entry + 1, total, mask=row_is_live)
+        entry = ((split * num_tokens + token) * (tl.num_programs(1) * GROUP) + head) * 2
+        tl.store(softmax + entry, maximum, mask=row_is_live)
+        tl.store(softmax + entry + 1, total, mask=row_is_live)
     else:
-        result = accumulator * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+        accumulator *= (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
     output_offset = split * output_split_stride + token * output_token_stride + head * output_head_stride
     tl.store(
         output + output_offset[:, None] + dim[None, :] * output_dim_stride,
-        result.to(output.dtype.element_ty),
+        accumulator.to(output.dtype.element_ty),
         mask=row_mask,
     )
+
+
+@triton.jit
+def _part(start, stop, split, COLUMNS: tl.constexpr, SPLITS: tl.constexpr):
+    """The part of the walk from `start` to `stop` that a split takes, in whole steps."""
+    if SPLITS > 1:
+        width = tl.cdiv(tl.cdiv(stop - start, COLUMNS), SPLITS) * COLUMNS
+        start += split.to(tl.int32) * width
+        stop = tl.minimum(stop, start + width)
+    return start, stop
 
 
 @triton.jit(do_not_specialize=["v_scale"])
