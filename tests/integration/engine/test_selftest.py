@@ -68,18 +68,17 @@ def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "placements_of", moved)
 
 
-def scattered_tokens_seeing_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def scattered_tokens_reading_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where there are more runs than prefix, chunk and question make."""
     build = stack._common_metadata
 
-    def short(*arguments: Any) -> Any:
+    def elsewhere(*arguments: Any) -> Any:
         common = build(*arguments)
         if common.num_reqs > 3:
-            common.seq_lens -= 1
-            common.seq_lens_cpu_upper_bound = common.seq_lens
+            common.block_table_tensor = common.block_table_tensor + 20
         return common
 
-    monkeypatch.setattr(stack, "_common_metadata", short)
+    monkeypatch.setattr(stack, "_common_metadata", elsewhere)
 
 
 def test_a_sound_engine_passes(model: LoadedModel) -> None:
@@ -94,7 +93,7 @@ def test_a_sound_engine_passes(model: LoadedModel) -> None:
         another_rope_base,
         keys_not_rotated,
         rows_in_the_wrong_place,
-        scattered_tokens_seeing_too_little,
+        scattered_tokens_reading_other_blocks,
     ],
 )
 def test_a_defect_fails(

@@ -5,8 +5,8 @@ Checks on made-up tokens, in cache blocks that nobody uses yet:
 1. **Full ratio**: a blend that recomputes everything equals the engine's own prefill.
 2. **Own prefix**: a chunk directly behind the prefix that it was prefilled behind, nothing recomputed,
    equals it too: that is exact by construction, and exercises save, store format, loading and merging.
-3. **Scattered tokens**: the same chunk with half of its tokens recomputed, chosen by their deviation. Any
-   choice is exact there. On a GPU these tokens attend through our own kernel.
+3. **Scattered tokens**: the same chunk with half of its tokens recomputed, chosen at random. Any choice is
+   exact there. On a GPU these tokens attend through our own kernel.
 4. **Shifted keys**: layer 0 sees no context, so its loaded K and V at another offset equal fresh ones.
 
 A wrong offset, swapped K and V or a wrong RoPE base fails at least one of them.
@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from kintsugi.core.errors import SelfTestFailed
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
+from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.engine.worker.stack import Prepared, VllmStack, rank_and_size
@@ -117,7 +118,7 @@ def _run_blend(fixture: _Fixture, ratio: float) -> Tensor:
     hit = ChunkHit(PREFIX, PREFIX + CHUNK, fixture.manifest.key)
     work = BlendPass(
         PassRegion(fixture.token_ids[:last], 0, int(fixture.token_ids[last])),
-        BlendPlan((hit,), Selection(ratio)),
+        BlendPlan((hit,), Selection(ratio, SelectorName.RANDOM)),
         VllmStack(fixture.model, [fixture.blocks], [last]),
         lambda plan: _open_loader(fixture, plan, last),
         unit_tokens_max=16,
