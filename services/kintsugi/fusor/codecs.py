@@ -64,13 +64,21 @@ ELEMENTS = {
 
 
 def encode_frame(key: Tensor, value: Tensor, codec: Codec) -> memoryview:
-    """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, head_dim]`, as a head-major
-    frame."""
+    """`encode` to the host's memory."""
+    return as_frame(encode(key, value, codec).cpu())
+
+
+def encode(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
+    """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, head_dim]`, as a head-major frame on
+    their own device."""
     if codec is Codec.RAW:
-        frame = torch.stack((key, value)).permute(2, 0, 1, 3).contiguous().cpu()
-    else:
-        frame = _quantize(key, value, codec).cpu()
-    raw: Any = frame.view(torch.uint8).numpy()
+        return torch.stack((key, value)).permute(2, 0, 1, 3).contiguous()
+    return _quantize(key, value, codec)
+
+
+def as_frame(encoded: Tensor) -> memoryview:
+    """The bytes of a frame that lies on the host."""
+    raw: Any = encoded.view(torch.uint8).numpy()
     return memoryview(raw).cast("B")
 
 

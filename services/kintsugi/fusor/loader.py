@@ -171,7 +171,7 @@ class LayerLoader:
         try:
             with self._staging.on_stream():
                 for layer in range(len(self._rotary_of_layer)):
-                    filling = self._begin(layer)
+                    filling = self._begin(layer, share)
                     if filling is None:
                         return
                     self._fill(layer, filling, indices, frames)
@@ -184,19 +184,31 @@ class LayerLoader:
     def _every_key(self) -> frozenset[ChunkKey]:
         return frozenset(placement.manifest.key for placement in self._placements)
 
-    def _begin(self, layer: int) -> _Filling | None:
-        """Wait for room. Returns the layer to fill; None once the load is over."""
+    def _begin(self, layer: int, share: slice) -> _Filling | None:
+        """Wait for room. Returns the layer to fill; None once the load is over.
+
+        The first share's thread makes it, outside the lock: pinned memory can take milliseconds, and the
+        engine's thread must not wait for it.
+        """
+        is_first = share.start == 0
         with self._changed:
             self._changed.wait_for(
-                lambda: layer < self._taken + self._depth or self._closed or self._failure is not None
-            )
-            if self._closed or self._failure is not None:
-                return None
-            if layer not in self._filling:
-                self._filling[layer] = _Filling(
-                    self._staging.begin_layer(), len(self._threads), time.perf_counter()
+                lambda: (
+                    self._is_over
+                    or (layer < self._taken + self._depth if is_first else layer in self._filling)
                 )
-            return self._filling[layer]
+            )
+            if self._is_over or not is_first:
+                return None if self._is_over else self._filling[layer]
+        filling = _Filling(self._staging.begin_layer(), len(self._threads), time.perf_counter())
+        with self._changed:
+            self._filling[layer] = filling
+            self._changed.notify_all()
+        return filling
+
+    @property
+    def _is_over(self) -> bool:
+        return self._closed or self._failure is not None
 
     def _fill(self, layer: int, filling: _Filling, indices: range, frames: Frames) -> None:
         """Take this share's frames of a layer. Chunks are often lost together, and a pass restarts only once,

@@ -38,6 +38,15 @@ def upload(on_host: Tensor, device: torch.device) -> Tensor:
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
+def download(tensor: Tensor) -> Tensor:
+    """Copy to the host without waiting for the copy: wait for the device before reading. On a CPU, the same
+    tensor."""
+    if tensor.device.type == "cpu":
+        return tensor
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class ChunkPlacement:
     """One chunk's stored tokens and where they go in the prompt."""

@@ -29,6 +29,7 @@ from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import LayerLoader, placements_of
 from kintsugi.fusor.rope import Rotary
+from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import PassStatus
 from kintsugi.store.client.ram import RamStore
 from tests.fakes.pretend_cuda import CUDA, PretendCuda, attend
@@ -281,6 +282,26 @@ def test_no_codec_waits(codec: Codec) -> None:
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_nothing_waits_where_nothing_is_selected(ratio: float) -> None:
     check(Selection(ratio), Codec.RAW, 30)
+
+
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])
+def test_a_save_waits_once_at_its_end(codec: Codec) -> None:
+    token_ids = torch.arange(30) % VOCAB
+    item = SaveItem(token_ids, 0, 5, 30)
+
+    def frames_on(device: torch.device) -> list[list[memoryview]]:
+        model = model_of(3, device, kernel_serves=True)
+        counting.clear()
+        save = SavePass([item], VllmStack(model, [([1, 2],)], [30]), 100, codec)
+        while save.status is PassStatus.RUNNING:
+            save.advance(float("inf"))
+        return save.frames
+
+    with PretendCuda() as counting:
+        on_device = frames_on(CUDA)
+        assert [place.split()[1] for place in counting.syncs.elements()] == ["synchronize"]
+        assert counting.pageable == {}
+    assert on_device == frames_on(torch.device("cpu"))
 
 
 def test_where_the_kernel_does_not_serve_selecting_waits_once() -> None:
