@@ -8,6 +8,9 @@
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
 #   make bench-stale         which committed results are older than the code they depend on
+#   make gpu [GPU_PYTHON=python3] [GPU_ARGUMENTS=--dry]
+#                            everything that a GPU can show, in one run of less than ten minutes, without an
+#                            installation: torch and Triton are enough (benchmarks/results/gpu.json)
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
@@ -35,7 +38,10 @@ GPU_ONLY := triton
 
 BENCHMARKS := $(wildcard benchmarks/*.py)
 
-.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale lock images tools
+# Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
+GPU_PYTHON ?= python3
+
+.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale gpu lock images tools
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -105,6 +111,9 @@ bench: setup
 
 bench-stale: setup
 	@$(BIN)/python scripts/stale.py
+
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu/device.py $(GPU_ARGUMENTS)
 
 lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in

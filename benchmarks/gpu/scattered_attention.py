@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kintsugi.fusor.reference import gather_head, visible_positions
 
-SHAPES = {"mistral-7b": (32, 8, 128), "llama-70b": (64, 8, 128)}
+SHAPES = {"mistral-7b": (32, 8, 128), "llama-70b": (64, 8, 128), "llama-70b-rank-of-8": (8, 1, 128)}
 """Query heads, kv heads, head size."""
 
 BLOCK_SIZE = 16
@@ -172,14 +172,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    print(f"{'shape':<12}{'context':>8}{'queries':>8}" + "".join(f"{name:>20}" for name in WAYS))
+    print(f"{'shape':<20}{'context':>8}{'queries':>8}" + "".join(f"{name:>20}" for name in WAYS))
     rows = []
     for shape in arguments.shapes:
         for context in arguments.contexts:
             row = measured(shape, context)
             rows.append(row)
             cells = "".join(f"{row.get(f'{name}_ms', float('nan')):>20.3f}" for name in WAYS)
-            print(f"{shape:<12}{context:>8}{row['queries']:>8}{cells}", flush=True)
+            print(f"{shape:<20}{context:>8}{row['queries']:>8}{cells}", flush=True)
     device = torch.cuda.get_device_name()
     summary = {
         "benchmark": "scattered_attention",

@@ -32,7 +32,7 @@ from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.prompt import PromptShape
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.engine.auditing import StoredChunk, find_stored_chunks
+from kintsugi.engine.auditing import StoredChunk, find_stored_copies
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.fusor.audit import tolerance_of
 from kintsugi.quality import metrics, reports
@@ -202,7 +202,7 @@ def _clean_errors(setup: Setup, running: LocalEngine, store: RamStore, cases: Se
     found = {
         chunk.key: chunk
         for case in cases
-        for chunk in find_stored_chunks(store, space, case.prompt.token_ids, case.prompt.spans)
+        for chunk in find_stored_copies(store, space, case.prompt.token_ids, case.prompt.spans)
     }
     by_key = {chunk.manifest.key: chunk for chunk in stored(store)}
     shares, details = [], []

@@ -44,6 +44,8 @@ class Case:
     `mixed` K as in `nhd`, V as in `hnd`."""
     tile: tuple[int, int, int] | None = None
     """Tokens, rows, columns; None for the kernel's own choice."""
+    splits: int | None = None
+    """Parts of the walk over the context; None for the kernel's own choice."""
     seed: int = 0
 
 

@@ -84,18 +84,19 @@ class ToyPrompt:
     def open_loader(self, plan: BlendPlan, start: int, end: int, depth: int = 2) -> LayerLoader:
         self.opened.append(plan)
         loader = LayerLoader(
-            lambda: self.stream(plan),
+            lambda share: self.stream(plan, share),
             placements_of(plan, self.manifests, start, end),
             [self.model.rotary] * self.model.layers,
             torch.device("cpu"),
+            self.model.kv_heads,
             depth=depth,
             patience_s=20.0,
         )
         self.loaders.append(loader)
         return loader
 
-    def stream(self, plan: BlendPlan) -> Frames:
-        return self._stream([hit.key for hit in plan.hits])
+    def stream(self, plan: BlendPlan, share: slice = slice(None)) -> Frames:
+        return self._stream([hit.key for hit in plan.hits[share]])
 
     def _stream(self, keys: Sequence[ChunkKey]) -> Iterator[LayerFrame | ChunkLost]:
         gone: set[ChunkKey] = set()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch
+from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, POSITIONS_MAX = 32, 4, 2, 8, 97, 512
 
@@ -120,6 +120,7 @@ class ToyStack:
     ) -> None:
         """`other_ranks` maps what this rank brings to an all-reduce to the sum of the others' parts."""
         self.model = model
+        self.device = torch.device("cpu")
         self.world_size = world_size
         self.projection_share = 0.125
         self.open_layer: int | None = None
@@ -161,9 +162,12 @@ class ToyStack:
     def keeps_layer(self, layer: int) -> bool:
         return not self.forgets
 
-    def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
-        self.writes.append((layer, len(positions)))
-        self._write(layer, torch.zeros_like(positions), positions, key, value)
+    def slots(self, positions: Tensor) -> Slots:
+        return Slots(positions)
+
+    def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
+        self.writes.append((layer, len(slots.prepared)))
+        self._write(layer, torch.zeros_like(slots.prepared), slots.prepared, key, value)
 
     def _write(self, layer: int, owners: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
         assert self.open_layer == layer

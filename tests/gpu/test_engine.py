@@ -13,20 +13,46 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 if not torch.cuda.is_available():
     pytest.skip("the engine on a GPU: no CUDA device here", allow_module_level=True)
 
+from kintsugi.engine.local import LocalEngine  # noqa: E402
+from kintsugi.engine.worker import scattered, selftest  # noqa: E402
 from tests.integration.engine.test_architectures import (  # noqa: E402
     engine,
+    float32_engine,
+    oracle,
     shape,
+    test_any_ratio_is_what_the_oracle_says,
     test_chunked_prefill,
     test_exact_prefixes_are_found_and_never_poisoned,
     test_full_ratio_is_full_prefill,
     test_one_chunk_behind_its_own_prefix_needs_no_recomputing,
+    test_torch_compile,
 )
 
 __all__ = [
     "engine",
+    "float32_engine",
+    "oracle",
     "shape",
+    "test_any_ratio_is_what_the_oracle_says",
     "test_chunked_prefill",
     "test_exact_prefixes_are_found_and_never_poisoned",
     "test_full_ratio_is_full_prefill",
     "test_one_chunk_behind_its_own_prefix_needs_no_recomputing",
+    "test_torch_compile",
 ]
+
+
+def test_the_self_test_reaches_our_kernel(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    calls: list[int] = []
+    attend = scattered.attend_scattered
+
+    def counted(query: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
+        calls.append(len(query))
+        return attend(query, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scattered, "attend_scattered", counted)
+    connector: object = get_kv_transfer_group()
+    selftest.self_test(connector._worker._model)  # type: ignore[attr-defined]
+    assert calls

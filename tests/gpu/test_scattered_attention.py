@@ -40,6 +40,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     **{f"head-dim-{dim}": {"head_dim": dim} for dim in (32, 64, 80, 256)},
     **{f"group-{group}": {"group": group, "kv_heads": 2} for group in (1, 3)},
     "long": {"context": 8192},
+    **{f"rank-of-8-{n}": {"kv_heads": 1, "context": n} for n in (700, 8192, 32768)},
+    **{f"splits-{n}": {"kv_heads": 1, "context": 2000, "sinks": True} for n in (1, 4, 16)},
 }
 CASES = [
     pytest.param(dataclasses.replace(shape, **variant), id=f"{name}-{kind}")  # type: ignore[arg-type]

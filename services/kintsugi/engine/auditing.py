@@ -15,7 +15,7 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 
 @dataclass(frozen=True)
-class StoredChunk:
+class StoredCopy:
     """One copy of a chunk that a store holds."""
 
     space: ChunkSpace
@@ -32,9 +32,9 @@ class StoredChunk:
         return dataclasses.replace(saving, params=dataclasses.replace(saving.params, op=Op.AUDIT))
 
 
-def find_stored_chunks(
+def find_stored_copies(
     store: ChunkStore, space: ChunkSpace, token_ids: Sequence[int], spans: Sequence[Span] | None
-) -> list[StoredChunk]:
+) -> list[StoredCopy]:
     """The copies that a blend of this prompt loads if it is asked for now, in their order. Without `spans`,
     chunks are found by content. Blocks on the store; raises what its lookups raise."""
     prompt = TokenIds.of(token_ids)
@@ -46,7 +46,7 @@ def find_stored_chunks(
             store, space, [Span(s.start, s.end, key) for s, key in zip(spans, keys, strict=True)]
         )
     return [
-        StoredChunk(space.space_at(s.start, prompt), s.key, prompt[s.start : s.end])
+        StoredCopy(space.space_at(s.start, prompt), s.key, prompt[s.start : s.end])
         for s in match.spans
         if s.key in match.manifests
     ]

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
-from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.question import QuestionPass
 from kintsugi.fusor.selectors import Candidates, Selector, Signal, make_selector
 from kintsugi.fusor.sliced import WAITING, Cut, PassStatus, SlicedWork, Units, run_in_units
 from kintsugi.fusor.stack import DecoderStack, Hidden
+from kintsugi.fusor.staging import upload
 
 T = TypeVar("T")
 
@@ -75,6 +75,37 @@ class Tally:
 
 
 OpenLoader = Callable[[BlendPlan], LayerLoader]
+
+
+@dataclass(frozen=True)
+class ActiveSet:
+    """The tokens that a layer computes: int64 tensors on the stack's device. The host knows the size of every
+    set, so dropping tokens waits for nothing."""
+
+    positions: Tensor
+    """Ascending."""
+    always: Tensor
+    """Rows of `positions` that no selection drops."""
+    candidates: Tensor
+    """Rows of `positions` that a selection may drop."""
+    on_host: Tensor | None
+    """The positions on the host; None once they were selected on the device."""
+
+    @staticmethod
+    def of(positions: Tensor, is_candidate: Tensor, device: torch.device) -> ActiveSet:
+        """Both on the host."""
+        always, candidates = (~is_candidate).nonzero()[:, 0], is_candidate.nonzero()[:, 0]
+        return ActiveSet(
+            upload(positions, device), upload(always, device), upload(candidates, device), positions
+        )
+
+    def keep(self, kept: Tensor) -> tuple[ActiveSet, Tensor]:
+        """Drop all candidates but `kept`, ascending indices of `candidates`. Also returns the rows that
+        stay."""
+        candidates = self.candidates[kept]
+        rows = torch.cat((self.always, candidates)).sort().values
+        always, candidates = torch.searchsorted(rows, self.always), torch.searchsorted(rows, candidates)
+        return ActiveSet(self.positions[rows], always, candidates, None), rows
 
 
 class BlendPass(SlicedWork):
@@ -156,17 +187,20 @@ class BlendPass(SlicedWork):
         """Split the region into tokens of hit chunks and tokens that are always computed."""
         region = self.region
         is_hit = torch.zeros(len(region.token_ids), dtype=torch.bool)
-        self._offsets = torch.zeros(len(region.token_ids), dtype=torch.int64)
+        offsets = torch.zeros(len(region.token_ids), dtype=torch.int64)
         for hit in self.plan.hits:
             rows = slice(max(hit.start - region.start, 0), max(hit.end - region.start, 0))
             is_hit[rows] = True
-            self._offsets[rows] = torch.arange(region.start, region.end)[rows] - hit.start
+            offsets[rows] = torch.arange(region.start, region.end)[rows] - hit.start
         self._hit_positions = is_hit.nonzero()[:, 0] + region.start
         self._must_positions = (~is_hit).nonzero()[:, 0] + region.start
-        self._is_hit = is_hit
         self._is_candidate = is_hit.clone()
         self._is_candidate[: max(self.plan.exact_end - region.start, 0)] = False
         self._num_candidates = int(self._is_candidate.sum())
+        self._offsets = upload(offsets[self._is_candidate], self._stack.device)
+        self._hits = upload(self._hit_positions, self._stack.device)
+        self._hit_slots = self._stack.slots(self._hits)
+        self._lost: LoadFailed | None = None
         self.tally.tokens_hit = len(self._hit_positions)
 
     def _layers(self) -> Units[None]:
@@ -175,11 +209,7 @@ class BlendPass(SlicedWork):
         selector = make_selector(self.plan.selection, num_layers)
         ratio = self.plan.selection.ratio
         filters = 0 < ratio < 1 and self._num_candidates > 0
-        everything = torch.arange(self.region.start, self.region.end)
-        if filters:
-            self._activate(everything[~self._is_hit | self._is_candidate])
-        else:
-            self._activate(everything if ratio == 1 else self._must_positions)
+        self._activate(self._initial_set(filters, ratio))
         self._attention = None
         written = 0
         if filters and selector.query_layers:
@@ -192,7 +222,7 @@ class BlendPass(SlicedWork):
             self._stack.begin_layer(layer)
             computing = time.perf_counter()
             if layer >= written or not self._stack.keeps_layer(layer):
-                self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
+                self._stack.write_kv(layer, self._hit_slots, loaded.key, loaded.value)
             if filters:
                 hidden = yield from self._filter(layer, hidden, loaded, selector)
             yield from self.prefill_layer(layer, hidden)
@@ -207,14 +237,27 @@ class BlendPass(SlicedWork):
                 )
             )
             if self._explain:
-                self.tally.active_positions[layer] = self._active.tolist()
-        self.tally.tokens_recomputed = int(self._is_hit[self._active - self.region.start].sum())
+                self.tally.active_positions[layer] = self._active.positions.tolist()
+        self._agree_on_losses()
+        self.tally.tokens_recomputed = len(self._active.positions) - len(self._must_positions)
         yield from self.synchronize()
 
+    def _initial_set(self, filters: bool, ratio: float) -> ActiveSet:
+        """The tokens that layer 0 computes before anything is selected."""
+        everything = torch.arange(self.region.start, self.region.end)
+        is_active = torch.ones_like(self._is_candidate)
+        if ratio < 1:
+            is_active[self._hit_positions - self.region.start] = False
+        if filters:
+            is_active |= self._is_candidate
+        return ActiveSet.of(everything[is_active], self._is_candidate[is_active], self._stack.device)
+
     def _embed(self) -> Hidden:
-        if not len(self._active):
+        positions = self._active.on_host
+        assert positions is not None
+        if not len(positions):
             return Hidden(torch.empty(0), None)
-        return self._stack.embed(self.region.token_ids[self._active - self.region.start])
+        return self._stack.embed(self.region.token_ids[positions - self.region.start])
 
     def _ask(self, query_layers: tuple[int, ...]) -> Units[Tensor]:
         """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
@@ -257,46 +300,58 @@ class BlendPass(SlicedWork):
         asked = time.perf_counter()
         while True:
             looked = time.perf_counter()
-            loaded, lost = self._poll_loader(layer, looked - asked)
+            loaded = self._poll_loader(layer, looked - asked)
             self.tally.polled_s += time.perf_counter() - looked
-            if lost:
-                raise LoadFailed(lost[0], lost[1])
             if loaded is not None:
                 self.tally.load_wait_s += time.perf_counter() - asked
                 self.tally.bytes_loaded += loaded.num_bytes
                 return loaded
             yield WAITING
 
-    def _poll_loader(
-        self, layer: int, waited_s: float
-    ) -> tuple[LoadedLayer | None, tuple[frozenset[ChunkKey], str] | None]:
-        """Poll the loader once: the layer if it has arrived, and the lost chunks with the reason. Ranks agree
-        before any of them goes on: a rank alone in a layer would wait forever for the others' all-reduce."""
+    def _poll_loader(self, layer: int, waited_s: float) -> LoadedLayer | None:
+        """Poll the loader once. Raises `LoadFailed`."""
         assert self._loader is not None
-        loaded, failure = None, None
-        alone = self._stack.world_size == 1
-        try:
-            loaded = self._loader.take(layer, POLL_S if alone else self._loader.patience_s)
-        except LoadFailed as error:
-            failure = error
-        if alone and loaded is None and failure is None and waited_s > self._loader.patience_s:
+        if self._stack.world_size > 1:
+            return self._take_in_step(self._loader, layer)
+        loaded = self._loader.take(layer, POLL_S)
+        if loaded is None and waited_s > self._loader.patience_s:
             # Stores enforce a deadline of their own; one that does not must not hold a request forever.
-            every_key = frozenset(hit.key for hit in self.plan.hits)
-            failure = LoadFailed(
-                every_key, f"load_timeout: layer {layer} did not arrive within {self._loader.patience_s:g} s"
-            )
-        if alone:
-            return loaded, None if failure is None else (failure.keys, failure.reason)
-        lost_here = [hit.key in failure.keys if failure else loaded is None for hit in self.plan.hits]
-        lost_anywhere = self._stack.sum_over_ranks(torch.tensor(lost_here, dtype=torch.float32))
+            raise self._time_out(self._loader, layer)
+        return loaded
+
+    def _take_in_step(self, loader: LayerLoader, layer: int) -> LoadedLayer:
+        """Wait for the layer. A rank that cannot have it goes on with zeros, because the others would wait
+        forever for its part of every all-reduce. Ranks agree on what was lost behind layer 0, where most
+        losses are seen, and behind the last: a round trip between hosts in every layer would cost more."""
+        loaded = None
+        if self._lost is None:
+            try:
+                loaded = loader.take(layer, loader.patience_s)
+                self._lost = None if loaded is not None else self._time_out(loader, layer)
+            except LoadFailed as failure:
+                self._lost = failure
+        if layer == 0:
+            self._agree_on_losses()
+        return loaded or loader.zeros(layer)
+
+    def _time_out(self, loader: LayerLoader, layer: int) -> LoadFailed:
+        every_key = frozenset(hit.key for hit in self.plan.hits)
+        return LoadFailed(
+            every_key, f"load_timeout: layer {layer} did not arrive within {loader.patience_s:g} s"
+        )
+
+    def _agree_on_losses(self) -> None:
+        """Raise `LoadFailed` on every rank for what any of them has lost."""
+        if self._stack.world_size == 1:
+            return
+        lost_here = [float(self._lost is not None and hit.key in self._lost.keys) for hit in self.plan.hits]
+        lost_anywhere = self._stack.sum_over_ranks(torch.tensor(lost_here)).tolist()
         keys = frozenset(hit.key for hit, lost in zip(self.plan.hits, lost_anywhere, strict=True) if lost > 0)
-        if failure:
-            reason = failure.reason
-        elif loaded is None:
-            reason = f"load_timeout: layer {layer} did not arrive within {self._loader.patience_s:g} s"
-        else:
-            reason = f"other_rank: layer {layer} could not be loaded there"
-        return loaded, (keys, reason) if keys else None
+        if keys:
+            reason = (
+                "other_rank: a chunk could not be loaded there" if self._lost is None else self._lost.reason
+            )
+            raise LoadFailed(keys, reason)
 
     def _filter(self, layer: int, hidden: Hidden, loaded: LoadedLayer, selector: Selector) -> Units[Hidden]:
         """Let the selector drop hit tokens from the active set. Returns the hidden states of those that stay.
@@ -306,45 +361,46 @@ class BlendPass(SlicedWork):
         signal = selector.signal_at(layer)
         if signal is None:
             return hidden
-        candidate = self._is_candidate[self._active - self.region.start]
-        positions = self._active[candidate]
+        active = self._active
         deviation = None
         if signal:
-            measuring = self._measure_deviation(layer, hidden, loaded, candidate, signal)
+            measuring = self._measure_deviation(layer, hidden, loaded, signal)
             deviation = yield from self._time_units(measuring)
         attention = self._attention
+        positions = active.positions[active.candidates]
         if attention is not None:
-            attention = attention[torch.searchsorted(self._hit_positions, positions)]
-        offsets = self._offsets[positions - self.region.start]
+            attention = attention[torch.searchsorted(self._hits, positions)]
         kept = selector.keep(
-            layer, Candidates(positions, offsets, self._num_candidates, attention, deviation)
+            layer, Candidates(positions, self._offsets, self._num_candidates, attention, deviation)
         )
-        stays = ~candidate
-        stays[candidate.nonzero()[:, 0][kept]] = True
-        index = stays.nonzero()[:, 0]
-        self._activate(self._active[index])
-        return hidden.take(index)
+        self._offsets = self._offsets[kept]
+        active, rows = active.keep(kept)
+        self._activate(active)
+        return hidden.take(rows)
 
     def _measure_deviation(
-        self, layer: int, hidden: Hidden, loaded: LoadedLayer, candidate: Tensor, signal: Signal
+        self, layer: int, hidden: Hidden, loaded: LoadedLayer, signal: Signal
     ) -> Units[Tensor]:
-        """Squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over heads."""
+        """Squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over heads.
+
+        Tokens that were not loaded are compared with some other token, and left out at the end: to leave them
+        out of every unit would need their number, for which the host would have to wait.
+        """
         parts: list[Tensor] = []
+        positions = self._active.positions
+        loaded_rows = torch.searchsorted(self._hits, positions).clamp_(max=len(self._hits) - 1)
         for rows, batch in self._cut.units:
-            wanted = candidate[rows]
             fresh = self._stack.project_kv(layer, hidden.take(rows), batch)
-            positions = self._active[rows][wanted]
-            key, value = fresh.key[wanted], fresh.value[wanted]
-            row = torch.searchsorted(self._hit_positions, positions)
-            part = torch.zeros(len(positions), dtype=torch.float32, device=key.device)
+            row = loaded_rows[rows]
+            part = torch.zeros(batch.num_tokens, dtype=torch.float32, device=fresh.key.device)
             if Signal.K in signal:
-                part += _square_distance(key, loaded.key[row])
+                part += _square_distance(fresh.key, loaded.key[row])
             if Signal.V in signal:
-                part += _square_distance(value, loaded.value[row])
+                part += _square_distance(fresh.value, loaded.value[row])
             parts.append(part)
-            self._stack.write_kv(layer, positions, key, value)
+            self._stack.write_kv(layer, self._stack.slots(positions[rows]), fresh.key, fresh.value)
             yield batch.num_tokens * self._stack.projection_share
-        return self._stack.sum_over_ranks(torch.cat(parts)).cpu()
+        return self._stack.sum_over_ranks(torch.cat(parts)[self._active.candidates])
 
     def prefill_layer(self, layer: int, hidden: Hidden) -> Units[None]:
         """Run one layer over the active tokens; `hidden` becomes the layer's output."""
@@ -357,9 +413,8 @@ class BlendPass(SlicedWork):
         self.tally.compute_s += time.perf_counter() - started
         yield 0.0
 
-    def _activate(self, positions: Tensor) -> None:
-        """Make `positions` the active set."""
-        self._active = positions
+    def _activate(self, active: ActiveSet) -> None:
+        self._active = active
         self._prepared: Cut | None = None
 
     @property
@@ -367,7 +422,9 @@ class BlendPass(SlicedWork):
         """The active set cut into units. Prepared on first use, because a set may be filtered before it
         is."""
         if self._prepared is None:
-            self._prepared = Cut.of(self._stack, self._active, self._unit_tokens_max)
+            active = self._active
+            positions = active.positions if active.on_host is None else active.on_host
+            self._prepared = Cut.of(self._stack, positions, self._unit_tokens_max)
         return self._prepared
 
 

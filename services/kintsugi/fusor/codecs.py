@@ -45,7 +45,6 @@ _DROPPED_BITS = 23 - MANTISSA_BITS
 """Bits that a scale drops from fp32's mantissa."""
 
 EVERY_ROW = slice(None)
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -65,41 +64,66 @@ ELEMENTS = {
 
 
 def encode_frame(key: Tensor, value: Tensor, codec: Codec) -> memoryview:
-    """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, head_dim]`, as a head-major
-    frame."""
+    """`encode` to the host's memory."""
+    return as_frame(encode(key, value, codec).cpu())
+
+
+def encode(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
+    """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, head_dim]`, as a head-major frame on
+    their own device."""
     if codec is Codec.RAW:
-        frame = torch.stack((key, value)).permute(2, 0, 1, 3).contiguous().cpu()
-    else:
-        frame = _quantize(key, value, codec).cpu()
-    raw: Any = frame.view(torch.uint8).numpy()
+        return torch.stack((key, value)).permute(2, 0, 1, 3).contiguous()
+    return _quantize(key, value, codec)
+
+
+def as_frame(encoded: Tensor) -> memoryview:
+    """The bytes of a frame that lies on the host."""
+    raw: Any = encoded.view(torch.uint8).numpy()
     return memoryview(raw).cast("B")
 
 
 def decode_frame(
-    data: memoryview,
-    layout: KVLayout,
-    codec: Codec,
-    num_tokens: int,
-    rows: slice = EVERY_ROW,
-    device: torch.device = CPU,
+    data: memoryview, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice = EVERY_ROW
 ) -> tuple[Tensor, Tensor]:
-    """Decode the bytes of some heads of a frame: K (before RoPE) and V `[rows, heads, head_dim]` on `device`.
+    """Decode the bytes of some heads of a frame: K (before RoPE) and V `[rows, heads, head_dim]`.
 
     The results are contiguous and share no memory with `data`, which may be overwritten afterwards. Raises
     `Corrupted` for impossible scales.
     """
-    heads = len(data) // layout.head_bytes(codec, num_tokens)
-    flat = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8).view(heads, -1)
-    if device.type != "cpu":
-        # Copy before decoding: half as many bytes cross the bus, and the device decodes faster.
-        flat = flat.pin_memory().to(device, non_blocking=True)
+    frame = as_bytes(data).view(len(data) // layout.head_bytes(codec, num_tokens), -1)
+    check_scales(frame, layout, codec, num_tokens)
+    first, end, _ = rows.indices(num_tokens)
+    key = torch.empty(end - first, len(frame), layout.head_dim, dtype=DTYPES[layout.dtype])
+    value = torch.empty_like(key)
+    decode_into(frame, layout, codec, num_tokens, rows, key, value)
+    return key, value
+
+
+def as_bytes(data: memoryview) -> Tensor:
+    """uint8 `[bytes]` over the same memory, or over a copy of what may not be written to."""
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
+
+
+def check_scales(frame: Tensor, layout: KVLayout, codec: Codec, num_tokens: int) -> None:
+    """Raise `Corrupted` for scales that finite KV cannot have. `frame`: uint8 `[heads, head_bytes]`, on the
+    host: asking a device would wait for it."""
+    if codec is Codec.RAW:
+        return
+    if bool((_Parts.of(frame, layout, codec, num_tokens).exponents > EXPONENT_MAX).any()):
+        raise Corrupted("a frame has scales that finite KV cannot have; put the chunk again")
+
+
+def decode_into(
+    frame: Tensor, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice, key: Tensor, value: Tensor
+) -> None:
+    """Decode a frame whose scales were checked, uint8 `[heads, head_bytes]`, on the device where it lies,
+    into `key` (before RoPE) and `value`, `[rows, heads, head_dim]`."""
     if codec is not Codec.RAW:
-        return _dequantize(flat, layout, codec, num_tokens, rows)
-    typed = flat.view(DTYPES[layout.dtype]).view(heads, 2, num_tokens, layout.head_dim)
-    key, value = typed[:, 0, rows].transpose(0, 1), typed[:, 1, rows].transpose(0, 1)
-    # `contiguous` would not always copy: a view of one head or of one token is already contiguous.
-    token_major = torch.contiguous_format
-    return key.clone(memory_format=token_major), value.clone(memory_format=token_major)
+        _dequantize(frame, layout, codec, num_tokens, rows, (key, value))
+        return
+    typed = frame.view(DTYPES[layout.dtype]).view(len(frame), 2, num_tokens, layout.head_dim)
+    key.copy_(typed[:, 0, rows].transpose(0, 1))
+    value.copy_(typed[:, 1, rows].transpose(0, 1))
 
 
 @dataclass(frozen=True)
@@ -169,30 +193,24 @@ def _scales(exponent: Tensor, codes: Tensor) -> Tensor:
 
 
 def _dequantize(
-    flat: Tensor, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice
-) -> tuple[Tensor, Tensor]:
+    flat: Tensor, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice, outputs: tuple[Tensor, Tensor]
+) -> None:
     parts, heads = _Parts.of(flat, layout, codec, num_tokens), len(flat)
     sinks, head_dim = codec.sinks_of(num_tokens), layout.head_dim
-    dtype, small = DTYPES[layout.dtype], num_tokens - sinks
-    if bool((parts.exponents > EXPONENT_MAX).any()):
-        raise Corrupted("a frame has scales that finite KV cannot have; put the chunk again")
+    small = num_tokens - sinks
     key_scale = _scales(parts.exponents[:, 0], parts.key_scale)[:, None]
     value_scale = _scales(parts.exponents[:, 1], parts.value_scale)[:, :, None]
-    exact = _view_as_dtype(parts.sinks, dtype).view(heads, 2, sinks, head_dim)
+    exact = _view_as_dtype(parts.sinks, DTYPES[layout.dtype]).view(heads, 2, sinks, head_dim)
     first, end, _ = rows.indices(num_tokens)
     some = slice(max(first - sinks, 0), max(end - sinks, 0))
-    results = []
-    for which, quantised, scale in (
-        (0, parts.key, key_scale),
-        (1, parts.value, value_scale[:, some]),
+    for which, quantised, scale, out in (
+        (0, parts.key, key_scale, outputs[0]),
+        (1, parts.value, value_scale[:, some], outputs[1]),
     ):
         narrow = quantised.view(ELEMENTS[codec].dtype).view(heads, small, head_dim)[:, some]
-        out = torch.empty(end - first, heads, head_dim, dtype=dtype, device=flat.device)
         num_exact = len(out) - narrow.shape[1]
         out[:num_exact] = exact[:, which, first : first + num_exact].transpose(0, 1)
         _multiply(narrow, scale, out[num_exact:].transpose(0, 1))
-        results.append(out)
-    return results[0], results[1]
 
 
 def _multiply(narrow: Tensor, scale: Tensor, out: Tensor) -> None:

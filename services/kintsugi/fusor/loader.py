@@ -1,18 +1,16 @@
-"""Loads layer i + 1 while layer i is computed: one thread, a bounded number of layers ahead.
+"""Loads layer i + 1 while layer i is computed, a bounded number of layers ahead.
 
-The thread does everything that needs no model: wait for the store, move bytes to the device, decode them, cut
-them to the wanted tokens, and rotate keys to their positions. The blend pass receives finished layers.
+Threads do everything that needs no model: wait for the store, move bytes to the device, decode them, cut them
+to the wanted tokens, and rotate keys to their positions (`fusor.staging`). The blend pass receives finished
+layers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,11 +19,11 @@ from kintsugi.core.errors import Corrupted, KintsugiError
 from kintsugi.core.layout import ChunkLost, ChunkManifest, LayerFrame
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.fusor.codecs import decode_frame
 from kintsugi.fusor.rope import Rotary
+from kintsugi.fusor.staging import ChunkPlacement, LayerStaging, Staging
 
 CLOSE_TIMEOUT_S = 0.1
-"""How long `close` waits for the thread. The engine's thread calls it while every request waits; a loader
+"""How long `close` waits for the threads. The engine's thread calls it while every request waits; a loader
 thread that the store blocks for longer ends by itself, and owns everything that it still touches."""
 
 
@@ -36,17 +34,6 @@ class LoadFailed(Exception):
         super().__init__(reason)
         self.keys = keys
         self.reason = reason
-
-
-@dataclass(frozen=True)
-class ChunkPlacement:
-    """One chunk's stored tokens and where they go in the prompt."""
-
-    manifest: ChunkManifest
-    first_row: int
-    """First stored token to load; the engine's prefix cache already holds those before it."""
-    positions: Tensor
-    """int64 `[rows]`: prompt positions of the stored tokens `[first_row, first_row + rows)`."""
 
 
 @dataclass(frozen=True)
@@ -77,79 +64,118 @@ def placements_of(
 Frames = Iterator[LayerFrame | ChunkLost]
 
 
-class LayerLoader:
-    """Pulls a layer-major stream of frames and hands out finished layers in order.
+OpenFrames = Callable[[slice], Frames]
+"""Opens the stream of some of the placements. Chunks are numbered from 0 among those."""
 
-    `close` is idempotent. It returns when the thread has released the stream, or after `CLOSE_TIMEOUT_S`.
+
+@dataclass
+class _Filling:
+    """A layer that threads fill."""
+
+    staging: LayerStaging
+    shares_left: int
+    started_s: float
+    num_bytes: int = 0
+    lost: dict[ChunkKey, str] = field(default_factory=dict)
+
+
+class LayerLoader:
+    """Pulls layer-major streams of frames and hands out finished layers in order.
+
+    Each thread streams a share of the chunks; the last one to fill its part of a layer finishes the layer.
+    `close` is idempotent. It returns when the threads have released their streams, or after
+    `CLOSE_TIMEOUT_S`.
     """
 
     def __init__(
         self,
-        open_frames: Callable[[], Frames],
+        open_frames: OpenFrames,
         placements: Sequence[ChunkPlacement],
         rotary_of_layer: Sequence[Rotary],
         device: torch.device,
+        num_heads: int,
         depth: int,
         patience_s: float,
     ) -> None:
+        """`num_heads`: KV heads that this rank loads; `depth`: how many layers may be ahead of `take`."""
         self.patience_s = patience_s
         self._open_frames = open_frames
         self._placements = placements
         self._rotary_of_layer = rotary_of_layer
-        self._device = device
-        self._positions = torch.cat([placement.positions for placement in placements])
-        self._slots = threading.Semaphore(depth)
-        self._done: queue.SimpleQueue[LoadedLayer | LoadFailed] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = threading.Thread(target=self._run, name="kintsugi-loader", daemon=True)
-        self._thread.start()
+        self._depth = depth
+        self._staging = Staging(placements, num_heads, device)
+        self._changed = threading.Condition()
+        self._filling: dict[int, _Filling] = {}
+        self._done: dict[int, LoadedLayer] = {}
+        self._failure: LoadFailed | None = None
+        self._taken = 0
+        self._closed = False
+        num_threads = self._staging.threads
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(slice(first, None, num_threads),), name="kintsugi-loader", daemon=True
+            )
+            for first in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def take(self, layer: int, timeout_s: float) -> LoadedLayer | None:
         """Return the next layer, or None if it does not arrive within `timeout_s`. Raises `LoadFailed`."""
-        try:
-            item = self._done.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if isinstance(item, LoadFailed):
-            raise item
-        assert item.layer == layer
-        self._slots.release()
-        if item.on_device is not None:
-            compute = torch.cuda.current_stream(self._device)
-            compute.wait_event(item.on_device)
-            for tensor in (item.key, item.value):
-                tensor.record_stream(compute)
-        return item
+        assert layer == self._taken
+        with self._changed:
+            self._changed.wait_for(lambda: layer in self._done or self._failure, timeout_s)
+            if layer not in self._done:
+                if self._failure is not None:
+                    raise self._failure
+                return None
+            loaded = self._done.pop(layer)
+            self._taken += 1
+            self._changed.notify_all()
+        self._staging.consume(loaded.key, loaded.value, loaded.on_device)
+        return loaded
+
+    def zeros(self, layer: int) -> LoadedLayer:
+        """A layer in the place of one that is lost."""
+        now = time.perf_counter()
+        return LoadedLayer(layer, *self._staging.zeros(), 0, now, now, None)
 
     def close(self) -> None:
-        self._closed.set()
-        self._slots.release()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.perf_counter() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.perf_counter()))
 
-    def _run(self) -> None:
+    def _run(self, share: slice) -> None:
         try:
-            self._pull()
+            self._pull(share)
         except LoadFailed as failure:
-            self._done.put(failure)
+            self._fail(failure)
         except KintsugiError as error:
-            self._done.put(LoadFailed(self._every_key(), f"{type(error).__name__}: {error}"))
+            self._fail(LoadFailed(self._every_key(), f"{type(error).__name__}: {error}"))
         except BaseException as defect:
             # The waiting pass must learn that no layer will come; raising also logs the traceback.
-            self._done.put(LoadFailed(self._every_key(), f"defect: in loading, {defect!r}"))
+            self._fail(LoadFailed(self._every_key(), f"defect: in loading, {defect!r}"))
             raise
 
-    def _pull(self) -> None:
-        frames = self._open_frames()
+    def _fail(self, failure: LoadFailed) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def _pull(self, share: slice) -> None:
+        frames = self._open_frames(share)
+        indices = range(len(self._placements))[share]
         try:
-            with self._on_stream():
+            with self._staging.on_stream():
                 for layer in range(len(self._rotary_of_layer)):
-                    self._slots.acquire()
-                    if self._closed.is_set():
+                    filling = self._begin(layer, share)
+                    if filling is None:
                         return
-                    self._done.put(self._load(layer, frames))
+                    self._fill(layer, filling, indices, frames)
+                    self._end(layer, filling)
         finally:
             close = getattr(frames, "close", None)
             if close is not None:
@@ -158,44 +184,69 @@ class LayerLoader:
     def _every_key(self) -> frozenset[ChunkKey]:
         return frozenset(placement.manifest.key for placement in self._placements)
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def _begin(self, layer: int, share: slice) -> _Filling | None:
+        """Wait for room. Returns the layer to fill; None once the load is over.
 
-    def _load(self, layer: int, frames: Frames) -> LoadedLayer:
-        started, num_bytes = time.perf_counter(), 0
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        lost: dict[ChunkKey, str] = {}
-        for expected, placement in enumerate(self._placements):
+        The first share's thread makes it, outside the lock: pinned memory can take milliseconds, and the
+        engine's thread must not wait for it.
+        """
+        is_first = share.start == 0
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._is_over
+                    or (layer < self._taken + self._depth if is_first else layer in self._filling)
+                )
+            )
+            if self._is_over or not is_first:
+                return None if self._is_over else self._filling[layer]
+        filling = _Filling(self._staging.begin_layer(), len(self._threads), time.perf_counter())
+        with self._changed:
+            self._filling[layer] = filling
+            self._changed.notify_all()
+        return filling
+
+    @property
+    def _is_over(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def _fill(self, layer: int, filling: _Filling, indices: range, frames: Frames) -> None:
+        """Take this share's frames of a layer. Chunks are often lost together, and a pass restarts only once,
+        so the layer is read to its end."""
+        num_bytes, lost = 0, {}
+        for chunk, index in enumerate(indices):
             frame = next(frames, None)
             if frame is None:
                 raise LoadFailed(self._every_key(), f"stream_ended: before layer {layer} was complete")
             if isinstance(frame, ChunkLost):
-                # Read the layer to its end: chunks are often lost together, and a pass restarts only once.
-                key_lost = self._placements[frame.chunk].manifest.key
+                key_lost = self._placements[indices[frame.chunk]].manifest.key
                 lost[key_lost] = f"chunk_lost: {key_lost} at layer {frame.layer}, {frame.reason}"
                 continue
-            assert (frame.layer, frame.chunk) == (layer, expected), "stores stream layer-major, in key order"
+            assert (frame.layer, frame.chunk) == (layer, chunk), "stores stream layer-major, in key order"
             try:
-                key, value = self._decode(placement, frame)
+                filling.staging.put(index, frame.data)
             except Corrupted as error:
-                lost[placement.manifest.key] = (
-                    f"corrupted: {placement.manifest.key} at layer {layer}, {error}"
-                )
+                key_lost = self._placements[index].manifest.key
+                lost[key_lost] = f"corrupted: {key_lost} at layer {layer}, {error}"
                 continue
-            keys.append(key)
-            values.append(value)
             num_bytes += len(frame.data)
-        if lost:
-            raise LoadFailed(frozenset(lost), "; ".join(lost.values()))
-        key, value = torch.cat(keys), torch.cat(values)
-        key = self._rotary_of_layer[layer].rotate(key, self._positions)
-        on_device = None if self._stream is None else self._stream.record_event()
-        return LoadedLayer(layer, key, value, num_bytes, started, time.perf_counter(), on_device)
+        with self._changed:
+            filling.num_bytes += num_bytes
+            filling.lost |= lost
 
-    def _decode(self, placement: ChunkPlacement, frame: LayerFrame) -> tuple[Tensor, Tensor]:
-        manifest = placement.manifest
-        rows = slice(placement.first_row, placement.first_row + len(placement.positions))
-        return decode_frame(
-            frame.data, manifest.layout, manifest.codec, manifest.num_tokens, rows, self._device
+    def _end(self, layer: int, filling: _Filling) -> None:
+        """Hand in a share; the last one finishes the layer."""
+        with self._changed:
+            filling.shares_left -= 1
+            if filling.shares_left:
+                return
+            del self._filling[layer]
+        if filling.lost:
+            raise LoadFailed(frozenset(filling.lost), "; ".join(filling.lost.values()))
+        key, value, on_device = filling.staging.finish(self._rotary_of_layer[layer])
+        loaded = LoadedLayer(
+            layer, key, value, filling.num_bytes, filling.started_s, time.perf_counter(), on_device
         )
+        with self._changed:
+            self._done[layer] = loaded
+            self._changed.notify_all()

@@ -23,6 +23,7 @@ from torch import Tensor
 from kintsugi.fusor.loader import LoadedLayer
 from kintsugi.fusor.sliced import Cut, Units, run_in_units
 from kintsugi.fusor.stack import AttentionRule, DecoderStack, FreshKV, Hidden
+from kintsugi.fusor.staging import upload
 
 WEIGHTS_MAX = 1 << 23
 """Number of attention weights in memory at a time: 32 MiB."""
@@ -42,18 +43,23 @@ class QuestionPass:
         exact_end: int,
     ) -> None:
         """`positions` of the tokens that pass: int64, ascending, at least one after the last hit; `hidden`:
-        their embedding. Hit tokens before `exact_end` get no weight; at least one hit token lies after it."""
+        their embedding. Hit tokens before `exact_end` get no weight; at least one hit token lies after it.
+        Positions lie on the host."""
         self.num_layers = max(query_layers) + 1
-        self.attention = torch.zeros(len(hit_positions))
+        self.attention = torch.zeros(len(hit_positions), device=stack.device)
         """Attention to each hit token, fp32 `[hit tokens]`, summed over this rank's query heads."""
         self._stack = stack
         self._query_layers = query_layers
-        self._hit_positions = hit_positions
-        self._positions = positions
-        self._is_query = positions > hit_positions[-1]
-        assert bool(self._is_query.any())
-        self._weighed = hit_positions >= exact_end
-        self._keyed = positions >= hit_positions[self._weighed][0]
+        self._hit_slots = stack.slots(hit_positions)
+        # Everything ascends, so each part is all that comes behind a row that the host knows.
+        self._queries = slice(_row_behind(positions, int(hit_positions[-1])), None)
+        self._weighed = slice(_row_behind(hit_positions, exact_end - 1), None)
+        weighed = hit_positions[self._weighed]
+        self._keyed = slice(_row_behind(positions, int(weighed[0]) - 1), None)
+        query_positions, fresh_positions = positions[self._queries], positions[self._keyed]
+        assert len(query_positions)
+        self._query_positions = upload(query_positions, stack.device)
+        self._key_positions = upload(torch.cat((weighed, fresh_positions)), stack.device)
         self._cut = Cut.of(stack, positions, unit_tokens_max)
         self._hidden = hidden
 
@@ -63,7 +69,7 @@ class QuestionPass:
             fresh = yield from self._project(layer, self._hidden)
         else:
             self._stack.begin_layer(layer)
-            self._stack.write_kv(layer, self._hit_positions, loaded.key, loaded.value)
+            self._stack.write_kv(layer, self._hit_slots, loaded.key, loaded.value)
             fresh = yield from run_in_units(
                 self._stack, layer, self._hidden, self._cut, capture=is_query_layer
             )
@@ -80,17 +86,18 @@ class QuestionPass:
         return projected
 
     def _add_attention(self, layer: int, loaded: LoadedLayer, fresh: list[FreshKV]) -> None:
-        query = torch.cat([part.query for part in fresh])[self._is_query]
-        key = torch.cat([loaded.key[self._weighed], torch.cat([part.key for part in fresh])[self._keyed]])
-        hit_positions = self._hit_positions[self._weighed]
+        query = torch.cat([part.query for part in fresh])[self._queries]
+        loaded_key = loaded.key[self._weighed]
+        key = torch.cat([loaded_key, torch.cat([part.key for part in fresh])[self._keyed]])
         weights = attention_mass(
-            query,
-            self._positions[self._is_query],
-            key,
-            torch.cat((hit_positions, self._positions[self._keyed])),
-            self._stack.attention_rule(layer),
+            query, self._query_positions, key, self._key_positions, self._stack.attention_rule(layer)
         )
-        self.attention[self._weighed] += weights[: len(hit_positions)].cpu()
+        self.attention[self._weighed] += weights[: len(loaded_key)]
+
+
+def _row_behind(positions: Tensor, position: int) -> int:
+    """The first row of ascending `positions`, on the host, that lies behind `position`."""
+    return int(torch.searchsorted(positions, position, right=True))
 
 
 def attention_mass(
@@ -104,7 +111,6 @@ def attention_mass(
     num_kv_heads = key.shape[1]
     group = query.shape[1] // num_kv_heads
     total = torch.zeros(len(key), device=key.device)
-    query_positions, key_positions = query_positions.to(key.device), key_positions.to(key.device)
     rows = max(1, WEIGHTS_MAX // (len(key) * group))
     for start in range(0, len(query), rows):
         mine = slice(start, start + rows)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.layout import Codec
-from kintsugi.fusor.codecs import encode_frame
+from kintsugi.fusor.codecs import as_frame, encode
 from kintsugi.fusor.sliced import PassStatus, SlicedWork, Units
 from kintsugi.fusor.stack import DecoderStack, Hidden, LayerBatch
+from kintsugi.fusor.staging import download
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class SavePass(SlicedWork):
         self, items: Sequence[SaveItem], stack: DecoderStack, unit_tokens_max: int, codec: Codec
     ) -> None:
         self.status = PassStatus.RUNNING
-        self.frames: list[list[memoryview]] = [[] for _ in items]
+        self.frames: list[list[memoryview]] = []
+        self._encoded: list[list[Tensor]] = [[] for _ in items]
         self.token_layers = 0.0
         self._items = items
         self._stack = stack
@@ -76,6 +78,8 @@ class SavePass(SlicedWork):
             self._stack.end_layer(layer)
             keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
             self._encode_chunks(keys, values)
+        self._stack.synchronize()
+        self.frames = [[as_frame(encoded) for encoded in layers] for layers in self._encoded]
 
     def _run_layer(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
         fresh = self._stack.run_layer(layer, hidden, batch, capture=True)
@@ -84,7 +88,7 @@ class SavePass(SlicedWork):
 
     def _encode_chunks(self, keys: Tensor, values: Tensor) -> None:
         first_row = 0
-        for item, frames in zip(self._items, self.frames, strict=True):
+        for item, encoded in zip(self._items, self._encoded, strict=True):
             rows = slice(first_row + item.chunk_start - item.start, first_row + item.chunk_end - item.start)
-            frames.append(encode_frame(keys[rows], values[rows], self._codec))
+            encoded.append(download(encode(keys[rows], values[rows], self._codec)))
             first_row += len(item.token_ids)

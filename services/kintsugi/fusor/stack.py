@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -55,12 +56,28 @@ class LayerBatch:
     """Private to the implementation."""
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Places in the cache; made by `DecoderStack.slots`, reused across layers."""
+
+    prepared: Any
+    """Private to the implementation."""
+
+
 class DecoderStack(Protocol):
     """Decoder layers over one or several sequences whose KV lies in a cache that this object owns.
 
     A layer call writes the K and V of its tokens into the cache, then lets each token attend to its
     own sequence's positions up to and including its own: never to a later one.
+
+    On a GPU, no call waits for the device, apart from `synchronize`, `sum_over_ranks` of a tensor on the host
+    and, where the model's own attention has to serve tokens that were selected on the device, `batch`.
     """
+
+    @property
+    def device(self) -> torch.device:
+        """Where hidden states and the cache lie."""
+        ...
 
     @property
     def num_layers(self) -> int: ...
@@ -76,11 +93,18 @@ class DecoderStack(Protocol):
         ...
 
     def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
-        """Prepare int64 `positions` `[tokens]`, ascending within each owner; `owners` `[tokens]` indexes
-        the sequences and is None if there is only one."""
+        """Prepare int64 `positions` `[tokens]`, ascending within each owner; `owners` `[tokens]`, on the
+        host, indexes the sequences and is None if there is only one. Positions lie on the host, or on
+        `device` where they were selected there."""
         ...
 
-    def embed(self, token_ids: Tensor) -> Hidden: ...
+    def slots(self, positions: Tensor) -> Slots:
+        """Prepare `positions` of sequence 0, as for `batch`, for `write_kv`."""
+        ...
+
+    def embed(self, token_ids: Tensor) -> Hidden:
+        """Embed int64 `token_ids` `[tokens]` on the host."""
+        ...
 
     def begin_layer(self, layer: int) -> None:
         """Must be called before the first write to `layer`; `end_layer` ends it."""
@@ -92,7 +116,7 @@ class DecoderStack(Protocol):
         """Whether all that was written to `layer` is still there when it begins again."""
         ...
 
-    def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
+    def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
         """Write rotated K and V `[tokens, kv_heads, head_dim]` of sequence 0 into the cache."""
         ...
 
@@ -117,5 +141,6 @@ class DecoderStack(Protocol):
         ...
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """All-reduce; with one rank, return the same tensor."""
+        """All-reduce, on the device or on the host, wherever `values` lie; with one rank, return the same
+        tensor."""
         ...

@@ -37,7 +37,7 @@ from kintsugi.core.baseline import POSITIONS_MAX, Deviation
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.report import Binding, CalibrationReport
 from kintsugi.core.spaces import ChunkSpace
-from kintsugi.engine.auditing import StoredChunk, find_stored_chunks
+from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.fusor.audit import find_damage
 from kintsugi.quality import metrics
@@ -353,11 +353,11 @@ class Shadow:
         if reason is not None:
             self._trip(self._report, reason)
 
-    def _audit_one_of(self, prompt: Prompt) -> tuple[StoredChunk, ChunkAudit] | None:
+    def _audit_one_of(self, prompt: Prompt) -> tuple[StoredCopy, ChunkAudit] | None:
         """None if the store holds no chunk of the prompt any more, or the engine cannot compare it."""
         assert prompt.params is not None
         space = self._engine.space(prompt.params.namespace)
-        chunks = find_stored_chunks(self._store, space, prompt.token_ids, prompt.params.spans)
+        chunks = find_stored_copies(self._store, space, prompt.token_ids, prompt.params.spans)
         if not chunks:
             return None
         chunk = self._picks.choice(chunks)
@@ -368,7 +368,7 @@ class Shadow:
             return None
         return chunk, ChunkAudit(**accounting["audit"])
 
-    def _drop(self, chunk: StoredChunk, damage: str) -> None:
+    def _drop(self, chunk: StoredCopy, damage: str) -> None:
         namespace = chunk.space.namespace
         logger.error(
             "stored chunk %s of namespace %s is damaged and dropped: %s", chunk.key, namespace, damage

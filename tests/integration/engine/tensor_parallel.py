@@ -20,7 +20,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 els
 from kintsugi.core.layout import ChunkManifest, HeadRange, LayerFrame, digests_of
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.engine.auditing import find_stored_chunks
+from kintsugi.engine.auditing import find_stored_copies
 from kintsugi.engine.local import Generation, LocalEngine
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.store.client.registry import open_store
@@ -106,7 +106,7 @@ def audits(engine: LocalEngine, address: str, prompt: Rag) -> list[dict[str, Any
     """Of two chunks, and of the second one again with a zeroed head that only rank 1 reads when it blends."""
     store = open_store(f"grpc://{address}")
     try:
-        chunks = find_stored_chunks(store, engine.space(NAMESPACE), prompt.token_ids, prompt.spans)[:2]
+        chunks = find_stored_copies(store, engine.space(NAMESPACE), prompt.token_ids, prompt.spans)[:2]
         sound = [one.accounting for one in engine.generate([chunk.prompt for chunk in chunks])]
         kept = zero_last_head(store, chunks[1].key)
         (damaged,) = engine.generate([chunks[1].prompt])

@@ -13,7 +13,7 @@ from torch import Tensor
 from kintsugi.core.accounting import ChunkAudit
 from kintsugi.core.layout import ChunkLost, ChunkManifest, Codec, HeadRange, digests_of
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
-from kintsugi.engine.auditing import StoredChunk, find_stored_chunks
+from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.engine.local import LocalEngine, save_prompt
 from kintsugi.fusor.audit import find_damage, tolerance_of
 from kintsugi.fusor.codecs import decode_frame, encode_frame
@@ -45,18 +45,18 @@ def engine(engine_slot: EngineSlot) -> LocalEngine:
 
 
 @pytest.fixture
-def chunks(engine: LocalEngine) -> list[StoredChunk]:
+def chunks(engine: LocalEngine) -> list[StoredCopy]:
     """The copies that a blend of all chunks loads: the first chunk's plain one, and two prepared ones."""
     store = ram_store(STORE)
     store.delete(NAMESPACE, [manifest.key for manifest in store.list(NAMESPACE)])
     assert all(one.is_saved for one in engine.save(PREFIX, CHUNKS, NAMESPACE))
     prompt = rag(*CHUNKS)
-    found = find_stored_chunks(store, engine.space(NAMESPACE), prompt.token_ids, prompt.spans)
+    found = find_stored_copies(store, engine.space(NAMESPACE), prompt.token_ids, prompt.spans)
     assert [list(chunk.token_ids) for chunk in found] == CHUNKS
     return found
 
 
-def audit(engine: LocalEngine, chunk: StoredChunk) -> ChunkAudit:
+def audit(engine: LocalEngine, chunk: StoredCopy) -> ChunkAudit:
     (generation,) = engine.generate([chunk.prompt])
     accounting = generation.accounting
     assert accounting is not None
@@ -76,7 +76,7 @@ def read(key: ChunkKey) -> tuple[ChunkManifest, list[bytes]]:
     return manifest, frames
 
 
-def rewrite(chunk: StoredChunk, alter: Alter, codec: Codec = Codec.RAW) -> None:
+def rewrite(chunk: StoredCopy, alter: Alter, codec: Codec = Codec.RAW) -> None:
     """Replace what is stored, with right digests."""
     manifest, frames = read(chunk.key)
     layout, num_tokens = manifest.layout, manifest.num_tokens
@@ -92,7 +92,7 @@ def unaltered(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def test_a_chunk_that_was_just_saved_is_sound(engine: LocalEngine, chunks: list[StoredChunk]) -> None:
+def test_a_chunk_that_was_just_saved_is_sound(engine: LocalEngine, chunks: list[StoredCopy]) -> None:
     for chunk in chunks:
         found = audit(engine, chunk)
         assert len(found.key_errors) == len(found.value_errors) == engine.num_layers
@@ -101,7 +101,7 @@ def test_a_chunk_that_was_just_saved_is_sound(engine: LocalEngine, chunks: list[
 
 
 def test_many_audits_at_once_beside_a_save_are_all_sound(
-    engine: LocalEngine, chunks: list[StoredChunk]
+    engine: LocalEngine, chunks: list[StoredCopy]
 ) -> None:
     saving = save_prompt(PREFIX, random_tokens(70, seed=8), NAMESPACE)
     answers = engine.generate([chunks[0].prompt, saving, *(chunk.prompt for chunk in chunks)])
@@ -125,7 +125,7 @@ DAMAGES: dict[str, tuple[Alter, str]] = {
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])
 def test_a_damaged_chunk_is_found_and_left_as_it_is(
-    engine: LocalEngine, chunks: list[StoredChunk], name: str, codec: Codec
+    engine: LocalEngine, chunks: list[StoredCopy], name: str, codec: Codec
 ) -> None:
     alter, expected = DAMAGES[name]
     for chunk in chunks[:2]:
@@ -138,7 +138,7 @@ def test_a_damaged_chunk_is_found_and_left_as_it_is(
     assert find_damage(audit(engine, chunks[2])) is None
 
 
-def test_a_chunk_with_a_nan_is_damaged(engine: LocalEngine, chunks: list[StoredChunk]) -> None:
+def test_a_chunk_with_a_nan_is_damaged(engine: LocalEngine, chunks: list[StoredCopy]) -> None:
     rewrite(chunks[1], lambda layer, key, value: (key, value / 0 if layer == 1 else value))
     damage = find_damage(audit(engine, chunks[1]))
     assert damage is not None
@@ -146,9 +146,7 @@ def test_a_chunk_with_a_nan_is_damaged(engine: LocalEngine, chunks: list[StoredC
 
 
 @pytest.mark.parametrize("codec", [codec for codec in Codec if codec is not Codec.RAW])
-def test_what_a_codec_drops_is_no_damage(
-    engine: LocalEngine, chunks: list[StoredChunk], codec: Codec
-) -> None:
+def test_what_a_codec_drops_is_no_damage(engine: LocalEngine, chunks: list[StoredCopy], codec: Codec) -> None:
     for chunk in chunks:
         rewrite(chunk, unaltered, codec)
         found = audit(engine, chunk)
@@ -157,7 +155,7 @@ def test_what_a_codec_drops_is_no_damage(
         assert (found.codec, find_damage(found)) == (codec.name.lower(), None)
 
 
-def test_what_is_not_stored_is_not_judged(engine: LocalEngine, chunks: list[StoredChunk]) -> None:
+def test_what_is_not_stored_is_not_judged(engine: LocalEngine, chunks: list[StoredCopy]) -> None:
     ram_store(STORE).delete(NAMESPACE, [chunks[1].key])
     (generation,) = engine.generate([chunks[1].prompt])
     assert generation.accounting is not None
@@ -166,7 +164,7 @@ def test_what_is_not_stored_is_not_judged(engine: LocalEngine, chunks: list[Stor
     assert ram_store(STORE).lookup(NAMESPACE, [chunks[1].key]) == [None]
 
 
-def test_an_audit_is_of_its_own_namespace(engine: LocalEngine, chunks: list[StoredChunk]) -> None:
+def test_an_audit_is_of_its_own_namespace(engine: LocalEngine, chunks: list[StoredCopy]) -> None:
     space = dataclasses.replace(chunks[1].space, namespace="other")
     elsewhere = dataclasses.replace(chunks[1], space=space)
     (generation,) = engine.generate([elsewhere.prompt])
@@ -178,7 +176,7 @@ def test_an_audit_is_of_its_own_namespace(engine: LocalEngine, chunks: list[Stor
     assert "not stored" in generation.accounting["reason"], "other tenants' chunks are not read"
 
 
-def test_a_blend_after_an_audit_is_what_it_was_before(engine: LocalEngine, chunks: list[StoredChunk]) -> None:
+def test_a_blend_after_an_audit_is_what_it_was_before(engine: LocalEngine, chunks: list[StoredCopy]) -> None:
     prompt = rag(*CHUNKS)
     before = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
     for chunk in chunks:
@@ -189,8 +187,8 @@ def test_a_blend_after_an_audit_is_what_it_was_before(engine: LocalEngine, chunk
     assert after.accounting["chunks_hit"] == len(CHUNKS)
 
 
-def test_chunks_are_found_by_content_too(engine: LocalEngine, chunks: list[StoredChunk]) -> None:
+def test_chunks_are_found_by_content_too(engine: LocalEngine, chunks: list[StoredCopy]) -> None:
     store, space = ram_store(STORE), engine.space(NAMESPACE)
-    assert find_stored_chunks(store, space, rag(*CHUNKS).token_ids, None) == chunks
+    assert find_stored_copies(store, space, rag(*CHUNKS).token_ids, None) == chunks
     foreign = dataclasses.replace(space, fingerprint=ModelFingerprint.of({"model": "another"}))
-    assert find_stored_chunks(store, foreign, rag(*CHUNKS).token_ids, None) == []
+    assert find_stored_copies(store, foreign, rag(*CHUNKS).token_ids, None) == []

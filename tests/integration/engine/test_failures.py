@@ -318,6 +318,25 @@ def test_a_defect_in_a_pass_costs_one_blend(
     assert max_dlogprob(full, again) <= 0.01
 
 
+def test_a_blend_that_needs_more_memory_than_there_is_costs_a_prefill(
+    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    worker = connector._worker
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_room_bytes", 1 << 20)
+        refused = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
+        assert worker._room_bytes == 1 << 20
+    assert refused.accounting is not None
+    assert refused.accounting["outcome"] == "failed"
+    assert refused.accounting["reason"].startswith("device_memory: ")
+    assert refused.token_ids == full.token_ids
+
+
 @pytest.mark.parametrize("method", ["__init__", "run_layer"])
 def test_a_defect_in_a_save_costs_its_chunks(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, method: str

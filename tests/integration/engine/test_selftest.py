@@ -10,9 +10,9 @@ import torch
 
 from kintsugi.core.errors import SelfTestFailed
 from kintsugi.engine.local import LocalEngine
-from kintsugi.engine.worker import selftest
+from kintsugi.engine.worker import selftest, stack
 from kintsugi.engine.worker.model import LoadedModel
-from kintsugi.fusor import loader
+from kintsugi.fusor import loader, staging
 from kintsugi.fusor.rope import Rotary
 from tests.integration.engine.conftest import EngineSlot
 
@@ -36,8 +36,8 @@ def shifted_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys_and_values_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = loader.decode_frame
-    monkeypatch.setattr(loader, "decode_frame", lambda *arguments: decode(*arguments)[::-1])
+    decode = staging.decode_into
+    monkeypatch.setattr(staging, "decode_into", lambda *given: decode(*given[:-2], given[-1], given[-2]))
 
 
 def another_rope_base(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +68,33 @@ def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "placements_of", moved)
 
 
+def scattered_tokens_reading_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where there are more runs than prefix, chunk and question make."""
+    build = stack._common_metadata
+
+    def elsewhere(*arguments: Any) -> Any:
+        common = build(*arguments)
+        if common.num_reqs > 3:
+            common.block_table_tensor = common.block_table_tensor + 20
+        return common
+
+    monkeypatch.setattr(stack, "_common_metadata", elsewhere)
+
+
 def test_a_sound_engine_passes(model: LoadedModel) -> None:
     selftest.self_test(model)
 
 
 @pytest.mark.parametrize(
     "damage",
-    [shifted_by_one, keys_and_values_swapped, another_rope_base, keys_not_rotated, rows_in_the_wrong_place],
+    [
+        shifted_by_one,
+        keys_and_values_swapped,
+        another_rope_base,
+        keys_not_rotated,
+        rows_in_the_wrong_place,
+        scattered_tokens_reading_other_blocks,
+    ],
 )
 def test_a_defect_fails(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None]

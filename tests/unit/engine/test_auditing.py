@@ -10,7 +10,7 @@ from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
-from kintsugi.engine.auditing import StoredChunk, find_stored_chunks
+from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.store.client.ram import RamStore
 
 PREFIX, CONTEXT = (0, 9), (7, 7, 7)
@@ -38,7 +38,7 @@ def store() -> RamStore:
 
 @pytest.mark.parametrize("spans", [SPANS, None])
 def test_the_copies_are_those_that_a_blend_loads(store: RamStore, spans: tuple[Span, ...] | None) -> None:
-    found = find_stored_chunks(store, SPACE, PROMPT, spans)
+    found = find_stored_copies(store, SPACE, PROMPT, spans)
     assert [chunk.space for chunk in found] == [SPACE.plain, SPACE, SPACE]
     assert [tuple(chunk.token_ids) for chunk in found] == CHUNKS
     assert [chunk.key for chunk in found] == [ChunkKey.of(one.space, one.token_ids) for one in found]
@@ -46,14 +46,14 @@ def test_the_copies_are_those_that_a_blend_loads(store: RamStore, spans: tuple[S
 
 def test_what_the_namespace_does_not_hold_is_not_found(store: RamStore) -> None:
     store.delete("acme", [ChunkKey.of(SPACE, CHUNKS[1])])
-    found = find_stored_chunks(store, SPACE, PROMPT, SPANS)
+    found = find_stored_copies(store, SPACE, PROMPT, SPANS)
     assert [tuple(chunk.token_ids) for chunk in found] == [CHUNKS[0], CHUNKS[2]]
-    assert find_stored_chunks(store, dataclasses.replace(SPACE, namespace="other"), PROMPT, SPANS) == []
+    assert find_stored_copies(store, dataclasses.replace(SPACE, namespace="other"), PROMPT, SPANS) == []
 
 
 @pytest.mark.parametrize("space", SPACE.copies())
 def test_a_chunk_is_prefilled_behind_what_it_was_saved_behind(space: ChunkSpace) -> None:
-    chunk = StoredChunk(space, ChunkKey.of(space, CHUNKS[0]), TokenIds.of(CHUNKS[0]))
+    chunk = StoredCopy(space, ChunkKey.of(space, CHUNKS[0]), TokenIds.of(CHUNKS[0]))
     prompt, lead = chunk.prompt, space.lead_token_ids
     assert tuple(prompt.token_ids[:-1]) == (*lead, *CHUNKS[0])
     assert prompt.params is not None

@@ -20,7 +20,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         case = Case(**request["case"])
-        extra = {} if case.tile is None else {"tile": Tile(*case.tile, warps=4, stages=1)}
+        tile = None if case.tile is None else Tile(*case.tile, warps=4, stages=1)
+        extra = {"tile": tile, "splits": case.splits}
         try:
             error: float | str = CHECKS[request["check"]](triton_attention, case, "cpu", **extra)
         except AssertionError as failure:

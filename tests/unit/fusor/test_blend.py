@@ -405,7 +405,7 @@ def test_a_store_that_never_answers_is_given_up() -> None:
     assert work.tally.failure == "load_timeout: layer 1 did not arrive within 0.01 s"
     for layer in range(LAYERS):
         gate.event(layer).set()
-    scene.loaders[0]._thread.join(20)
+    scene.loaders[0]._threads[0].join(20)
 
 
 def test_closing_early_lets_go_of_the_loader() -> None:
@@ -414,8 +414,8 @@ def test_closing_early_lets_go_of_the_loader() -> None:
     work.advance(20)
     work.close()
     work.close()
-    scene.loaders[0]._thread.join(20)
-    assert not scene.loaders[0]._thread.is_alive()
+    scene.loaders[0]._threads[0].join(20)
+    assert not scene.loaders[0]._threads[0].is_alive()
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -438,8 +438,8 @@ def test_a_lost_chunk_is_computed_instead(layer: int, ratio: float) -> None:
     assert len(work.tally.timeline) == LAYERS
     assert [hit.key for hit in scene.opened[1].hits] == [scene.hits[0].key, scene.hits[2].key]
     for loader in scene.loaders:
-        loader._thread.join(20)
-        assert not loader._thread.is_alive()
+        loader._threads[0].join(20)
+        assert not loader._threads[0].is_alive()
 
 
 def test_a_second_loss_fails() -> None:
@@ -476,14 +476,14 @@ def scripted(flags: Iterator[list[float]]) -> Callable[[Tensor], Tensor]:
 def test_ranks_agree_when_the_other_one_lost_a_chunk() -> None:
     scene = prompt()
     no, second = [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]
-    flags = itertools.chain([no, no, second], itertools.repeat([0.0, 0.0]))
+    flags = itertools.chain([no, second], itertools.repeat([0.0, 0.0]))
     stack = ToyStack(model(), world_size=2, other_ranks=scripted(flags))
     work, stack = blended(scene, scene.plan(0.0), stack)
     missed = prompt((SPANS[0], SPANS[2]))
     _, other = blended(missed, missed.plan(0.0))
     assert_cache(stack, *cache_of(other), 0.0)
     assert work.tally.restarts == 1
-    assert work.tally.failure == "other_rank: layer 2 could not be loaded there"
+    assert work.tally.failure == "other_rank: a chunk could not be loaded there"
 
 
 def test_ranks_agree_when_this_one_lost_a_chunk() -> None:
@@ -496,7 +496,8 @@ def test_ranks_agree_when_this_one_lost_a_chunk() -> None:
         return torch.zeros_like(values)
 
     work, _ = blended(scene, scene.plan(0.0), ToyStack(model(), world_size=2, other_ranks=other))
-    assert seen == [[0, 0, 0], [0, 1, 0], *[[0, 0]] * LAYERS]
+    # Behind layer 0 and behind the last layer, not in every one.
+    assert seen == [[0, 0, 0], [0, 1, 0], [0, 0], [0, 0]]
     assert "the test lost it" in str(work.tally.failure)
 
 
@@ -514,7 +515,7 @@ def test_a_rank_whose_load_is_late_counts_every_chunk_as_lost() -> None:
         assert finish(work) is PassStatus.FAILED
     for layer in range(LAYERS):
         gate.event(layer).set()
-    scene.loaders[0]._thread.join(20)
+    scene.loaders[0]._threads[0].join(20)
     assert work.tally.failure == "load_timeout: layer 1 did not arrive within 0.01 s"
 
 

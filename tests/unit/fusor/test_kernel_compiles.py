@@ -39,11 +39,20 @@ def compiled(
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
+        "SPLITS": 1,
         "DOT_TYPE": element,
     }
     constants |= {name: 1 for name in _names() if name.endswith("dim_stride")}
     constants |= features
-    pointers = {"query": dtype, "output": dtype, "key_cache": cache, "value_cache": cache, "sinks": "fp32"}
+    output = dtype if constants["SPLITS"] == 1 else "fp32"  # parts are merged in fp32
+    pointers = {
+        "softmax": "fp32",
+        "query": dtype,
+        "output": output,
+        "key_cache": cache,
+        "value_cache": cache,
+        "sinks": "fp32",
+    }
     pointers |= {"block_table": "i32", "positions": "i32"}
     scalars = {"scale": "fp32", "v_scale": "fp32", "softcap": "fp32"}
     signature, aligned = {}, {}
@@ -85,6 +94,7 @@ def test_on_hopper_the_products_use_its_matrix_units_and_loads_run_ahead() -> No
     ("dtype", "cache", "group", "head_dim", "features"),
     [
         ("bf16", "fp8e4nv", 8, 128, {"WINDOW": 4096}),
+        ("bf16", "bf16", 8, 128, {"SPLITS": 8, "HAS_SINKS": True}),
         ("bf16", "bf16", 2, 256, {"WINDOW": 1024, "HAS_SOFTCAP": True}),
         ("bf16", "bf16", 8, 64, {"WINDOW": 128, "HAS_SINKS": True}),
         ("fp16", "fp8e5", 3, 80, {}),
@@ -109,6 +119,16 @@ def test_what_the_kernel_reads_is_what_compiles(
     else:
         with pytest.raises(CompilationError, match="not supported"):
             compiled(number, "bf16", triton_name, 4, 128)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_merging_the_parts_compiles(capability: int) -> None:
+    names = [parameter.name for parameter in scattered._merge.params]
+    constants = {"HEAD_DIM": 80, "DIM": 128, "SPLITS": 16}
+    pointers = {"parts": "*fp32", "softmax": "*fp32", "output": "*bf16", "v_scale": "fp32"}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    source = ASTSource(scattered._merge, signature, constants, {})
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
 
 
 def test_a_single_query_compiles() -> None:

@@ -15,6 +15,7 @@ from kintsugi.core.layout import ChunkLost, Codec, KVLayout, LayerFrame
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import ChunkPlacement, Frames, LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.rope import Rotary
+from kintsugi.fusor.staging import Staging
 from tests.fakes.toy_chunks import Gate, manifest_of
 
 LAYERS, HEAD_DIM = 5, 8
@@ -74,7 +75,10 @@ def loader_of(
     open_frames: Callable[[], Frames], placements: Sequence[ChunkPlacement], depth: int = 2
 ) -> LayerLoader:
     rotary = [rotary_of(layer) for layer in range(LAYERS)]
-    return LayerLoader(open_frames, placements, rotary, torch.device("cpu"), depth, patience_s=1.0)
+    heads = placements[0].manifest.layout.num_kv_heads
+    return LayerLoader(
+        lambda _share: open_frames(), placements, rotary, torch.device("cpu"), heads, depth, patience_s=1.0
+    )
 
 
 def taken(loader: LayerLoader, layer: int) -> LoadedLayer:
@@ -186,9 +190,9 @@ def test_a_full_pipeline_stops_pulling_and_closes() -> None:
     loader.close()
     assert time.perf_counter() - began < 5
     assert let_go.wait(TIMEOUT_S)
-    loader._thread.join(TIMEOUT_S)
+    loader._threads[0].join(TIMEOUT_S)
     assert pulled == [0, 1]
-    assert not loader._thread.is_alive()
+    assert not loader._threads[0].is_alive()
 
 
 def test_closing_does_not_wait_for_a_stuck_stream() -> None:
@@ -204,10 +208,10 @@ def test_closing_does_not_wait_for_a_stuck_stream() -> None:
     began = time.perf_counter()
     loader.close()
     assert time.perf_counter() - began < 2
-    assert loader._thread.is_alive()
+    assert loader._threads[0].is_alive()
     gate.event(0).set()
-    loader._thread.join(TIMEOUT_S)
-    assert not loader._thread.is_alive()
+    loader._threads[0].join(TIMEOUT_S)
+    assert not loader._threads[0].is_alive()
 
 
 def test_a_lost_chunk_names_its_own_key() -> None:
@@ -225,6 +229,68 @@ def test_a_lost_chunk_names_its_own_key() -> None:
         loader.take(1, TIMEOUT_S)
     assert caught.value.keys == {chunks.manifests[1].key}
     loader.close()
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a GPU's loader has for three chunks."""
+    monkeypatch.setattr(Staging, "threads", property(lambda self: len(self.placements)))
+
+
+def shared_loader(chunks: Chunks, frames: Callable[[int, int], LayerFrame | ChunkLost]) -> LayerLoader:
+    """A loader whose thread i streams `frames(i, layer)`."""
+
+    def open_frames(share: slice) -> Frames:
+        return (frames(share.start, layer) for layer in range(LAYERS))
+
+    placements = [chunks.placement(chunk, 10 * chunk) for chunk in range(len(chunks.manifests))]
+    rotary = [rotary_of(layer) for layer in range(LAYERS)]
+    return LayerLoader(open_frames, placements, rotary, torch.device("cpu"), 2, depth=2, patience_s=1.0)
+
+
+def frame_of(chunks: Chunks, chunk: int, layer: int) -> LayerFrame:
+    return LayerFrame(0, layer, chunks.frames[chunk][layer])
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_fill_a_layer_together() -> None:
+    """In any order: the first chunk's thread is a layer ahead of the last one's."""
+    chunks, gate = Chunks([5, 9, 1]), Gate()
+
+    def frames(chunk: int, layer: int) -> LayerFrame:
+        if chunk == 2:
+            gate(layer)
+        return frame_of(chunks, chunk, layer)
+
+    loader = shared_loader(chunks, frames)
+    placements = [(chunk, chunks.placement(chunk, 10 * chunk)) for chunk in range(3)]
+    for layer in range(LAYERS):
+        assert loader.take(layer, 0.01) is None
+        gate.event(layer).set()
+        loaded = taken(loader, layer)
+        key, value = chunks.expected(layer, placements)
+        assert torch.equal(loaded.key, key)
+        assert torch.equal(loaded.value, value)
+        assert loaded.num_bytes == sum(len(frames[layer]) for frames in chunks.frames)
+    loader.close()
+    assert not any(thread.is_alive() for thread in loader._threads)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_what_several_threads_lose_in_a_layer_is_named_together() -> None:
+    chunks = Chunks([3, 4, 5])
+
+    def frames(chunk: int, layer: int) -> LayerFrame | ChunkLost:
+        lost = layer == 1 and chunk != 1
+        return ChunkLost(0, layer, "absent") if lost else frame_of(chunks, chunk, layer)
+
+    loader = shared_loader(chunks, frames)
+    taken(loader, 0)
+    with pytest.raises(LoadFailed) as caught:
+        loader.take(1, TIMEOUT_S)
+    assert caught.value.keys == {chunks.manifests[0].key, chunks.manifests[2].key}
+    loader.close()
+    assert not any(thread.is_alive() for thread in loader._threads)
 
 
 def test_chunks_lost_in_one_layer_are_named_together() -> None:

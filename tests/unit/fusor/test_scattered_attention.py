@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.fusor.attention import _check_device, attend_scattered
+from kintsugi.fusor.kernels.scattered import choose_splits
 from kintsugi.fusor.reference import reference_attention
 from tests.contracts.scattered_attention import PATTERNS, TOLERANCE, Case, problem_of
 
@@ -76,6 +77,13 @@ MATRIX = [
     *(Case(layout=layout, cache_dtype=cache) for layout in ("kv_first", "block_first", "hnd", "mixed")
       for cache in (None, "float8_e4m3fn")),
     Case(tile=(1, 16, 16), pattern="ends"),
+    # One rank's share of Mistral-7B and Llama-70B on eight GPUs, and of Llama-70B on four.
+    *(Case(kv_heads=heads, group=group, head_dim=128, context=300, dtype="bfloat16", splits=splits)
+      for heads, group in ((1, 4), (1, 8), (2, 8)) for splits in (1, 4)),
+    *(Case(kv_heads=1, pattern=pattern, context=90, tile=(4, 16, 16), splits=splits, window=window)
+      for pattern in PATTERNS for splits, window in ((2, None), (16, None), (4, 40))),
+    Case(kv_heads=1, splits=4, softcap=5.0, sinks=True, window=33, tile=(2, 16, 16)),
+    Case(kv_heads=1, splits=8, sinks=True, layout="hnd", head_dim=80, cache_dtype="float8_e4m3fn"),
 ]  # fmt: skip
 
 
@@ -94,6 +102,8 @@ FEATURES = [
     Case(tile=(4, 16, 16)),
     Case(window=25, tile=(8, 32, 16)),
     Case(sinks=True, softcap=9.0, layout="hnd", pattern="ends"),
+    Case(kv_heads=1, splits=4, tile=(4, 16, 16)),
+    Case(kv_heads=1, splits=2, window=25, tile=(8, 32, 16)),
 ]
 
 
@@ -128,11 +138,28 @@ def test_kernel_reads_no_block_behind_every_window(
         sinks=st.booleans(),
         layout=st.sampled_from(["nhd", "kv_first", "block_first", "hnd", "mixed"]),
         tile=st.just((3, 32, 16)) | st.none(),
+        splits=st.sampled_from([1, 2, 8]),
         seed=st.integers(0, 1000),
     )
 )
 def test_kernel_matches_reference_anywhere(interpreted: Verdict, case: Case) -> None:
     assert interpreted("matches_reference", case) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize(
+    ("programs", "context", "splits"),
+    [
+        (1_000, 32_768, 1),  # full without
+        (264, 32_768, 1),
+        (263, 32_768, 2),
+        (39, 8_192, 8),  # 15 % of 8k with one kv head
+        (2, 32_768, 16),
+        (2, 1_024, 4),  # no part shorter than four steps of 64
+        (2, 100, 1),
+    ],
+)
+def test_the_walk_is_split_until_the_device_is_full(programs: int, context: int, splits: int) -> None:
+    assert choose_splits(programs, context, columns=64, multiprocessors=132) == splits
 
 
 def _by_hand(problem: Any, index: int) -> torch.Tensor:

@@ -573,12 +573,9 @@ class SchedulerSide:
         if accounting is None:
             return None
         if ttft is not None:
-            predicted_s = ttft.predicted_s
-            accounting = dataclasses.replace(
-                accounting,
-                ttft_ms=round(ttft.measured_s * 1e3, 3),
-                predicted_ttft_ms=None if predicted_s is None else round(predicted_s * 1e3, 3),
-            )
+            predicted_ms = None if ttft.predicted_s is None else round(ttft.predicted_s * 1e3, 3)
+            measured_ms = round(ttft.measured_s * 1e3, 3)
+            accounting = dataclasses.replace(accounting, ttft_ms=measured_ms, predicted_ttft_ms=predicted_ms)
         self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
 

@@ -6,13 +6,17 @@ forward context, and the module that owns them is found among the live objects, 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import select_common_block_size
 
@@ -81,6 +85,21 @@ class LoadedModel:
     """KV heads that this rank holds."""
     head_dim: int
     projection_share: float
+    disabled_ops: tuple[CustomOp, ...] = ()
+    """Operations with a fused kernel that vLLM has replaced by plain ones."""
+
+    @contextlib.contextmanager
+    def custom_ops_on(self) -> Iterator[None]:
+        """Run vLLM's fused kernels. Where vLLM compiles a model it leaves them off, because the compiler
+        fuses the plain operations; our layer calls are not compiled."""
+        plain = [op._forward_method for op in self.disabled_ops]
+        for op in self.disabled_ops:
+            op._forward_method = op.forward_cuda
+        try:
+            yield
+        finally:
+            for op, method in zip(self.disabled_ops, plain, strict=True):
+                op._forward_method = method
 
     @property
     def layout(self) -> KVLayout:
@@ -141,6 +160,18 @@ def _assemble(vllm_config: VllmConfig, root: nn.Module, trunk: nn.Module, layers
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         projection_share=_projection_share(vllm_config, layers[0]),
+        disabled_ops=_disabled_ops(vllm_config, [layer.module for layer in layers]),
+    )
+
+
+def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[CustomOp, ...]:
+    """The modules' operations that vLLM has disabled; none on a CPU, where the fused kernels do not run."""
+    disabled = vllm_config.compilation_config.disabled_custom_ops
+    ops = [op for module in modules for op in module.modules() if isinstance(op, CustomOp)]
+    if next(modules[0].parameters()).device.type != "cuda":
+        return ()
+    return tuple(
+        op for op in ops if op.name in disabled and type(op).forward_cuda is not CustomOp.forward_cuda
     )
 
 
@@ -201,11 +232,20 @@ def _cache_groups(
             layer_names=names,
             block_size=spec.block_size,
             kernel_block_size=select_common_block_size(spec.block_size, [backend], [spec]),
-            builder=backend.get_builder_cls()(spec, list(names), vllm_config, device),
+            builder=backend.get_builder_cls()(spec, list(names), _without_graphs(vllm_config), device),
             kernel_serves=all(kernel_serves(attentions[name], device) for name in names),
         )
         groups.update(dict.fromkeys(names, shared))
     return groups
+
+
+def _without_graphs(vllm_config: VllmConfig) -> VllmConfig:
+    """The same configuration without CUDA graphs. With them, builders size buffers for `max_num_seqs`
+    requests; scattered tokens are more pseudo-requests than that, and are never captured."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    return config
 
 
 def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:

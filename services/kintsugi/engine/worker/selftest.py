@@ -1,11 +1,13 @@
 """The start-up self-test: blending must give the engine's own answers wherever it is exact.
 
-Three checks on made-up tokens, in cache blocks that nobody uses yet:
+Checks on made-up tokens, in cache blocks that nobody uses yet:
 
 1. **Full ratio**: a blend that recomputes everything equals the engine's own prefill.
 2. **Own prefix**: a chunk directly behind the prefix that it was prefilled behind, nothing recomputed,
    equals it too: that is exact by construction, and exercises save, store format, loading and merging.
-3. **Shifted keys**: layer 0 sees no context, so its loaded K and V at another offset equal fresh ones.
+3. **Scattered tokens**: the same chunk with half of its tokens recomputed, chosen at random. Any choice is
+   exact there. On a GPU these tokens attend through our own kernel.
+4. **Shifted keys**: layer 0 sees no context, so its loaded K and V at another offset equal fresh ones.
 
 A wrong offset, swapped K and V or a wrong RoPE base fails at least one of them.
 """
@@ -23,6 +25,7 @@ from vllm.logger import init_logger
 from kintsugi.core.errors import SelfTestFailed
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
+from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.engine.worker.stack import Prepared, VllmStack, rank_and_size
@@ -35,7 +38,7 @@ from kintsugi.store.client.ram import RamStore
 logger = init_logger(__name__)
 
 PREFIX, CHUNK, QUESTION, SHIFT = 5, 41, 7, 29
-"""Tokens of the made-up prompt, and how far check 3 moves the chunk. Odd, so that nothing is aligned."""
+"""Tokens of the made-up prompt, and how far check 4 moves the chunk. Odd, so that nothing is aligned."""
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}
 """Relative L2 error of hidden states and keys by dtype. Measured noise is several times smaller, and the
@@ -54,10 +57,10 @@ class _Fixture:
 def self_test(model: LoadedModel) -> None:
     """Raises `SelfTestFailed` naming the check that failed and by how much."""
     started = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), model.custom_ops_on():
         fixture = _prepare(model)
         reference = _own_prefill(fixture)
-        for name, ratio in (("full ratio", 1.0), ("own prefix", 0.0)):
+        for name, ratio in (("full ratio", 1.0), ("own prefix", 0.0), ("scattered tokens", 0.5)):
             _check(model, name, _run_blend(fixture, ratio), reference)
         _check_shifted_keys(fixture)
     logger.info("Blending self-test passed in %.2f s", time.perf_counter() - started)
@@ -115,7 +118,7 @@ def _run_blend(fixture: _Fixture, ratio: float) -> Tensor:
     hit = ChunkHit(PREFIX, PREFIX + CHUNK, fixture.manifest.key)
     work = BlendPass(
         PassRegion(fixture.token_ids[:last], 0, int(fixture.token_ids[last])),
-        BlendPlan((hit,), Selection(ratio)),
+        BlendPlan((hit,), Selection(ratio, SelectorName.RANDOM)),
         VllmStack(fixture.model, [fixture.blocks], [last]),
         lambda plan: _open_loader(fixture, plan, last),
         unit_tokens_max=16,
@@ -147,10 +150,11 @@ def _open_loader(fixture: _Fixture, plan: BlendPlan, end: int) -> LayerLoader:
     heads = HeadRange.of_rank(layout.num_kv_heads, rank, world_size)
     keys = [hit.key for hit in plan.hits]
     return LayerLoader(
-        lambda: fixture.store.stream("self-test", keys, range(layout.num_layers), heads, 30.0),
+        lambda share: fixture.store.stream("self-test", keys[share], range(layout.num_layers), heads, 30.0),
         placements_of(plan, {fixture.manifest.key: fixture.manifest}, 0, end),
         [layer.rotary for layer in fixture.model.layers],
         fixture.model.device,
+        len(heads),
         depth=2,
         patience_s=60.0,
     )

@@ -30,6 +30,7 @@ from kintsugi.engine.protocol import (
     StepMetadata,
     WorkerReport,
 )
+from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_model
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_so_on_any_rank, rank_and_size
@@ -54,8 +55,10 @@ PASSES_MAX = 8
 class _Blend:
     job: BlendJob
     work: BlendPass
-    meter: Meter
-    """Measures the first stream."""
+    meters: list[Meter]
+    """Measure the first plan's streams."""
+    bytes_max: int
+    """Device memory that the pass may hold."""
     advanced_s: float = 0.0
     """Time in slices, waiting for layers included."""
 
@@ -87,6 +90,8 @@ class WorkerSide:
         self._codec = codec_named(config.codec)
         self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: LoadedModel | None = None
+        self._room_bytes = 0.0
+        """Device memory that the passes in flight leave free."""
         self._weights: LoadedWeights | None = None
         self._unable: str | None = None
         self._unable_is_told = False
@@ -115,6 +120,7 @@ class WorkerSide:
             return
         try:
             self._model = find_model(self._vllm_config, self._kv_cache_config, kv_caches)
+            self._room_bytes = reserve_memory(self._model.device)
             if self._config.self_test:
                 self_test(self._model)
             self._weights = LoadedWeights(self._model.root)
@@ -161,14 +167,14 @@ class WorkerSide:
         self._probe_thread.shutdown(wait=False, cancel_futures=True)
         self._put_threads.shutdown(wait=True, cancel_futures=True)
 
-    def _begin_blend(self, job: BlendJob) -> None:
+    def _begin_blend(self, job: BlendJob, bytes_max: int) -> None:
         assert self._model is not None
         end = job.tokens.start + len(job.tokens.token_ids)
         token_ids = torch.tensor(job.tokens.token_ids, dtype=torch.int64)
-        meters: list[Meter] = []
+        meters: list[list[Meter]] = []
 
         def open_loader(plan: BlendPlan) -> LayerLoader:
-            meters.append(Meter([hit.source for hit in plan.hits], self._config.prefetch_layers))
+            meters.append([])
             return self._open_loader(job, plan, end, meters[-1])
 
         work = BlendPass(
@@ -182,9 +188,10 @@ class WorkerSide:
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
         )
-        self._blends[job.tokens.request_id] = _Blend(job, work, meters[0])
+        self._blends[job.tokens.request_id] = _Blend(job, work, meters[0], bytes_max)
+        self._room_bytes -= bytes_max
 
-    def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int, meter: Meter) -> LayerLoader:
+    def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int, meters: list[Meter]) -> LayerLoader:
         assert self._model is not None
         rank, world_size = rank_and_size()
         placements = placements_of(plan, job.manifests, job.tokens.start, end)
@@ -193,15 +200,20 @@ class WorkerSide:
         heads = HeadRange.of_rank(layout.num_kv_heads, rank, world_size)
         deadline_s = self._config.layer_deadline_ms / 1e3
 
-        def open_frames() -> Frames:
-            frames = self._store.stream(job.namespace, keys, range(layout.num_layers), heads, deadline_s)
-            return meter.measure(frames)
+        def open_frames(share: slice) -> Frames:
+            meter = Meter([hit.source for hit in plan.hits[share]], self._config.prefetch_layers)
+            meters.append(meter)
+            every_layer = range(layout.num_layers)
+            return meter.measure(
+                self._store.stream(job.namespace, keys[share], every_layer, heads, deadline_s)
+            )
 
         return LayerLoader(
             open_frames,
             placements,
             [layer.rotary for layer in self._model.layers],
             self._model.device,
+            len(heads),
             depth=self._config.prefetch_layers,
             patience_s=2 * deadline_s,
         )
@@ -219,7 +231,7 @@ class WorkerSide:
             return
         change = self._weights.check()
         assert self._model is not None
-        if not is_so_on_any_rank(change is not None, self._model.device):
+        if not is_so_on_any_rank(change is not None):
             return
         self._unable = (
             f"{WEIGHTS_CHANGED}: {change or 'another rank saw it'}; stored chunks and calibration belong to "
@@ -231,15 +243,15 @@ class WorkerSide:
 
     def _give_up_everything(self, reason: str) -> None:
         """Leave all work in flight to vLLM. Chunks that are computed already are still stored."""
-        for request_id, blend in self._blends.items():
-            blend.work.close()
+        for request_id in list(self._blends):
+            self._end_blend(request_id).work.close()
             self._fail(request_id, reason)
         waiting = [job.tokens for job in self._blends_waiting] + [job.tokens for job in self._saves_waiting]
         for tokens in waiting:
             self._fail(tokens.request_id, reason)
         if self._save is not None:
             self._abandon_save(self._save.jobs, reason)
-        self._blends, self._blends_waiting, self._saves_waiting = {}, [], []
+        self._blends_waiting, self._saves_waiting = [], []
 
     def _accept(self, metadata: StepMetadata) -> None:
         """Queue new work, or hand it back at once where blending is off."""
@@ -255,7 +267,7 @@ class WorkerSide:
     def _cancel(self, request_id: str) -> None:
         """The scheduler waits for every request that it parked; one that is already done is not ours."""
         if request_id in self._blends:
-            self._blends.pop(request_id).work.close()
+            self._end_blend(request_id).work.close()
             self._released.add(request_id)
         elif _remove_job(self._blends_waiting, request_id) or _remove_job(self._saves_waiting, request_id):
             self._released.add(request_id)
@@ -264,17 +276,22 @@ class WorkerSide:
             self._save.cancelled.add(request_id)
 
     def _advance(self) -> None:
-        if self._model is None:
-            return
-        budget = float(self._slice_tokens * len(self._model.layers))
-        while self._blends_waiting and len(self._blends) < PASSES_MAX:
-            self._admit(self._blends_waiting.pop(0))
+        if self._model is not None:
+            with self._model.custom_ops_on():
+                self._advance_passes(self._model)
+
+    def _advance_passes(self, model: LoadedModel) -> None:
+        budget = float(self._slice_tokens * len(model.layers))
+        while (
+            self._blends_waiting and len(self._blends) < PASSES_MAX and self._admit(self._blends_waiting[0])
+        ):
+            del self._blends_waiting[0]
         for request_id, blend in list(self._blends.items()):
             if budget <= 0:
                 return
             budget -= self._advance_blend(request_id, blend, budget)
             if blend.work.status is not PassStatus.RUNNING:
-                del self._blends[request_id]
+                self._end_blend(request_id)
                 self._finished[request_id] = self._account_blend(blend.job, blend.work)
                 self._sample(request_id, blend)
                 if blend.work.status is PassStatus.FAILED:
@@ -282,11 +299,29 @@ class WorkerSide:
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
 
-    def _admit(self, job: BlendJob) -> None:
-        """Begin a blend, or hand the prompt to vLLM."""
+    def _admit(self, job: BlendJob) -> bool:
+        """Begin a blend, or hand the prompt to vLLM. False if it has to wait for memory."""
+        assert self._model is not None
         request_id = job.tokens.request_id
+        needed = pass_bytes(self._model, job, self._config.prefetch_layers)
+        if needed > self._room_bytes and self._blends:
+            return False
+        if needed > self._room_bytes:
+            self._fail(
+                request_id,
+                f"device_memory: a blend of it needs {needed >> 20} MiB of the device, more than "
+                f"the {int(self._room_bytes) >> 20} MiB that are reserved; lower gpu_memory_utilization",
+            )
+            return True
         with contain_defects(f"begin the blend of {request_id}", partial(self._fail, request_id)):
-            self._begin_blend(job)
+            self._begin_blend(job, needed)
+        return True
+
+    def _end_blend(self, request_id: str) -> _Blend:
+        """Take a pass out of those in flight."""
+        blend = self._blends.pop(request_id)
+        self._room_bytes += blend.bytes_max
+        return blend
 
     def _advance_blend(self, request_id: str, blend: _Blend, budget: float) -> float:
         """Run a slice."""
@@ -304,7 +339,7 @@ class WorkerSide:
         assert self._model is not None
         busy_s = blend.advanced_s - tally.polled_s
         self._passes[request_id] = PassSample(busy_s, tally.load_wait_s, self._model.projection_share)
-        self._loads.append(_load_sample(blend.meter))
+        self._loads.append(_load_sample(blend.meters))
 
     def _read_some(self, job: ProbeJob) -> LoadSample:
         """Read a few layers of some chunks, and drop them."""
@@ -316,7 +351,7 @@ class WorkerSide:
         deadline_s = self._config.layer_deadline_ms / 1e3
         for _ in meter.measure(self._store.stream(job.namespace, keys, layers, heads, deadline_s)):
             pass
-        return dataclasses.replace(_load_sample(meter), decode_s=0.0, decode_bytes=0)
+        return dataclasses.replace(_load_sample([meter]), decode_s=0.0, decode_bytes=0)
 
     def _collect_probe(self) -> None:
         if self._probe is None or not self._probe.done():
@@ -496,8 +531,15 @@ def _unix_s(moment_s: float) -> float:
     return time.time() - (time.perf_counter() - moment_s)
 
 
-def _load_sample(meter: Meter) -> LoadSample:
-    return LoadSample(tuple(meter.transfers), meter.decode_s, meter.decode_bytes)
+def _load_sample(meters: list[Meter]) -> LoadSample:
+    """What streams side by side cost together: they wait and decode at the same time."""
+    transfers = [
+        dataclasses.replace(transfer, wait_s=transfer.wait_s / len(meters))
+        for meter in meters
+        for transfer in meter.transfers
+    ]
+    decode_s = sum(meter.decode_s for meter in meters) / max(len(meters), 1)
+    return LoadSample(tuple(transfers), decode_s, sum(meter.decode_bytes for meter in meters))
 
 
 def _remove_job(jobs: list[Any], request_id: str) -> bool:

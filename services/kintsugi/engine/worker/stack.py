@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
@@ -26,7 +27,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
 from kintsugi.engine.worker.scattered import ScatteredRows, replace_attention_impl, runs_min
-from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch
+from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
+from kintsugi.fusor.staging import upload
 
 NULL_BLOCK = 0
 """vLLM's placeholder for blocks that a sliding window has left behind."""
@@ -63,7 +65,13 @@ class _GroupTables:
     position has no block yet: what is written there is dropped.
     """
 
-    def __init__(self, group: CacheGroup, block_ids: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        group: CacheGroup,
+        block_ids: Sequence[Sequence[int]],
+        ends: Sequence[int],
+        device: torch.device,
+    ) -> None:
         self.group = group
         per_block = group.block_size // group.kernel_block_size
         tables = []
@@ -76,8 +84,8 @@ class _GroupTables:
         real = torch.cat(tables)
         self.needs_scratch = bool((real == NULL_BLOCK).any())
         if self.needs_scratch:
-            self._live = (real != NULL_BLOCK).nonzero()[:, 0]
-            self._real_live = real[self._live]
+            live = (real != NULL_BLOCK).nonzero()[:, 0]
+            self._scratch_live, self._real_live = upload(live + 1, device), upload(real[live], device)
             self._scratch_blocks = len(real) + 1
             first = torch.cumsum(torch.tensor([1] + [len(t) for t in tables[:-1]]), 0)
             tables = [torch.arange(int(f), int(f) + len(t)) for f, t in zip(first, tables, strict=True)]
@@ -85,21 +93,22 @@ class _GroupTables:
         self.table = torch.zeros(len(tables), width, dtype=torch.int32)
         for row, table in enumerate(tables):
             self.table[row, : len(table)] = table
+        self.on_device = upload(self.table, device)
         self._scratch: Tensor | None = None
 
     def slots(self, positions: Tensor, owners: Tensor) -> Tensor:
-        """int64 cache slots of `positions`."""
+        """int64 cache slots of `positions`; all on the device."""
         size = self.group.kernel_block_size
-        return self.table[owners, positions // size].long() * size + positions % size
+        return self.on_device[owners, positions // size].long() * size + positions % size
 
     def copy_in(self, real_cache: Tensor) -> None:
         if self._scratch is None:
             self._scratch = real_cache.new_zeros((self._scratch_blocks, *real_cache.shape[1:]))
-        self._scratch[self._live + 1] = real_cache[self._real_live]
+        self._scratch[self._scratch_live] = real_cache[self._real_live]
 
     def copy_out(self, real_cache: Tensor) -> None:
         assert self._scratch is not None
-        real_cache[self._real_live] = self._scratch[self._live + 1]
+        real_cache[self._real_live] = self._scratch[self._scratch_live]
 
     @contextlib.contextmanager
     def bound(self, attention: Any) -> Iterator[None]:
@@ -121,6 +130,7 @@ class Prepared:
 
     positions: Tensor
     metadata: dict[str, Any]
+    """The backend's own; None for each layer whose attention our own kernel computes."""
     slots: dict[str, Tensor]
     scattered: dict[str, ScatteredRows]
     """Rows by the name of each layer whose attention our own kernel computes."""
@@ -136,7 +146,7 @@ class VllmStack:
         self._model = model
         groups = {layer.group.index: layer.group for layer in model.layers}
         self._tables = {
-            index: _GroupTables(group, [ids[index] for ids in block_ids], ends)
+            index: _GroupTables(group, [ids[index] for ids in block_ids], ends, model.device)
             for index, group in groups.items()
         }
 
@@ -152,24 +162,46 @@ class VllmStack:
     def projection_share(self) -> float:
         return self._model.projection_share
 
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
     def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
-        owners = torch.zeros_like(positions) if owners is None else owners
-        device = self._model.device
-        prepared = Prepared(positions.to(device), {}, {}, {})
+        on_host = positions if positions.device.type == "cpu" else None
+        owners = torch.zeros(len(positions), dtype=torch.int64) if owners is None else owners
+        owners_there = upload(owners, self.device)
+        prepared = Prepared(upload(positions, self.device) if on_host is not None else positions, {}, {}, {})
         for tables in self._tables.values():
             names = tables.group.layer_names
-            slots = tables.slots(positions, owners).to(device)
-            common = _common_metadata(positions, owners, tables, slots, device)
-            prepared.metadata.update(dict.fromkeys(names, tables.group.builder.build(0, common)))
+            slots = tables.slots(prepared.positions, owners_there)
             prepared.slots.update(dict.fromkeys(names, slots))
-            if tables.group.kernel_serves and len(tables.table) == 1 and common.num_reqs >= runs_min(device):
-                rows = ScatteredRows(prepared.positions.to(torch.int32), tables.table[0].to(device))
+            if self._kernel_serves(tables, on_host):
+                rows = ScatteredRows(prepared.positions.to(torch.int32), tables.on_device[0])
                 prepared.scattered.update(dict.fromkeys(names, rows))
+                prepared.metadata.update(dict.fromkeys(names))
+                continue
+            # Its runs size the backend's metadata: for tokens that were selected there, the host waits here.
+            on_host = positions.cpu() if on_host is None else on_host
+            common = _common_metadata(on_host, owners, tables, prepared.positions, slots)
+            prepared.metadata.update(dict.fromkeys(names, tables.group.builder.build(0, common)))
         return LayerBatch(len(positions), prepared)
+
+    def _kernel_serves(self, tables: _GroupTables, on_host: Tensor | None) -> bool:
+        """Whether our own kernel computes these tokens' attention. Of selected tokens the host knows no runs:
+        they are scattered."""
+        if not tables.group.kernel_serves or len(tables.table) > 1:
+            return False
+        return on_host is None or int((on_host.diff() != 1).sum()) + 1 >= runs_min(self.device)
 
     def embed(self, token_ids: Tensor) -> Hidden:
         trunk: Any = self._model.trunk
-        return Hidden(trunk.embed_input_ids(token_ids.to(self._model.device)), None)
+        return Hidden(trunk.embed_input_ids(upload(token_ids, self.device)), None)
+
+    def slots(self, positions: Tensor) -> Slots:
+        if positions.device.type != self.device.type:
+            positions = upload(positions, self.device)
+        first = torch.zeros_like(positions)
+        return Slots({index: tables.slots(positions, first) for index, tables in self._tables.items()})
 
     def begin_layer(self, layer: int) -> None:
         tables = self._tables_of(layer)
@@ -184,13 +216,15 @@ class VllmStack:
     def keeps_layer(self, layer: int) -> bool:
         return not self._tables_of(layer).needs_scratch
 
-    def write_kv(self, layer: int, positions: Tensor, key: Tensor, value: Tensor) -> None:
-        if not len(positions):
+    def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
+        if not len(key):
             return
-        attention, tables = self._model.layers[layer].attention, self._tables_of(layer)
-        slots = tables.slots(positions, torch.zeros_like(positions)).to(self._model.device)
+        target, tables = self._model.layers[layer], self._tables_of(layer)
+        attention = target.attention
         with tables.bound(attention):
-            attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
+            attention.impl.do_kv_cache_update(
+                attention, key, value, attention.kv_cache, slots.prepared[target.group.index]
+            )
 
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         # Layers normalise in place, so the projection works on a copy.
@@ -234,8 +268,11 @@ class VllmStack:
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.world_size == 1:
             return values
-        summed: Tensor = tensor_model_parallel_all_reduce(values.to(self._model.device))
-        return summed.to(values.device)
+        if values.device.type != self.device.type:
+            torch.distributed.all_reduce(values, group=get_tp_group().cpu_group)
+            return values
+        summed: Tensor = tensor_model_parallel_all_reduce(values)
+        return summed
 
     def _tables_of(self, layer: int) -> _GroupTables:
         return self._tables[self._model.layers[layer].group.index]
@@ -286,33 +323,43 @@ def rank_and_size() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
-def is_so_on_any_rank(flag: bool, device: torch.device) -> bool:
+def is_so_on_any_rank(flag: bool) -> bool:
     """Whether `flag` holds on some tensor-parallel rank. All ranks have to ask together."""
+    return min_over_ranks(int(not flag)) == 0
+
+
+def min_over_ranks(number: int) -> int:
+    """The least `number` of all tensor-parallel ranks, which have to ask together. They ask on the host, so
+    that no device has to finish its work first."""
     if rank_and_size()[1] == 1:
-        return flag
-    return bool(tensor_model_parallel_all_reduce(torch.tensor([float(flag)], device=device)).item() > 0)
+        return number
+    numbers = torch.tensor([number])
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return int(numbers.item())
 
 
 def _common_metadata(
-    positions: Tensor, owners: Tensor, tables: _GroupTables, slots: Tensor, device: torch.device
+    positions: Tensor, owners: Tensor, tables: _GroupTables, positions_there: Tensor, slots: Tensor
 ) -> CommonAttentionMetadata:
-    """One pseudo-request per run of consecutive positions of one owner."""
+    """One pseudo-request per run of consecutive positions of one owner. `positions` and `owners` lie on the
+    host, `positions_there` and `slots` on the device."""
+    device = slots.device
     breaks = (positions[1:] != positions[:-1] + 1) | (owners[1:] != owners[:-1])
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1))
     ends = torch.cat((starts[1:], torch.tensor([len(positions)])))
     query_start = torch.cat((starts, ends[-1:])).to(torch.int32)
     seq_lens = (positions[ends - 1] + 1).to(torch.int32)
     return CommonAttentionMetadata(
-        query_start_loc=query_start.to(device),
+        query_start_loc=upload(query_start, device),
         query_start_loc_cpu=query_start,
-        seq_lens=seq_lens.to(device),
+        seq_lens=upload(seq_lens, device),
         num_reqs=len(starts),
         num_actual_tokens=len(positions),
         max_query_len=int((ends - starts).max()),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=tables.table[owners[starts]].to(device),
+        block_table_tensor=upload(tables.table[owners[starts]], device),
         slot_mapping=slots,
         causal=True,
-        positions=positions.to(device),
+        positions=positions_there,
         seq_lens_cpu_upper_bound=seq_lens,
     )

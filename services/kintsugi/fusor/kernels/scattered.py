@@ -8,14 +8,18 @@ positions from its first query's window to its last query's position and keeps a
 Dequantising fp8 costs nothing: both scales are scalars, so K's goes into the logit scale and V's into
 the final division, and 8-bit elements are exact in 16 bits.
 
-Rejected: Triton's autotuner, which would stall the first request of every shape; splitting the walk
-over several programs, which pays off only below about 100 tiles, far fewer than a blend has.
+Where tiles are too few to fill the GPU (few kv heads under tensor parallelism, or few queries), the walk over
+the kv positions is split: S programs walk a part each, and a second kernel merges their running softmaxes
+(FlashDecoding). With S = 1 there is no second kernel.
+
+Rejected: Triton's autotuner, which would stall the first request of every shape.
 
 Triton resolves every annotation inside a kernel, so only compile-time arguments carry one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +62,32 @@ class Tile:
         )
 
 
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""As many programs fit on a multiprocessor at a time, so that with fewer some of them have nothing to do."""
+
+SPLITS_MAX = 16
+STEPS_PER_SPLIT = 4
+"""Steps that a program should walk at least: merging costs as much as about one."""
+
+
+def choose_splits(programs: int, context: int, columns: int, multiprocessors: int) -> int:
+    """Parts, a power of two, into which each of `programs` walks over `context` positions is split."""
+    splits = 1
+    while (
+        splits < SPLITS_MAX
+        and programs * splits < PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+        and context >= 2 * splits * STEPS_PER_SPLIT * columns
+    ):
+        splits *= 2
+    return splits
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """1 on the CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def triton_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -72,18 +102,28 @@ def triton_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     tile: Tile | None = None,
+    splits: int | None = None,
 ) -> Tensor:
-    """Compute `fusor.attention.attend_scattered` for arguments that it has checked."""
+    """Compute `fusor.attention.attend_scattered` for arguments that it has checked. Memory where the walk is
+    split: fp32 `[splits, n, q_heads, head_dim + 2]`."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
     tile = tile or Tile.choose_tile(num_tokens, group, head_dim * query.element_size())
+    tiles, context = triton.cdiv(num_tokens, tile.tokens), block_table.shape[0] * key_cache.shape[1]
+    if splits is None:
+        splits = choose_splits(tiles * num_kv_heads, context, tile.columns, _multiprocessors(query.device))
     output = torch.empty_like(query)
-    _attend[(triton.cdiv(num_tokens, tile.tokens), num_kv_heads)](
+    parts, softmax = output[None], output
+    if splits > 1:
+        parts = query.new_empty((splits, *query.shape), dtype=torch.float32)
+        softmax = query.new_empty((splits, num_tokens, num_heads, 2), dtype=torch.float32)
+    _attend[(tiles, num_kv_heads, splits)](
         query,
         key_cache,
         value_cache,
-        output,
+        parts,
+        softmax,
         block_table.contiguous(),
         positions.contiguous(),
         positions if sinks is None else sinks.contiguous(),
@@ -94,7 +134,7 @@ def triton_attention(
         *query.stride(),
         *key_cache.stride(),
         *value_cache.stride(),
-        *output.stride(),
+        *parts.stride(),
         WINDOW=sliding_window or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
@@ -105,10 +145,23 @@ def triton_attention(
         TOKENS=tile.tokens,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
+        SPLITS=splits,
         DOT_TYPE=_dot_type(query.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    if splits > 1:
+        _merge[(num_tokens, num_heads)](
+            parts,
+            softmax,
+            output,
+            v_scale,
+            *parts.stride(),
+            *output.stride(),
+            HEAD_DIM=head_dim,
+            DIM=triton.next_power_of_2(head_dim),
+            SPLITS=splits,
+        )
     return output
 
 
@@ -128,6 +181,7 @@ def _attend(
     key_cache,
     value_cache,
     output,
+    softmax,
     block_table,
     positions,
     sinks,
@@ -146,6 +200,7 @@ def _attend(
     value_slot_stride,
     value_head_stride,
     value_dim_stride,
+    output_split_stride,
     output_token_stride,
     output_head_stride,
     output_dim_stride,
@@ -159,12 +214,15 @@ def _attend(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
-    """Grid: (tiles of TOKENS queries, kv heads)."""
+    """Grid: (tiles of TOKENS queries, kv heads, SPLITS). With several splits, `output` takes the parts' sums,
+    not yet divided, and `softmax` `[splits, tokens, heads, 2]` their running maxima and totals."""
     # Late tiles walk farthest: start them first, so that the short ones fill the end of the launch.
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
     kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + TOKENS, num_tokens) - 1
     row = tl.arange(0, ROWS)
     token = first_token + row // GROUP
@@ -179,12 +237,13 @@ def _attend(
     query_offset = token * query_token_stride + head * query_head_stride
     q = tl.load(query + query_offset[:, None] + dim[None, :] * query_dim_stride, row_mask, 0.0).to(DOT_TYPE)
     accumulator = tl.zeros([ROWS, DIM], dtype=tl.float32)
-    maximum, total = _start(sinks, head, ROWS, HAS_SINKS)
+    maximum, total = _start(sinks, head, split, ROWS, HAS_SINKS)
 
     start = 0
     if WINDOW > 0:
         start = tl.maximum(tl.load(positions + first_token) - WINDOW + 1, 0)
     stop = tl.load(positions + last_token) + 1
+    start, stop = _part(start, stop, split, COLUMNS, SPLITS)
     for first_column in range(start, stop, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
         visible = column[None, :] <= row_position[:, None]
@@ -209,20 +268,72 @@ def _attend(
         accumulator = accumulator * decay[:, None] + product
         maximum = new_maximum
 
-    result = accumulator * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-    output_offset = token * output_token_stride + head * output_head_stride
+    if SPLITS > 1:
+        entry = ((split * num_tokens + token) * (tl.num_programs(1) * GROUP) + head) * 2
+        tl.store(softmax + entry, maximum, mask=row_is_live)
+        tl.store(softmax + entry + 1, total, mask=row_is_live)
+    else:
+        accumulator *= (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    output_offset = split * output_split_stride + token * output_token_stride + head * output_head_stride
     tl.store(
         output + output_offset[:, None] + dim[None, :] * output_dim_stride,
-        result.to(output.dtype.element_ty),
+        accumulator.to(output.dtype.element_ty),
         mask=row_mask,
     )
 
 
 @triton.jit
-def _start(sinks, head, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The running maximum (base 2) and total before any key: empty, or the sink's logit."""
+def _part(start, stop, split, COLUMNS: tl.constexpr, SPLITS: tl.constexpr):
+    """The part of the walk from `start` to `stop` that a split takes, in whole steps."""
+    if SPLITS > 1:
+        width = tl.cdiv(tl.cdiv(stop - start, COLUMNS), SPLITS) * COLUMNS
+        start += split.to(tl.int32) * width
+        stop = tl.minimum(stop, start + width)
+    return start, stop
+
+
+@triton.jit(do_not_specialize=["v_scale"])
+def _merge(
+    parts,
+    softmax,
+    output,
+    v_scale,
+    part_split_stride,
+    part_token_stride,
+    part_head_stride,
+    part_dim_stride,
+    output_token_stride,
+    output_head_stride,
+    output_dim_stride,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Merge the parts of one query and head. Grid: (queries, query heads)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    split, dim = tl.arange(0, SPLITS).to(tl.int64), tl.arange(0, DIM)
+    dim_is_live = dim < HEAD_DIM
+    entry = softmax + ((split * tl.num_programs(0) + token) * tl.num_programs(1) + head) * 2
+    maximum = tl.load(entry)
+    share = tl.exp2(maximum - tl.max(maximum, axis=0))
+    total = tl.sum(tl.load(entry + 1) * share, axis=0)
+    offset = split * part_split_stride + token * part_token_stride + head * part_head_stride
+    mask = dim_is_live[None, :] & (split >= 0)[:, None]
+    part = tl.load(parts + offset[:, None] + dim[None, :] * part_dim_stride, mask, 0.0)
+    result = tl.sum(part * share[:, None], axis=0) * (v_scale / tl.where(total > 0.0, total, 1.0))
+    output_offset = token * output_token_stride + head * output_head_stride
+    tl.store(
+        output + output_offset + dim * output_dim_stride,
+        result.to(output.dtype.element_ty),
+        mask=dim_is_live,
+    )
+
+
+@triton.jit
+def _start(sinks, head, split, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The running maximum (base 2) and total before any key: empty, or the sink's logit in split 0."""
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        sink = tl.where(split == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, float("-inf"))
         maximum = tl.maximum(sink, NO_LOGIT)
         total = tl.exp2(sink - maximum)
     else:

@@ -331,14 +331,6 @@ LONG = list(range(200))
 """Both chunks of `PROMPT`, and a question of more than a block."""
 
 
-@dataclass
-class Blocks:
-    """vLLM's blocks of a request."""
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return ([1, 2, 3],)
-
-
 def blend_of(
     side: SchedulerSide,
     name: str,
