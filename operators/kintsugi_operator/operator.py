@@ -1,8 +1,8 @@
-"""The process: kopf watches, a queue remembers what changed, workers reconcile, a Lease names the leader.
+"""The process: watches fill an index, a queue remembers what changed, workers reconcile, a Lease names the
+leader.
 
-kopf writes nothing to objects: raw-event handlers need neither its finalizer nor its annotations, so nothing
-is written while nothing changes. The reconciler alone sets and removes the finalizer that holds a service
-until it has drained.
+Nothing is written while nothing changes. The reconciler alone sets and removes the finalizer that holds a
+service until it has drained.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-import kopf
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from kintsugi_operator.api.manifest import API_VERSION, GROUP, VERSION
-from kintsugi_operator.controller.cluster import BLEND_SERVICE, CORPUS_PRECOMPUTE, ApiServer
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, ApiServer
 from kintsugi_operator.controller.election import LeaseLost, lead
+from kintsugi_operator.controller.index import Index
 from kintsugi_operator.controller.pulse import Pulse
 from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
-from kintsugi_operator.controller.reconcile import SOON_S, Reconciler, utc_now
+from kintsugi_operator.controller.reconcile import Reconciler, utc_now
 from kintsugi_operator.controller.scrape import Web
-from kintsugi_operator.objects.names import FIELD_MANAGER, KOPF_FINALIZER, LABEL_CORPUS, LABEL_SERVICE
+from kintsugi_operator.controller.watch import Watches
+from kintsugi_operator.objects.names import FIELD_MANAGER
 
 logger = logging.getLogger(__name__)
 
 WORKERS = 4
-WATCHED_RAY = ("rayservices", "rayjobs")
 
 
 @dataclass(frozen=True)
@@ -76,61 +74,13 @@ class OperatorOptions:
         )
 
 
-def registry(queue: WorkQueue, login: Callable[..., Any]) -> kopf.OperatorRegistry:
-    """Handlers that only put keys into the queue."""
-    handlers = kopf.OperatorRegistry()
-    kopf.on.login(registry=handlers)(login)
-
-    @kopf.on.startup(registry=handlers)
-    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
-        # kopf removes a finalizer of this name from every object: raw-event handlers need none.
-        settings.persistence.finalizer = KOPF_FINALIZER
-        settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
-        settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
-        settings.posting.enabled = False
-        # Neither CRDs nor namespaces are watched, which would need rights over the whole cluster.
-        settings.scanning.disabled = True
-        # Detects a connection that has died silently.
-        settings.watching.server_timeout = 300
-        settings.watching.client_timeout = 330
-
-    def own(kind: str) -> Callable[..., Coroutine[Any, Any, None]]:
-        async def enqueue_changed(namespace: str | None, name: str | None, spec: kopf.Spec, **_: Any) -> None:
-            queue.add(ObjectKey(kind, namespace or "", name or ""))
-            # A service that waits for its corpora has to notice their progress.
-            if kind == CORPUS_PRECOMPUTE.kind and spec.get("service"):
-                queue.add(ObjectKey(BLEND_SERVICE.kind, namespace or "", str(spec["service"])))
-
-        return enqueue_changed
-
-    for resource in (BLEND_SERVICE, CORPUS_PRECOMPUTE):
-        kopf.on.event(GROUP, VERSION, resource.plural, registry=handlers, id=resource.plural)(
-            own(resource.kind)
-        )
-
-    async def enqueue_owner(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
-        if corpus := labels.get(LABEL_CORPUS):
-            queue.add(ObjectKey(CORPUS_PRECOMPUTE.kind, namespace or "", corpus))
-        elif service := labels.get(LABEL_SERVICE):
-            queue.add(ObjectKey(BLEND_SERVICE.kind, namespace or "", service))
-
-    for plural in WATCHED_RAY:
-        kopf.on.event(
-            "ray.io", "v1", plural, labels={LABEL_SERVICE: kopf.PRESENT}, registry=handlers, id=plural
-        )(enqueue_owner)
-    return handlers
-
-
 async def operate(
-    client: ApiClient,
-    settings: OperatorOptions,
-    session: aiohttp.ClientSession,
-    pulse: Pulse,
-    login: Callable[..., Any] = kopf.login_via_client,
+    client: ApiClient, settings: OperatorOptions, session: aiohttp.ClientSession, pulse: Pulse
 ) -> None:
-    """Watch and reconcile until cancelled. `login` tells kopf how to reach the API server."""
-    cluster = ApiServer(client, pulse.count_write)
-    reconciler = Reconciler(cluster, Web(session), utc_now, home=settings.lease_namespace)
+    """Watch and reconcile until cancelled. Raises whatever ends a watch or a worker."""
+    index = Index(settings.namespaces)
+    cluster = ApiServer(client, pulse.count_request, index.absorb)
+    reconciler = Reconciler(cluster, index, Web(session), utc_now, home=settings.lease_namespace)
 
     async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
@@ -141,32 +91,37 @@ async def operate(
             pulse.failures += 1
             raise
 
-    await _until_served(cluster)
     queue = WorkQueue(look, time.monotonic)
     pulse.waiting = lambda: len(queue)
-    workers = [asyncio.create_task(queue.run()) for _ in range(WORKERS)]
-    watching = asyncio.create_task(
-        kopf.operator(
-            registry=registry(queue, login),
-            standalone=True,
-            clusterwide=not settings.namespaces,
-            namespaces=settings.namespaces,
-        )
-    )
-    try:
-        await asyncio.wait({watching, *workers}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, *workers):
-            if task.done():
-                task.result()
-    finally:
-        for task in (watching, *workers):
-            task.cancel()
-        await asyncio.gather(watching, *workers, return_exceptions=True)
+
+    def enqueue(changed: Iterable[ObjectKey]) -> None:
+        for key in changed:
+            queue.add(key)
+
+    async def work() -> None:
+        # A look at what is only half known would fail, and be tried again much later.
+        await watches.wait()
+        await queue.run()
+
+    watches = Watches(cluster, index, enqueue)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watches.run())
+        for _ in range(WORKERS):
+            tasks.create_task(work())
 
 
 async def main(settings: OperatorOptions) -> None:
-    """Answer probes, wait for the lease, then operate. Raises `LeaseLost`."""
-    _end_by_signal()
+    """Answer probes, wait for the lease, then operate until SIGTERM. Raises `LeaseLost`."""
+    is_told_to_end = _cancel_on_sigterm()
+    try:
+        await _serve(settings)
+    except asyncio.CancelledError:
+        if not is_told_to_end.is_set():
+            raise
+        logger.info("ended by SIGTERM")
+
+
+async def _serve(settings: OperatorOptions) -> None:
     configuration = await _configuration()
     pulse = Pulse()
     runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
@@ -186,20 +141,18 @@ async def main(settings: OperatorOptions) -> None:
             await runner.cleanup()
 
 
-def _end_by_signal() -> None:
-    """Cancel this task on SIGTERM. A container's first process gets no signal without a handler, so a standby
-    would be killed only after its grace period. kopf takes the signal over once it runs."""
-    task = asyncio.current_task()
+def _cancel_on_sigterm() -> asyncio.Event:
+    """Cancel this task on SIGTERM; returns an event that is set then. A container's first process gets no
+    signal without a handler, so it would be killed only after its grace period."""
+    task, is_told_to_end = asyncio.current_task(), asyncio.Event()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
+    def end() -> None:
+        is_told_to_end.set()
+        task.cancel()
 
-async def _until_served(cluster: ApiServer) -> None:
-    """Wait until our CRDs are there: kopf looks for them only once."""
-    needed = {BLEND_SERVICE.plural, CORPUS_PRECOMPUTE.plural}
-    while missing := needed - await cluster.list_served_kinds(API_VERSION):
-        logger.warning("the API server does not serve %s: apply the chart's CRDs", ", ".join(sorted(missing)))
-        await asyncio.sleep(SOON_S)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    return is_told_to_end
 
 
 async def _configuration() -> Configuration:
@@ -213,15 +166,17 @@ async def _configuration() -> Configuration:
 
 
 def run() -> int:
-    """The console script. Exit status 1 means that the lease is lost; the restarted pod is a standby."""
+    """The console script. Exit status 0 means that a signal ended it; 1 that the lease is lost, in which case
+    the restarted pod is a standby, or that something failed, which the log says."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(main(OperatorOptions.of(sys.argv[1:], os.environ)))
     except LeaseLost as error:
         logger.error("%s", error)
         return 1
-    except asyncio.CancelledError:
-        logger.info("ended by a signal")
     except KeyboardInterrupt:
         return 130
+    except (Exception, asyncio.CancelledError):
+        logger.exception("ended by an error, not by a signal")
+        return 1
     return 0

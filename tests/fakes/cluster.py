@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import jsonpatch
-
 from kintsugi.core.errors import Unavailable
+from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, ApiServer, Refused, Resource
 from kintsugi_operator.controller.scrape import Web
+from kintsugi_operator.objects.base import RAY_API_VERSION
 from kintsugi_operator.objects.pods import Manifest
 
+OURS = frozenset({"blendservices", "corpusprecomputes"})
 RAY = frozenset({"rayservices", "rayjobs", "rayclusters", "raycronjobs"})
 
 
@@ -28,6 +29,10 @@ class FakeCluster(ApiServer):
     def __init__(self, served: frozenset[str] = RAY) -> None:
         self.objects: dict[tuple[str, str, str], Manifest] = {}
         self.ray = served
+        self.ours = OURS
+        """Kinds of ours that are served."""
+        self.terminating: set[str] = set()
+        """Kinds whose CRD is deleted and waits for its objects."""
         self.writes: Counter[str] = Counter()
         """By verb and kind."""
         self.evicted: list[str] = []
@@ -41,6 +46,8 @@ class FakeCluster(ApiServer):
         """Why it would not store it."""
         self.on_change: Callable[[str, Manifest], None] = lambda type_, changed: None
         """Gets every change as a watch would: `ADDED`, `MODIFIED` or `DELETED`, and a copy of the object."""
+        self.on_unserved: Callable[[str], None] = lambda plural: None
+        """Gets the plural of a kind that is not served any more."""
         self.version = 0
         """`resourceVersion` of the latest change."""
 
@@ -57,6 +64,31 @@ class FakeCluster(ApiServer):
         self._stamp(kept, type_)
         return kept
 
+    def serves(self, resource: Resource) -> bool:
+        """Whether the kind is served. Kubernetes' own always are."""
+        custom = {RAY_API_VERSION: self.ray, API_VERSION: self.ours}
+        return resource.plural in custom.get(resource.api_version, {resource.plural})
+
+    def install(self, resource: Resource) -> None:
+        """Somebody applies the kind's CRD."""
+        self.ray |= {resource.plural} if resource.api_version == RAY_API_VERSION else set()
+        self.ours |= {resource.plural} if resource.api_version == API_VERSION else set()
+
+    def uninstall(self, resource: Resource) -> None:
+        """Somebody deletes the kind's CRD: its objects are deleted, and it is served until all are gone."""
+        self.terminating.add(resource.plural)
+        for one in [one for one in self.objects.values() if one["kind"] == resource.kind]:
+            self._collect(one)
+        self._finish_uninstall(resource)
+
+    def lose(self, kind: str, name: str, namespace: str = "default") -> None:
+        """An object is gone, and nothing that it owns."""
+        self._stamp(self.objects.pop((kind, namespace, name)), "DELETED")
+
+    def announce(self, stored: Manifest) -> None:
+        """Somebody else has changed a stored object."""
+        self._stamp(stored)
+
     def find(self, kind: str, name: str, namespace: str = "default") -> Manifest:
         """The stored object itself: a test may change it."""
         return self.objects[kind, namespace, name]
@@ -67,22 +99,34 @@ class FakeCluster(ApiServer):
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
         self._uses(resource, "get")
+        return self.read(resource, namespace, name)
+
+    async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
+        self._uses(resource, "list")
+        return self.select(resource, namespace, labels)
+
+    def read(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        """A copy of an object, whoever wants it."""
         if self.is_down:
             raise Unavailable("the API server does not answer")
         return copy.deepcopy(self.objects.get((resource.kind, namespace, name)))
 
-    async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
-        self._uses(resource, "list")
+    def select(self, resource: Resource, namespace: str, labels: Mapping[str, str | None]) -> list[Manifest]:
+        """Copies of the objects of a namespace, or of all without one, that have the labels. A label without
+        a value may have any."""
         return [
             copy.deepcopy(one)
             for (kind, where, _), one in self.objects.items()
-            if (kind, where) == (resource.kind, namespace)
-            and labels.items() <= one["metadata"].get("labels", {}).items()
+            if kind == resource.kind and namespace in ("", where) and has_labels(one, labels)
         ]
 
     async def apply(self, manifest: Manifest) -> Manifest:
         for verb in ("create", "patch"):
             self._uses(BY_KIND[manifest["kind"]], verb)
+        if not self.serves(BY_KIND[manifest["kind"]]):
+            raise Refused(
+                f"PATCH {manifest['kind']}", 404, "the server could not find the requested resource"
+            )
         if problem := self.refuse(manifest):
             raise Refused(f"PATCH {manifest['kind']}", 422, problem)
         self.writes[f"apply {manifest['kind']}"] += 1
@@ -101,31 +145,27 @@ class FakeCluster(ApiServer):
         self._uses(BY_KIND[manifest["kind"]], "patch", "status")
         self.writes[f"status {manifest['kind']}"] += 1
         metadata = manifest["metadata"]
-        stored = self.objects[manifest["kind"], metadata["namespace"], metadata["name"]]
+        stored = self._stored(BY_KIND[manifest["kind"]], metadata["namespace"], metadata["name"], manifest)
         stored["status"] = copy.deepcopy(manifest["status"])
         self._stamp(stored)
 
-    async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
+    async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> Manifest:
         self._uses(resource, "patch")
         self.writes[f"merge {resource.kind}"] += 1
-        stored = self.objects[resource.kind, namespace, name]
+        stored = self._stored(resource, namespace, name, patch)
+        _merge(stored, copy.deepcopy(patch))
+        self._keep_or_collect(stored)
+        return copy.deepcopy(stored)
+
+    def _stored(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> Manifest:
+        """The object that a patch is for. Refuses a patch for another version of it."""
+        stored = self.objects.get((resource.kind, namespace, name))
+        if stored is None:
+            raise Refused(f"PATCH {resource.kind} {name}", 404, "not found")
         wanted = patch.get("metadata", {}).get("resourceVersion")
         if wanted is not None and wanted != stored["metadata"]["resourceVersion"]:
             raise Refused(f"PATCH {resource.kind} {name}", 409, "the object has been modified")
-        _merge(stored, copy.deepcopy(patch))
-        self._keep_or_collect(stored)
-
-    def patch_json(
-        self, resource: Resource, namespace: str, name: str, operations: list[dict[str, Any]]
-    ) -> None:
-        """A JSON patch, which is what kopf writes finalizers with."""
-        self.writes[f"json {resource.kind}"] += 1
-        key = (resource.kind, namespace, name)
-        try:
-            self.objects[key] = jsonpatch.apply_patch(self.objects[key], operations)
-        except jsonpatch.JsonPatchTestFailed as error:
-            raise Refused(f"PATCH {resource.kind} {name}", 422, str(error)) from error
-        self._keep_or_collect(self.objects[key])
+        return stored
 
     async def create(self, manifest: Manifest) -> None:
         metadata = manifest["metadata"]
@@ -154,11 +194,11 @@ class FakeCluster(ApiServer):
         self.writes["evict Pod"] += 1
         if self.may_evict:
             self.evicted.append(pod)
-            self.objects.pop((POD.kind, namespace, pod), None)
+            self.lose(POD.kind, pod, namespace)
         return self.may_evict
 
     async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        return self.ray if api_version == "ray.io/v1" else frozenset()
+        return self.ray if api_version == RAY_API_VERSION else self.ours
 
     def _uses(self, resource: Resource, verb: str, sub: str = "") -> None:
         group = resource.api_version.split("/")[0] if "/" in resource.api_version else ""
@@ -186,9 +226,34 @@ class FakeCluster(ApiServer):
         if self.objects.pop((stored["kind"], metadata["namespace"], metadata["name"]), None) is None:
             return
         self._stamp(stored, "DELETED")
+        self._finish_uninstall(BY_KIND.get(stored["kind"], RAY_CLUSTER))
         for one in list(self.objects.values()):
             if any(ref["uid"] == metadata["uid"] for ref in one["metadata"].get("ownerReferences", [])):
                 self._collect(one)
+
+    def _finish_uninstall(self, resource: Resource) -> None:
+        is_empty = all(kind != resource.kind for kind, _, _ in self.objects)
+        if resource.plural in self.terminating and is_empty:
+            self.terminating.discard(resource.plural)
+            self.ray -= {resource.plural}
+            self.ours -= {resource.plural}
+            self.on_unserved(resource.plural)
+
+
+class FakeReads:
+    """What watches have told, if they are never behind: the cluster's objects, without a request."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        return self._cluster.read(resource, namespace, name)
+
+    async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> Sequence[Manifest]:
+        return self._cluster.select(resource, namespace, labels)
+
+    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
+        return self._cluster.ray if api_version == RAY_API_VERSION else self._cluster.ours
 
 
 class FakeKubeRay:
@@ -204,12 +269,15 @@ class FakeKubeRay:
         annotations = dict(service["metadata"]["annotations"])
         existing = service.get("status", {}).get("activeServiceStatus", {}).get("rayClusterName")
         if existing is None:
+            labels = dict(service["metadata"]["labels"])
             cluster = {"name": f"{name}-c1", "namespace": namespace, "annotations": annotations}
+            cluster["labels"] = labels
             self._cluster.put({"kind": RAY_CLUSTER.kind, "metadata": cluster, "spec": copy.deepcopy(config)})
         service["status"] = {
             "conditions": [{"type": "Ready", "status": "True"}],
             "activeServiceStatus": {"rayClusterName": existing or f"{name}-c1"},
         }
+        self._cluster.announce(service)
         self.pods(existing or f"{name}-c1", namespace)
 
     def pods(self, cluster: str, namespace: str = "default") -> None:
@@ -237,6 +305,7 @@ class FakeKubeRay:
             "jobId": f"{job}-1",
             "message": message,
         }
+        self._cluster.announce(manifest)
 
 
 class FakeWeb(Web):
@@ -247,6 +316,12 @@ class FakeWeb(Web):
 
     async def fetch(self, url: str) -> str:
         return self.pages.get(url, "")
+
+
+def has_labels(manifest: Manifest, labels: Mapping[str, str | None]) -> bool:
+    """Whether an object has all the labels. One without a value may have any."""
+    found = manifest["metadata"].get("labels") or {}
+    return all(key in found if value is None else found.get(key) == value for key, value in labels.items())
 
 
 def _merge(stored: Any, patch: Any) -> None:

@@ -6,8 +6,11 @@ not used, since most of what is applied is not among them.
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
@@ -21,9 +24,17 @@ from kintsugi_operator.objects.names import FIELD_MANAGER
 from kintsugi_operator.objects.pods import Manifest
 
 TIMEOUT_S = 30.0
+WATCH_S = 600
+"""How long the API server keeps a watch open."""
+SILENCE_S_MAX = 180.0
+"""A watch that is silent for longer is opened again: a bookmark comes about every minute."""
 LIST_MAX = 500
 """Objects per page."""
-NOT_FOUND, CONFLICT, TOO_MANY = 404, 409, 429
+EVENT_BYTES_MAX = 16 << 20
+"""Maximum size of an object in an answer; etcd stores no larger ones."""
+NOT_FOUND, CONFLICT, GONE, TOO_MANY = 404, 409, 410, 429
+_ITEMS = re.compile(r'"items"\s*:\s*\[')
+_SEPARATORS = " \t\r\n,"
 
 
 @dataclass(frozen=True)
@@ -35,9 +46,10 @@ class Resource:
     api_version: str = "v1"
 
     def path(self, namespace: str, name: str = "", sub: str = "") -> str:
-        """URL path of a collection, an object or its subresource."""
+        """URL path of a collection, an object or its subresource. Without a namespace, the collection spans
+        all of them."""
         root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
-        parts = [root, "namespaces", namespace, self.plural, name, sub]
+        parts = [root, "namespaces" if namespace else "", namespace, self.plural, name, sub]
         return "/".join(part for part in parts if part)
 
 
@@ -53,6 +65,8 @@ POLICY = Resource("NetworkPolicy", "networkpolicies", "networking.k8s.io/v1")
 RAY_SERVICE = Resource("RayService", "rayservices", RAY_API_VERSION)
 RAY_JOB = Resource("RayJob", "rayjobs", RAY_API_VERSION)
 RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
+RAY_CRON_JOB = Resource("RayCronJob", "raycronjobs", RAY_API_VERSION)
+"""Not used: a cluster that serves it has KubeRay 1.6 or newer."""
 
 LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
 
@@ -72,10 +86,17 @@ class Refused(KintsugiError):
 class ApiServer:
     """Kubernetes, as far as the operator needs it. Raises `Refused`, and `Unavailable` without an answer."""
 
-    def __init__(self, client: ApiClient, on_write: Callable[[], None] = lambda: None) -> None:
-        """`on_write` is called before each request that may change the cluster."""
+    def __init__(
+        self,
+        client: ApiClient,
+        on_request: Callable[[str], None] = lambda verb: None,
+        on_stored: Callable[[Manifest], None] = lambda stored: None,
+    ) -> None:
+        """`on_request` gets the verb of each request before it is sent: `get`, `list`, `watch` or a writing
+        HTTP method in lower case. `on_stored` gets each object that a write returned."""
         self._client = client
-        self._on_write = on_write
+        self._on_request = on_request
+        self._on_stored = on_stored
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
         """Read an object; None where there is none."""
@@ -86,13 +107,60 @@ class ApiServer:
         query = {"labelSelector": ",".join(f"{k}={v}" for k, v in labels.items()), "limit": str(LIST_MAX)}
         found: list[Manifest] = []
         while True:
-            page = await self._or_none("GET", resource.path(namespace), query) or {}
+            page = await self._or_none("GET", resource.path(namespace), query, "list") or {}
             # Items of a list do not say what they are.
             kinds = {"apiVersion": resource.api_version, "kind": resource.kind}
             found += [{**kinds, **item} for item in page.get("items") or []]
             query["continue"] = (page.get("metadata") or {}).get("continue") or ""
             if not query["continue"]:
                 return found
+
+    async def scan(
+        self,
+        resource: Resource,
+        namespace: str,
+        selector: str,
+        version: str,
+        take: Callable[[Manifest], None],
+    ) -> int:
+        """Hand each object of a collection to `take`. Returns the list's `resourceVersion`.
+
+        `version` is the oldest one that will do: "0" lets the API server answer from its cache whatever that
+        holds, and an empty one makes it read the database. Raises `Refused` also for 404. The answer is
+        parsed as it comes: all templates at once would be the operator's largest allocation.
+        """
+        query = {"labelSelector": selector, "resourceVersion": version}
+        timeout = ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+        kinds = {"apiVersion": resource.api_version, "kind": resource.kind}
+        rest: Manifest = {}
+        async with aclosing(self._stream("list", resource.path(namespace), query, timeout)) as pieces:
+            async for one, is_item in parse_list(pieces):
+                if is_item:
+                    take({**kinds, **one})
+                else:
+                    rest = one
+        return int(rest["metadata"]["resourceVersion"])
+
+    async def watch(
+        self, resource: Resource, namespace: str, selector: str, version: str
+    ) -> AsyncGenerator[Manifest, None]:
+        """Yield what happens to a collection after `version`, until the API server ends the watch.
+
+        Each event has a `type` (`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`) and an `object`. Raises
+        `Refused` for an error event, too.
+        """
+        path = resource.path(namespace)
+        query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
+        query |= {"labelSelector": selector, "resourceVersion": version}
+        timeout = ClientTimeout(total=WATCH_S + TIMEOUT_S, sock_connect=TIMEOUT_S, sock_read=SILENCE_S_MAX)
+        buffer = b""
+        async with aclosing(self._stream("watch", path, query, timeout)) as pieces:
+            async for piece in pieces:
+                *lines, buffer = (buffer + piece).split(b"\n")
+                if len(buffer) > EVENT_BYTES_MAX:
+                    raise Unavailable(f"GET {path}: an event is larger than {EVENT_BYTES_MAX} bytes")
+                for line in lines:
+                    yield _event_of(path, line)
 
     async def apply(self, manifest: Manifest) -> Manifest:
         """Apply server-side as `FIELD_MANAGER`, taking over fields that others have set."""
@@ -102,11 +170,13 @@ class ApiServer:
         """Apply the status alone."""
         await self._apply(manifest, "status")
 
-    async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> None:
-        """Send a JSON merge patch."""
+    async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> Manifest:
+        """Send a JSON merge patch. Returns the object as it is stored now."""
         query = {"fieldManager": FIELD_MANAGER}
         path = resource.path(namespace, name)
-        await self.request("PATCH", path, query, patch, "application/merge-patch+json")
+        stored = await self.request("PATCH", path, query, patch, "application/merge-patch+json")
+        self._on_stored(stored)
+        return stored
 
     async def create(self, manifest: Manifest) -> None:
         """Create an object; refused where there is one."""
@@ -149,13 +219,15 @@ class ApiServer:
         metadata = manifest["metadata"]
         path = BY_KIND[manifest["kind"]].path(metadata["namespace"], metadata["name"], sub)
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self.request("PATCH", path, query, manifest, "application/apply-patch+yaml")
+        stored = await self.request("PATCH", path, query, manifest, "application/apply-patch+yaml")
+        self._on_stored(stored)
+        return stored
 
     async def _or_none(
-        self, method: str, path: str, query: Mapping[str, str] | None = None
+        self, method: str, path: str, query: Mapping[str, str] | None = None, verb: str = ""
     ) -> Manifest | None:
         try:
-            return await self.request(method, path, query or {})
+            return await self.request(method, path, query or {}, verb=verb)
         except Refused as error:
             if error.status == NOT_FOUND:
                 return None
@@ -168,10 +240,31 @@ class ApiServer:
         query: Mapping[str, str],
         body: Manifest | None = None,
         content_type: str = "application/json",
+        verb: str = "",
     ) -> Manifest:
-        """Send one request and parse the answer. Raises `Refused` and `Unavailable`."""
-        if method != "GET":
-            self._on_write()
+        """Send one request and parse the answer. Raises `Refused` and `Unavailable`.
+
+        `verb`: what `on_request` gets; the method without one.
+        """
+        timeout = ClientTimeout(total=TIMEOUT_S)
+        answer = self._stream(verb, path, query, timeout, method, body, content_type)
+        async with aclosing(answer) as pieces:
+            text = b"".join([piece async for piece in pieces])
+        parsed: Manifest = json.loads(text) if text else {}
+        return parsed
+
+    async def _stream(
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str],
+        timeout: ClientTimeout,
+        method: str = "GET",
+        body: Manifest | None = None,
+        content_type: str = "application/json",
+    ) -> AsyncGenerator[bytes, None]:
+        """Send one request and yield the answer in pieces."""
+        self._on_request(verb or method.lower())
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content_type
@@ -182,15 +275,64 @@ class ApiServer:
             url = f"{url}?{urlencode(used)}"
         try:
             answer = await self._client.rest_client.request(
-                method, url, headers=headers, body=body, _request_timeout=ClientTimeout(total=TIMEOUT_S)
+                method, url, headers=headers, body=body, _request_timeout=timeout
             )
-            text = await answer.read()
+            async with answer.response as response:
+                if not 200 <= response.status < 300:
+                    said = _read_error_message(await response.read(), response.reason or "")
+                    raise Refused(f"{method} {path}", response.status, said)
+                async for piece in response.content.iter_any():
+                    yield piece
         except (ClientError, OSError, TimeoutError) as error:
             raise Unavailable(f"{method} {path}: the API server does not answer ({error})") from error
-        if not 200 <= answer.status < 300:
-            raise Refused(f"{method} {path}", answer.status, _read_error_message(text, answer.reason))
-        parsed: Manifest = json.loads(text) if text else {}
-        return parsed
+
+
+async def parse_list(pieces: AsyncIterable[bytes]) -> AsyncGenerator[tuple[Manifest, bool], None]:
+    """Parse a list as it comes: yields each item with True, then the rest of the list with False.
+
+    Raises `Unavailable` for one that is cut off.
+    """
+    decoder, text_of = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
+    head, text, is_inside = "", "", False
+    async for piece in pieces:
+        text += text_of.decode(piece)
+        begin = 0
+        if not head and (items := _ITEMS.search(text)):
+            head, begin, is_inside = text[: items.end()], items.end(), True
+        while is_inside and (begin := _skip_separators(text, begin)) < len(text):
+            if text[begin] == "]":
+                is_inside = False
+                break
+            try:
+                item, begin = decoder.raw_decode(text, begin)
+            except ValueError:
+                break  # the rest of the item is still to come
+            yield item, True
+        text = text[begin:]
+        if is_inside and len(text) > EVENT_BYTES_MAX:
+            raise Unavailable(f"an item of a list is larger than {EVENT_BYTES_MAX} bytes")
+    try:
+        yield json.loads(head + text), False
+    except ValueError as error:
+        raise Unavailable("the API server's list is cut off") from error
+
+
+def _skip_separators(text: str, begin: int) -> int:
+    while begin < len(text) and text[begin] in _SEPARATORS:
+        begin += 1
+    return begin
+
+
+def _event_of(path: str, line: bytes) -> Manifest:
+    """An event of a watch. Raises `Refused` for an error, and `Unavailable` for what is no event."""
+    try:
+        event: Manifest = json.loads(line)
+        type_, found = event["type"], event["object"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise Unavailable(f"GET {path}: the API server sent no event: {line[:100]!r}") from error
+    if type_ == "ERROR":
+        raise Refused(f"GET {path}", int(found.get("code") or 500), str(found.get("message") or "no reason"))
+    return event
 
 
 def _read_error_message(text: bytes, reason: str) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+READS = ("get", "list", "watch")
+WRITES = ("delete", "patch", "post", "put")
 
 
 class Pulse(Collector):
@@ -17,7 +21,8 @@ class Pulse(Collector):
         self.is_leader = False
         self.looks = 0
         self.failures = 0
-        self.writes = 0
+        self.requests = Counter(dict.fromkeys((*READS, *WRITES), 0))
+        """By verb. The Lease's are not among them."""
         self.waiting: Callable[[], int] = lambda: 0
 
     async def serve(self, port: int) -> web.AppRunner:
@@ -32,9 +37,14 @@ class Pulse(Collector):
         await web.TCPSite(runner, "0.0.0.0", port).start()
         return runner
 
-    def count_write(self) -> None:
-        """Count a request that changes the cluster."""
-        self.writes += 1
+    def count_request(self, verb: str) -> None:
+        """Count a request to the API server."""
+        self.requests[verb] += 1
+
+    @property
+    def writes(self) -> int:
+        """Number of requests that may have changed the cluster."""
+        return sum(self.requests[verb] for verb in WRITES)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, as Prometheus' client wants them."""
@@ -43,6 +53,12 @@ class Pulse(Collector):
         yield CounterMetricFamily(name("looks"), "Objects that were looked at", self.looks)
         yield CounterMetricFamily(name("failures"), "Looks that failed", self.failures)
         yield CounterMetricFamily(name("writes"), "Requests that changed the cluster", self.writes)
+        requests = CounterMetricFamily(
+            name("requests"), "Requests to the API server, the Lease's apart", labels=["verb"]
+        )
+        for verb, count in sorted(self.requests.items()):
+            requests.add_metric([verb], count)
+        yield requests
         yield GaugeMetricFamily(name("waiting"), "Objects that will be looked at again", self.waiting())
 
     def text(self) -> str:

@@ -65,8 +65,10 @@ class WorkQueue:
             if key is None or self._due[key] > now:
                 self._changed.clear()
                 timeout = None if key is None else self._due[key] - now
+                # Not `wait_for`: in Python 3.11 it forgets a cancellation that comes with the event.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), timeout)
+                    async with asyncio.timeout(timeout):
+                        await self._changed.wait()
                 continue
             del self._due[key]
             await self._take(key)

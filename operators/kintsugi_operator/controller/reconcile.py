@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
@@ -77,16 +77,32 @@ S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 SOON_S = 10.0
 """Seconds until the next look while something is under way."""
 LATER_S = 60.0
-"""Seconds until the next look otherwise: unwatched objects that drifted are corrected within this time."""
+"""Seconds until the next look otherwise. Changes are heard of at once: this is for the metrics of pods."""
 UNENFORCEABLE_MAX = 10_000
+
+
+class Reads(Protocol):
+    """Reads as `ApiServer` does, which may answer from what it knows already."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None: ...
+
+    async def list(
+        self, resource: Resource, namespace: str, labels: Mapping[str, str]
+    ) -> Sequence[Manifest]: ...
+
+    async def list_served_kinds(self, api_version: str) -> frozenset[str]: ...
 
 
 class Reconciler:
     """Brings one object after the other to its desired state. Holds nothing that must survive a restart."""
 
-    def __init__(self, cluster: ApiServer, web: Web, clock: Callable[[], datetime], home: str = "") -> None:
-        """`home`: the namespace of the operator's own pods."""
+    def __init__(
+        self, cluster: ApiServer, reads: Reads, web: Web, clock: Callable[[], datetime], home: str = ""
+    ) -> None:
+        """`reads`: what is read at every look, without a request. `cluster` is written to, and read where a
+        decision cannot be taken back. `home`: the namespace of the operator's own pods."""
         self._cluster = cluster
+        self._reads = reads
         self._web = web
         self._clock = clock
         self._home = home
@@ -95,7 +111,7 @@ class Reconciler:
 
     async def service(self, namespace: str, name: str) -> float | None:
         """Reconcile a BlendService. Returns the seconds until the next look; None once the object is gone."""
-        live = await self._cluster.get(BLEND_SERVICE, namespace, name)
+        live = await self._reads.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
         owner, before = _owner(live), _status_of(BlendServiceStatus, live)
@@ -105,13 +121,15 @@ class Reconciler:
             spec = _service_spec_of(live)
         except InvalidField as error:
             return await self._report_invalid(live, before, error)
-        await self._ensure_finalizer(live)
+        live = await self._ensure_finalizer(live)
         kuberay = await self._kuberay()
-        owned = await self._list(OWNED, namespace, selector(name)) if kuberay.is_installed else []
+        owned = await self._list(OWNED, namespace, selector(name))
         observed = await self._observe_cluster(owner, owned, kuberay)
         result = plan_service(spec, owner, before, observed, self._clock())
         if not kuberay.is_installed:
-            await self._write_status(live, before, replace(before, conditions=result.status.conditions))
+            # What to go on with once KubeRay is back.
+            kept = {name: getattr(before, name) for name in ("rollout", "shard_groups", "store_image")}
+            await self._write_status(live, before, replace(result.status, **kept))
             return SOON_S
 
         async def act() -> None:
@@ -126,7 +144,7 @@ class Reconciler:
 
     async def corpus(self, namespace: str, name: str) -> float | None:
         """Reconcile a CorpusPrecompute likewise. Its objects are deleted with it; nothing has to drain."""
-        live = await self._cluster.get(CORPUS_PRECOMPUTE, namespace, name)
+        live = await self._reads.get(CORPUS_PRECOMPUTE, namespace, name)
         if live is None or is_leaving(live):
             return None
         owner, before = _owner(live), _status_of(CorpusPrecomputeStatus, live)
@@ -140,7 +158,7 @@ class Reconciler:
         jobs = {one["metadata"]["name"]: job_view(one) for one in owned if one["kind"] == RAY_JOB.kind}
         target = await self._target(namespace, spec.service)
         report = await self._report(jobs.get(before.job))
-        pods = await self._cluster.list(POD, namespace, tags)
+        pods = await self._reads.list(POD, namespace, tags)
         trouble = troubles_of(pods, self._clock()).get(CORPUS, "")
         observed = CorpusObserved(target, jobs, report, trouble)
         result = plan_corpus(spec, owner, before, observed, self._clock())
@@ -175,11 +193,12 @@ class Reconciler:
     async def _teardown(self, live: Manifest, owner: Owner, before: BlendServiceStatus) -> float | None:
         if FINALIZER not in live["metadata"].get("finalizers", []):
             return None
-        tags = selector(owner.name)
-        ray = await self._list((RAY_SERVICE, RAY_JOB), owner.namespace, tags)
-        pods = await self._cluster.list(POD, owner.namespace, tags)
         since = datetime.fromisoformat(live["metadata"]["deletionTimestamp"])
-        step = next_teardown(ray, pods, (self._clock() - since).total_seconds())
+        age_s = (self._clock() - since).total_seconds()
+        step = next_teardown(*await self._left(self._reads, owner), age_s)
+        if step.is_done:
+            # Nothing holds the service after this, so what watches have told may not be behind.
+            step = next_teardown(*await self._left(self._cluster, owner), age_s)
         for one in step.delete:
             await self._cluster.delete(BY_KIND[one["kind"]], owner.namespace, one["metadata"]["name"])
         if step.is_done:
@@ -189,31 +208,39 @@ class Reconciler:
         await self._write_status(live, before, before, [c.false(c.READY, "Draining", step.message)])
         return SOON_S
 
-    async def _ensure_finalizer(self, live: Manifest) -> None:
-        finalizers = live["metadata"].get("finalizers", [])
-        if FINALIZER not in finalizers:
-            await self._set_finalizers(live, [*finalizers, FINALIZER])
+    async def _left(self, reads: Reads, owner: Owner) -> tuple[Sequence[Manifest], Sequence[Manifest]]:
+        """RayServices and RayJobs of a service, and its pods."""
+        tags = selector(owner.name)
+        ray = [await reads.list(one, owner.namespace, tags) for one in (RAY_SERVICE, RAY_JOB)]
+        return [*ray[0], *ray[1]], await reads.list(POD, owner.namespace, tags)
 
-    async def _set_finalizers(self, live: Manifest, finalizers: list[str]) -> None:
+    async def _ensure_finalizer(self, live: Manifest) -> Manifest:
+        """Returns the object with our finalizer."""
+        finalizers = live["metadata"].get("finalizers", [])
+        if FINALIZER in finalizers:
+            return live
+        return await self._set_finalizers(live, [*finalizers, FINALIZER])
+
+    async def _set_finalizers(self, live: Manifest, finalizers: list[str]) -> Manifest:
         """Write the finalizers of the object as it was seen; refused if somebody has changed it since."""
         metadata = live["metadata"]
         patch = {"metadata": {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}}
-        await self._cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
+        return await self._cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
 
     async def _list(
         self, resources: Iterable[Resource], namespace: str, tags: dict[str, str]
     ) -> list[Manifest]:
         """Objects of these kinds with the labels, whatever their field manager."""
-        lists = await asyncio.gather(*(self._cluster.list(one, namespace, tags) for one in resources))
+        lists = await asyncio.gather(*(self._reads.list(one, namespace, tags) for one in resources))
         return [one for found in lists for one in found]
 
     async def _kuberay(self) -> KubeRay:
-        served = await self._cluster.list_served_kinds(RAY_API_VERSION)
+        served = await self._reads.list_served_kinds(RAY_API_VERSION)
         needed = {RAY_SERVICE.plural, RAY_JOB.plural, RAY_CLUSTER.plural}
         return KubeRay(needed <= served, "raycronjobs" in served)
 
     async def _observe_cluster(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
-        pods = await self._cluster.list(POD, owner.namespace, selector(owner.name))
+        pods = await self._reads.list(POD, owner.namespace, selector(owner.name))
         shards = tuple(shard_pod(one) for one in pods if label_of(one, LABEL_ROLE) == "shard")
         engines = Counter(
             label_of(one, LABEL_REVISION)
@@ -225,7 +252,7 @@ class Reconciler:
         view = ray_service_view(store) if store is not None else None
         cluster_digest = ""
         if view is not None and view.cluster:
-            cluster = await self._cluster.get(RAY_CLUSTER, owner.namespace, view.cluster)
+            cluster = await self._reads.get(RAY_CLUSTER, owner.namespace, view.cluster)
             cluster_digest = digest_of(cluster, ANNOTATION_CLUSTER) if cluster is not None else ""
         remembered = [revision_of(one) for one in owned if one["kind"] == "ConfigMap"]
         jobs = [
@@ -252,7 +279,7 @@ class Reconciler:
         )
 
     async def _corpora(self, owner: Owner) -> tuple[CorpusView, ...]:
-        found = await self._cluster.list(CORPUS_PRECOMPUTE, owner.namespace, {})
+        found = await self._reads.list(CORPUS_PRECOMPUTE, owner.namespace, {})
         return tuple(
             corpus_view(one)
             for one in found
@@ -270,14 +297,14 @@ class Reconciler:
 
     async def _target(self, namespace: str, service: str) -> Target | None:
         """The service of a corpus, with the revision that its spec asks for; None where none could run."""
-        live = await self._cluster.get(BLEND_SERVICE, namespace, service)
+        live = await self._reads.get(BLEND_SERVICE, namespace, service)
         if live is None or is_leaving(live):
             return None
         try:
             spec = _service_spec_of(live)
         except InvalidField:
             return None
-        store = await self._cluster.get(RAY_SERVICE, namespace, ray_service_name(service))
+        store = await self._reads.get(RAY_SERVICE, namespace, ray_service_name(service))
         is_ready = store is not None and ray_service_view(store).is_ready
         return Target(spec, EngineRevision.of(spec), is_ready)
 
@@ -346,14 +373,14 @@ class Reconciler:
     async def _write_status(
         self, live: Manifest, before: S, after: S, conditions: Sequence[Condition] | None = None
     ) -> None:
-        """Write the status if it has changed."""
+        """Write the status if it has changed; refused if somebody has changed the object since."""
         generation = int(live["metadata"].get("generation", 0))
         now = timestamp(self._clock())
         merged = c.merge_conditions(before.conditions, conditions or after.conditions, generation, now)
         written = replace(after, observed_generation=generation, conditions=merged)
         if to_manifest(written) == to_manifest(before):
             return
-        metadata = {key: live["metadata"][key] for key in ("name", "namespace")}
+        metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
         status = {"apiVersion": API_VERSION, "kind": live["kind"], "status": to_manifest(written)}
         await self._cluster.apply_status({**status, "metadata": metadata})
 

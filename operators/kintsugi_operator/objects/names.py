@@ -30,8 +30,6 @@ ANNOTATION_CLUSTER = f"{GROUP}/cluster"
 """Digest of a Ray cluster: KubeRay copies the annotations of a RayService to the RayCluster that it makes."""
 FINALIZER = f"{GROUP}/finalizer"
 """Holds a BlendService until it has drained. The reconciler alone sets and removes it."""
-KOPF_FINALIZER = f"{GROUP}/kopf"
-"""The name that kopf has for a finalizer of its own, which no object carries."""
 FIELD_MANAGER = "kintsugi-operator"
 
 

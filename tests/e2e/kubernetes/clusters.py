@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,8 @@ import pytest
 import yaml
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_kube_config
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator.api.crd import crds
@@ -105,13 +107,19 @@ class Kube:
         for name in names:
             until(lambda name=name: self._is_established(name), f"{name} is established")
         for resource in (BLEND_SERVICE, CORPUS_PRECOMPUTE, RAY_SERVICE, RAY_JOB):
-            until(lambda one=resource: self._is_served(one), f"{resource.plural} are served")
+            until(lambda one=resource: self.is_served(one), f"{resource.plural} are served")
 
     def _is_established(self, name: str) -> bool:
         conditions = self.request("GET", f"{CRDS}/{name}").get("status", {}).get("conditions") or []
         return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
-    def _is_served(self, resource: Resource) -> bool:
+    def uninstall_crds(self, names: Iterable[str]) -> None:
+        """Delete CRDs, with all their objects on the whole cluster. Returns before those are gone."""
+        for name in names:
+            self.request("DELETE", f"{CRDS}/{name}")
+
+    def is_served(self, resource: Resource) -> bool:
+        """Whether the API server knows the kind."""
         return resource.plural in self._runner.run(self._server.list_served_kinds(resource.api_version))
 
     def service_addresses(self) -> int | None:
@@ -226,10 +234,19 @@ class Operator:
         until(self.is_leader, "the operator leads", self.said)
 
     def metric(self, name: str) -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
-        (found,) = [line for line in lines if line.startswith(f"kintsugi_operator_{name} ")]
-        return int(found.split()[1])
+        (found,) = [one for one in self._samples(f"kintsugi_operator_{name}") if not one.labels]
+        return int(found.value)
+
+    def requests(self) -> dict[str, int]:
+        """Number of requests to the API server so far, by verb; the Lease's apart."""
+        return {
+            one.labels["verb"]: int(one.value) for one in self._samples("kintsugi_operator_requests_total")
+        }
+
+    def _samples(self, name: str) -> list[Sample]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return [sample for family in families for sample in family.samples if sample.name == name]
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]

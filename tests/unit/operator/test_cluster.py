@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.controller.cluster import BLEND_SERVICE, CLAIM, POD, RAY_CLUSTER, ApiServer, Refused
+from kintsugi_operator.controller.cluster import (
+    BLEND_SERVICE,
+    CLAIM,
+    POD,
+    RAY_CLUSTER,
+    ApiServer,
+    Refused,
+    parse_list,
+)
 from kintsugi_operator.controller.cluster import SERVICE as SERVICE_KIND
 from tests.unit.operator.conversation import Conversation, held
 
@@ -110,17 +119,87 @@ def test_nobody_there_is_unavailable() -> None:
     asyncio.run(main())
 
 
-def test_only_what_may_change_the_cluster_is_counted() -> None:
+def test_each_request_is_counted_by_its_verb_and_what_is_stored_is_told() -> None:
     path = "/api/v1/namespaces/team/services/acme-grpc"
-    conversation = Conversation({("GET", path): (200, SERVICE), ("PATCH", path): (200, SERVICE)})
-    writes = []
+    stored = {**SERVICE, "metadata": {**SERVICE["metadata"], "resourceVersion": "7"}}
+    conversation = Conversation({("GET", path): (200, SERVICE), ("PATCH", path): (200, stored)})
+    verbs: list[str] = []
+    told: list[Any] = []
 
     async def main() -> None:
         async with held(conversation) as client:
-            server = ApiServer(client, lambda: writes.append(1))
+            server = ApiServer(client, verbs.append, told.append)
             await server.get(SERVICE_KIND, "team", "acme-grpc")
-            assert writes == []
+            await server.list(POD, "team", {})
+            assert told == []
             await server.apply(SERVICE)
-            assert writes == [1]
+            await server.merge(SERVICE_KIND, "team", "acme-grpc", {})
 
     asyncio.run(main())
+    assert verbs == ["get", "list", "patch", "patch"]
+    assert told == [stored, stored]
+
+
+def test_a_first_list_comes_from_the_cache_and_spans_namespaces() -> None:
+    page = {"metadata": {"resourceVersion": "9"}, "items": [{"metadata": {"name": "a"}}]}
+    conversation = Conversation({("GET", "/api/v1/pods"): (200, page)})
+    found: list[Any] = []
+    assert talk(conversation, lambda server: server.scan(POD, "", "app", "0", found.append)) == 9
+    assert found == [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}}]
+    (asked,) = conversation.asked
+    assert asked.query == {"labelSelector": "app", "resourceVersion": "0"}
+    with pytest.raises(Refused):
+        talk(Conversation(), lambda server: server.scan(POD, "", "", "0", found.append))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_a_list_is_parsed_however_it_is_cut(size: int) -> None:
+    items = [{"name": 'ä"items":[]', "spec": {"items": [1, {"b": "]"}]}}, {"name": "€"}]
+    texts = [json.dumps({"metadata": {"v": "1"}, "items": items}, ensure_ascii=False, indent=None)]
+    texts.append(json.dumps({"items": items, "metadata": {"v": "1"}}, ensure_ascii=False, indent=1))
+    texts.append(texts[0].replace(" ", ""))
+    for text in texts:
+        assert parse(text.encode(), size) == [*((one, True) for one in items), (REST, False)]
+    assert parse(b'{"metadata": {"v": "1"}, "items": []}', size) == [(REST, False)]
+    assert parse(b'{"metadata": {"v": "1"}, "items": null}', size) == [({**REST, "items": None}, False)]
+    with pytest.raises(Unavailable, match="cut off"):
+        parse(texts[0].encode()[:-20], size)
+
+
+REST = {"metadata": {"v": "1"}, "items": []}
+
+
+def parse(text: bytes, size: int) -> list[tuple[Any, bool]]:
+    async def pieces() -> AsyncIterator[bytes]:
+        for begin in range(0, len(text), size):
+            yield text[begin : begin + size]
+
+    async def main() -> list[tuple[Any, bool]]:
+        return [one async for one in parse_list(pieces())]
+
+    return asyncio.run(main())
+
+
+def test_events_come_until_the_watch_ends_and_an_error_is_raised() -> None:
+    path = "/api/v1/namespaces/team/pods"
+    added = {"type": "ADDED", "object": {"metadata": {"name": "a" * 200_000}}}
+    error = {"type": "ERROR", "object": {"code": 410, "message": "too old resource version: 3"}}
+    conversation = Conversation(events={path: [added, error]})
+    seen: list[Any] = []
+
+    async def follow(server: ApiServer) -> None:
+        async for event in server.watch(POD, "team", "app", "3"):
+            seen.append(event)
+
+    with pytest.raises(Refused, match="too old") as caught:
+        talk(conversation, follow)
+    assert caught.value.status == 410
+    assert seen == [added]
+    (asked,) = conversation.asked
+    assert asked.query == {
+        "watch": "true",
+        "allowWatchBookmarks": "true",
+        "timeoutSeconds": "600",
+        "labelSelector": "app",
+        "resourceVersion": "3",
+    }

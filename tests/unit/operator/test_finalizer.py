@@ -1,4 +1,4 @@
-"""Our finalizer beside a running kopf, which removes its own where no handler needs it."""
+"""Our finalizer while the operator watches: nobody but the reconciler touches it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import contextlib
 import copy
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
-import kopf
 import pytest
 
 from kintsugi_operator.controller.cluster import BLEND_SERVICE
@@ -40,7 +38,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Operated:
-    """A world, and an operator with kopf that watches it."""
+    """A world, and an operator that watches it."""
 
     world: World
     server: FakeApiServer
@@ -65,7 +63,7 @@ class Operated:
         await until(lambda: self.pulse.looks >= aim)
 
     async def annotate(self, looks: int = LOOKS) -> None:
-        """A person changes the object; kopf hears of it, and the operator looks that many times."""
+        """A person changes the object; the operator hears of it, and looks that many times."""
         changed = copy.deepcopy(self.service)
         changed["metadata"]["annotations"] = NOTE
         self.world.cluster.put(changed)
@@ -90,11 +88,7 @@ async def operated(world: World) -> AsyncIterator[Operated]:
     it = Operated(world, FakeApiServer(world.cluster))
     settings = OperatorOptions("", "me", namespaces=("default",))
     async with served(it.server.answer) as client, aiohttp.ClientSession() as session:
-
-        def login(**_: Any) -> kopf.ConnectionInfo:
-            return kopf.ConnectionInfo(server=client.configuration.host)
-
-        task = asyncio.create_task(operate(client, settings, session, it.pulse, login))
+        task = asyncio.create_task(operate(client, settings, session, it.pulse))
         try:
             yield it
         finally:
@@ -167,7 +161,7 @@ def test_a_deleted_service_drains_before_it_goes(world: World) -> None:
 
 
 def test_a_service_that_was_deleted_while_no_operator_ran_drains(world: World) -> None:
-    """As after an upgrade: kopf lists it with the finalizer that an earlier operator gave it."""
+    """As after an upgrade: it is listed with the finalizer that an earlier operator gave it."""
 
     async def main() -> None:
         await world.cluster.delete(BLEND_SERVICE, "default", "acme")

@@ -21,7 +21,7 @@ from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import Figures
-from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeWeb
+from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeReads, FakeWeb
 from tests.unit.operator.specs import NOW, SMALL, spec_of
 
 OLD = EngineRevision.of(spec_of()).name
@@ -35,7 +35,11 @@ class World:
         self.kuberay = FakeKubeRay(self.cluster)
         self.web = FakeWeb()
         self.now = NOW
-        self.reconciler = Reconciler(self.cluster, self.web, self._clock)
+        self.reconciler = self.restart()
+
+    def restart(self) -> Reconciler:
+        """A new process."""
+        return Reconciler(self.cluster, FakeReads(self.cluster), self.web, self._clock)
 
     def _clock(self) -> datetime:
         return self.now
@@ -90,8 +94,8 @@ class World:
 
     def lose_pods(self, of: str) -> None:
         """Kubernetes has ended those whose names hold that."""
-        for key in [key for key in self.cluster.objects if key[0] == "Pod" and of in key[2]]:
-            del self.cluster.objects[key]
+        for name in [name for name in self.cluster.named("Pod") if of in name]:
+            self.cluster.lose("Pod", name)
 
     def serving(self) -> str:
         return str(self.cluster.find("Service", "acme-grpc")["spec"]["selector"][LABEL_REVISION])
@@ -252,7 +256,7 @@ def test_a_restart_in_the_middle_changes_nothing(world: World) -> None:
     world.up()
     world.make(model={"path": "/models/other"})
     world.settle()
-    world.reconciler = Reconciler(world.cluster, world.web, world._clock)
+    world.reconciler = world.restart()
     before = world.cluster.writes.copy()
     world.look()
     assert world.cluster.writes == before

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import kopf
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi_operator.api.manifest import API_VERSION
-from kintsugi_operator.controller.cluster import ApiServer, Refused
+from kintsugi_operator import operator
+from kintsugi_operator.controller.cluster import Refused
 from kintsugi_operator.controller.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
 from kintsugi_operator.controller.pulse import Pulse
 from kintsugi_operator.controller.queue import KEYS_MAX, ObjectKey, WorkQueue
-from kintsugi_operator.operator import OperatorOptions, _until_served, operate
+from kintsugi_operator.operator import OperatorOptions
 from tests.fakes.cluster import FakeCluster
 from tests.unit.operator.conversation import Asked, Conversation, held
 
@@ -82,6 +81,26 @@ def test_no_object_is_looked_at_by_two_workers() -> None:
         assert len(queue) == 0
         for task in tasks:
             await stopped(task)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_worker_ends_even_if_something_comes_at_that_moment(steps: int) -> None:
+    async def main() -> None:
+        async def look(key: ObjectKey) -> float | None:
+            return None
+
+        queue = WorkQueue(look, asyncio.get_running_loop().time)
+        queue.add(ACME, 3600.0)
+        task = asyncio.create_task(queue.run())
+        await asyncio.sleep(0.01)
+        queue.add(ObjectKey("BlendService", "team", "other"), 3600.0)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        ended, _ = await asyncio.wait({task}, timeout=3)
+        assert ended
 
     asyncio.run(main())
 
@@ -239,91 +258,6 @@ def test_a_renewal_starts_the_wait_anew() -> None:
     assert sight.again({"holderIdentity": "you", "renewTime": "2"}, 20.0).since_s == 20.0
 
 
-def kind_page(plural: str, kind: str) -> dict[str, Any]:
-    """As discovery describes a kind."""
-    return {
-        "name": plural,
-        "kind": kind,
-        "namespaced": kind != "Namespace",
-        "singularName": kind.lower(),
-        "verbs": ["list", "watch", "patch"],
-    }
-
-
-KINDS = [("blendservices", "BlendService"), ("corpusprecomputes", "CorpusPrecompute")]
-OURS = [kind_page(plural, kind) for plural, kind in KINDS]
-
-
-def test_crds_that_come_later_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """kopf looks once: what is not there by then would never be watched."""
-    pages = iter([(404, {"message": "none"}), (200, {"resources": OURS[:1]}), (200, {"resources": OURS})])
-    conversation = Conversation({("GET", "/apis/kintsugi.dev/v1alpha1"): lambda asked: next(pages)})
-    monkeypatch.setattr("kintsugi_operator.operator.SOON_S", 0.01)
-
-    async def main() -> None:
-        async with held(conversation) as client:
-            await _until_served(ApiServer(client))
-
-    asyncio.run(main())
-    assert next(pages, None) is None
-    assert "does not serve blendservices, corpusprecomputes: apply the chart's CRDs" in caplog.text
-    assert "does not serve corpusprecomputes: apply" in caplog.text
-
-
-def test_an_event_leads_to_a_look_and_kopf_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kopf's watches against prepared pages: discovery, a list, an event."""
-    group = "/apis/kintsugi.dev/v1alpha1"
-    found = {
-        ("GET", "/api"): (200, {"versions": ["v1"]}),
-        ("GET", "/api/v1"): (200, {"resources": [kind_page("namespaces", "Namespace")]}),
-        ("GET", "/apis"): (
-            200,
-            {
-                "groups": [
-                    {
-                        "name": "kintsugi.dev",
-                        "preferredVersion": {"version": "v1alpha1"},
-                        "versions": [{"version": "v1alpha1"}],
-                    },
-                ]
-            },
-        ),
-        ("GET", group): (200, {"resources": OURS}),
-    }
-    for plural, kind in KINDS:
-        listed = {"kind": f"{kind}List", "metadata": {"resourceVersion": "5"}, "items": []}
-        found["GET", f"{group}/namespaces/team/{plural}"] = (200, listed)
-    event = {
-        "type": "ADDED",
-        "object": {
-            "apiVersion": API_VERSION,
-            "kind": "BlendService",
-            "metadata": {"name": "acme", "namespace": "team", "uid": "u1", "resourceVersion": "6"},
-            "spec": {},
-        },
-    }
-    conversation = Conversation(dict(found), {f"{group}/namespaces/team/blendservices": [event]})
-
-    def login(**_: Any) -> kopf.ConnectionInfo:
-        return kopf.ConnectionInfo(server=conversation.url)
-
-    async def main() -> Pulse:
-        pulse = Pulse()
-        settings = OperatorOptions("team", "me", namespaces=("team",))
-        async with held(conversation) as client, aiohttp.ClientSession() as session:
-            task = asyncio.create_task(operate(client, settings, session, pulse, login))
-            await until(lambda: any(one.path.endswith("/blendservices/acme") for one in conversation.asked))
-            await stopped(task)
-        return pulse
-
-    pulse = asyncio.run(main())
-    assert pulse.looks >= 1
-    assert pulse.writes == 0
-    assert {one.method for one in conversation.asked} == {"GET"}
-
-
 def test_probes_and_metrics(unused_port: int) -> None:
     async def main() -> None:
         pulse = Pulse()
@@ -334,10 +268,13 @@ def test_probes_and_metrics(unused_port: int) -> None:
                 assert (await session.get(f"{url}/healthz")).status == 200
                 assert (await session.get(f"{url}/leader")).status == 503
                 pulse.is_leader = True
+                for verb in ("list", "watch", "get", "patch", "delete"):
+                    pulse.count_request(verb)
                 assert (await session.get(f"{url}/leader")).status == 200
                 text = await (await session.get(f"{url}/metrics")).text()
                 assert "kintsugi_operator_leader 1" in text
-                assert "# TYPE kintsugi_operator_writes_total counter" in text
+                assert "kintsugi_operator_writes_total 2.0" in text
+                assert 'kintsugi_operator_requests_total{verb="watch"} 1.0' in text
         finally:
             await runner.cleanup()
 
@@ -366,12 +303,10 @@ def test_the_process_leads_and_gives_the_lease_back(tmp_path: Path, unused_port:
         return 200, kept
 
     found: dict[tuple[str, str], Any] = {
-        ("GET", "/api"): (200, {"versions": ["v1"]}),
-        ("GET", "/api/v1"): (200, {"resources": [kind_page("namespaces", "Namespace")]}),
-        ("GET", "/apis"): (200, {"groups": []}),
-        ("GET", "/apis/kintsugi.dev/v1alpha1"): (200, {"resources": OURS}),
+        ("GET", f"{lease}/l"): get,
+        ("PUT", f"{lease}/l"): put,
+        ("POST", lease): put,
     }
-    found |= {("GET", f"{lease}/l"): get, ("PUT", f"{lease}/l"): put, ("POST", lease): put}
 
     async def main() -> int:
         conversation = Conversation(found)
@@ -385,8 +320,7 @@ def test_the_process_leads_and_gives_the_lease_back(tmp_path: Path, unused_port:
                 assert process.returncode is None
                 await asyncio.sleep(0.05)
             assert kept["spec"]["holderIdentity"] == "operator-0"
-            # kopf takes the signal once it runs.
-            await until(lambda: any(one.path == "/apis" for one in conversation.asked))
+            await until(lambda: any(one.path.endswith("/blendservices") for one in conversation.asked))
             process.terminate()
             return await process.wait()
 
@@ -411,7 +345,9 @@ def test_a_standby_ends_when_it_is_told_to(tmp_path: Path, unused_port: int) -> 
 
 
 @contextlib.asynccontextmanager
-async def started(url: str, folder: Path, health_port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+async def started(
+    url: str, folder: Path, health_port: int, namespace: str = "team", log: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """The operator's process, for an API server. Killed if it has not ended by itself."""
     config = {
         "current-context": "x",
@@ -420,12 +356,14 @@ async def started(url: str, folder: Path, health_port: int) -> AsyncIterator[asy
         "users": [{"name": "u", "user": {"token": "t"}}],
     }
     (folder / "config").write_text(json.dumps(config))
-    environ = {**os.environ, "KUBECONFIG": str(folder / "config"), "POD_NAMESPACE": "team"}
+    environ = {**os.environ, "KUBECONFIG": str(folder / "config"), "POD_NAMESPACE": namespace}
     environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "POD_NAME": "operator-0"}
-    arguments = ["--namespace=team", "--lease=l", "--metrics-port=0", f"--health-port={health_port}"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kintsugi_operator", *arguments, env=environ
-    )
+    arguments = [f"--namespace={namespace}", "--lease=l", "--metrics-port=0", f"--health-port={health_port}"]
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("wb")) if log is not None else None
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kintsugi_operator", *arguments, env=environ, stdout=output, stderr=output
+        )
     try:
         yield process
     finally:
@@ -440,6 +378,22 @@ async def _is_leader(session: aiohttp.ClientSession, port: int) -> bool:
             return answer.status == 200
     except aiohttp.ClientError:
         return False
+
+
+def test_only_a_signal_ends_it_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A task that was cancelled by something else looks like one that a signal has ended."""
+    monkeypatch.setattr(sys, "argv", ["kintsugi-operator"])
+    for error, said in ((asyncio.CancelledError(), "not by a signal"), (ValueError("broken"), "broken")):
+
+        async def serve(settings: OperatorOptions, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(operator, "_serve", serve)
+        assert operator.run() == 1
+        assert said in caplog.text
+    assert "SIGTERM" not in caplog.text
 
 
 def test_the_command_line() -> None:

@@ -1,0 +1,283 @@
+"""What the API server last told about every kind that is read: a shelf per kind and watched namespace.
+
+`controller.watch` fills the shelves; readers get copies. Nothing here does I/O, so the rules are tested as
+functions of what was listed, what happened and what was written:
+
+- Objects are kept as compressed JSON, without what nobody reads (`managedFields`, the specs of pods). That
+  bounds memory, and no reader can change what another one sees.
+- The `resourceVersion`s of one kind are ordered. A shelf knows the version up to which its watch has told
+  everything, and the version of each object.
+- What a write returned is put on the shelf (`Index.absorb`), so that the next look does not act on what was
+  there before. An answer that the watch has already overtaken is dropped: the object may be gone again, and
+  no event would ever say so.
+- A kind that is not served has no objects. One that was never listed is unknown, and reading it raises
+  `Unavailable`: a list that is empty only because nobody has answered decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kintsugi.core.errors import Unavailable
+from kintsugi_operator.controller.cluster import (
+    BLEND_SERVICE,
+    CORPUS_PRECOMPUTE,
+    OWNED,
+    POD,
+    RAY_CLUSTER,
+    RAY_CRON_JOB,
+    Resource,
+)
+from kintsugi_operator.controller.queue import ObjectKey
+from kintsugi_operator.objects.names import LABEL_CORPUS, LABEL_SERVICE
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import label_of
+
+INDEXED = (LABEL_SERVICE, LABEL_CORPUS)
+"""Labels by which objects are found."""
+COMPRESSION = 1
+"""zlib's fastest: templates repeat themselves so much that more effort saves little."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A kind that is read, and how much of it."""
+
+    resource: Resource
+    label: str = LABEL_SERVICE
+    """Only objects with this label are read; empty: all."""
+    ignored: tuple[str, ...] = ()
+    """Top-level fields that nobody reads."""
+
+
+KINDS = (
+    Watched(BLEND_SERVICE, label=""),
+    Watched(CORPUS_PRECOMPUTE, label=""),
+    *(Watched(one) for one in OWNED),
+    Watched(POD, ignored=("spec",)),
+    # Its digest is an annotation. KubeRay gives it the labels and annotations of its RayService.
+    Watched(RAY_CLUSTER, ignored=("spec", "status")),
+)
+
+
+class Knowledge(StrEnum):
+    """What is known of a kind."""
+
+    NOTHING = "nothing"
+    LISTED = "listed"
+    MISSING = "missing"
+    """The API server does not serve it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An object on a shelf."""
+
+    name: tuple[str, str]
+    """Namespace and name."""
+    version: int
+    content: bytes
+    """Everything that is read of it but its version: what did not change has the same bytes."""
+    labels: tuple[str, ...]
+    """Values of the `INDEXED` labels."""
+    keys: frozenset[ObjectKey]
+    """Our objects whose reconciliation depends on it."""
+
+    def manifest(self) -> Manifest:
+        """A copy of the object."""
+        found: Manifest = json.loads(zlib.decompress(self.content))
+        found["metadata"]["resourceVersion"] = str(self.version)
+        return found
+
+
+def version_of(manifest: Manifest) -> int:
+    """The `resourceVersion` of an object or a list."""
+    return int(manifest["metadata"]["resourceVersion"])
+
+
+def keys_of(manifest: Manifest) -> frozenset[ObjectKey]:
+    """Our objects that have to be looked at when this one changes."""
+    metadata = manifest["metadata"]
+    namespace, kind = metadata["namespace"], manifest["kind"]
+    if kind == BLEND_SERVICE.kind:
+        return frozenset({ObjectKey(kind, namespace, metadata["name"])})
+    if kind == CORPUS_PRECOMPUTE.kind:
+        own = ObjectKey(kind, namespace, metadata["name"])
+        # A service that waits for its corpora has to notice their progress.
+        service = str((manifest.get("spec") or {}).get("service") or "")
+        return frozenset({own, ObjectKey(BLEND_SERVICE.kind, namespace, service)} if service else {own})
+    if corpus := label_of(manifest, LABEL_CORPUS):
+        return frozenset({ObjectKey(CORPUS_PRECOMPUTE.kind, namespace, corpus)})
+    return frozenset({ObjectKey(BLEND_SERVICE.kind, namespace, label_of(manifest, LABEL_SERVICE))})
+
+
+class Shelf:
+    """The objects of one kind, as far as one watch has told. Methods that change it return the keys of what
+    has to be looked at."""
+
+    def __init__(self, kind: Watched, namespace: str) -> None:
+        """`namespace`: the one that is watched; empty: all."""
+        self.kind = kind
+        self.namespace = namespace
+        self.knowledge = Knowledge.NOTHING
+        self.version = 0
+        """Everything up to this version has been told."""
+        self.problem = "it is being listed"
+        """Why nothing is known yet."""
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._groups: dict[tuple[str, int, str], set[tuple[str, str]]] = {}
+        """Names by namespace, position in `INDEXED` and value of the label."""
+
+    def pack(self, manifest: Manifest) -> Entry:
+        """The entry of an object."""
+        ignored = self.kind.ignored
+        metadata = {
+            k: v for k, v in manifest["metadata"].items() if k not in ("managedFields", "resourceVersion")
+        }
+        read = {k: v for k, v in manifest.items() if k not in ignored} | {"metadata": metadata}
+        text = json.dumps(read, sort_keys=True, separators=(",", ":"))
+        return Entry(
+            (metadata["namespace"], metadata["name"]),
+            version_of(manifest),
+            zlib.compress(text.encode(), COMPRESSION),
+            tuple(label_of(manifest, label) for label in INDEXED),
+            keys_of(manifest),
+        )
+
+    def replace(self, entries: Iterable[Entry], version: int) -> frozenset[ObjectKey]:
+        """Take over a list. Objects that were written after it are kept: the watch from its version on tells
+        about them."""
+        changed: set[ObjectKey] = set()
+        listed = {one.name: one for one in entries}
+        for name, one in list(self._entries.items()):
+            if name not in listed and one.version <= version:
+                changed |= self._remove(name)
+        for one in listed.values():
+            changed |= self._put(one)
+        self.knowledge, self.version = Knowledge.LISTED, version
+        return frozenset(changed)
+
+    def apply(self, event: Manifest) -> frozenset[ObjectKey]:
+        """Take over an event of the watch."""
+        changed, version = event["object"], version_of(event["object"])
+        self.version = max(self.version, version)
+        if event["type"] in ("ADDED", "MODIFIED"):
+            return self._put(self.pack(changed))
+        if event["type"] == "DELETED":
+            name = (changed["metadata"]["namespace"], changed["metadata"]["name"])
+            former = self._entries.get(name)
+            return self._remove(name) if former is not None and former.version <= version else frozenset()
+        return frozenset()
+
+    def absorb(self, stored: Manifest) -> None:
+        """Take over what a write returned, unless the watch has told about it or a later state."""
+        if self.knowledge is Knowledge.LISTED and version_of(stored) > self.version:
+            self._put(self.pack(stored))
+
+    def miss(self) -> frozenset[ObjectKey]:
+        """The kind is not served: there are no objects of it."""
+        self.knowledge, self.version = Knowledge.MISSING, 0
+        changed = frozenset(key for one in self._entries.values() for key in one.keys)
+        self._entries.clear()
+        self._groups.clear()
+        return changed
+
+    def get(self, namespace: str, name: str) -> Manifest | None:
+        """An object; None where there is none. Raises `Unavailable`."""
+        self._check_known()
+        found = self._entries.get((namespace, name))
+        return found.manifest() if found is not None else None
+
+    def select(self, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
+        """A namespace's objects with all the labels, by name. Raises `Unavailable`."""
+        self._check_known()
+        groups = [self._groups.get((namespace, INDEXED.index(k), v), set()) for k, v in labels.items()]
+        everything = {name for name in self._entries if name[0] == namespace} if not groups else groups[0]
+        return [self._entries[name].manifest() for name in sorted(everything.intersection(*groups))]
+
+    def all_keys(self) -> Iterator[ObjectKey]:
+        """Keys of all objects."""
+        for one in self._entries.values():
+            yield from one.keys
+
+    def _check_known(self) -> None:
+        if self.knowledge is Knowledge.NOTHING:
+            raise Unavailable(f"nothing is known of {self.kind.resource.plural} yet: {self.problem}")
+
+    def _put(self, entry: Entry) -> frozenset[ObjectKey]:
+        former = self._entries.get(entry.name)
+        if former is not None and former.version >= entry.version:
+            return frozenset()
+        changed = self._remove(entry.name) if former is not None else frozenset()
+        self._entries[entry.name] = entry
+        for group in self._groups_of(entry):
+            self._groups.setdefault(group, set()).add(entry.name)
+        return frozenset() if former is not None and former.content == entry.content else changed | entry.keys
+
+    def _remove(self, name: tuple[str, str]) -> frozenset[ObjectKey]:
+        former = self._entries.pop(name)
+        for group in self._groups_of(former):
+            self._groups[group].discard(name)
+            if not self._groups[group]:
+                del self._groups[group]
+        return former.keys
+
+    def _groups_of(self, entry: Entry) -> Iterator[tuple[str, int, str]]:
+        for position, value in enumerate(entry.labels):
+            if value:
+                yield entry.name[0], position, value
+
+
+class Index:
+    """All shelves. It reads as `ApiServer` does, and asks nobody."""
+
+    def __init__(self, namespaces: Sequence[str] = ()) -> None:
+        """`namespaces`: those that are watched; empty: all."""
+        self.shelves = {
+            (kind.resource, where): Shelf(kind, where) for kind in KINDS for where in namespaces or ("",)
+        }
+        self.is_kuberay_recent = False
+        """Whether RayCronJobs are served."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        """Read an object; None where there is none."""
+        return self._shelf(resource, namespace).get(namespace, name)
+
+    async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
+        """Read the objects that have all the labels."""
+        return self._shelf(resource, namespace).select(namespace, labels)
+
+    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
+        """Plural names of the kinds that are read or asked about and that the API server serves."""
+        served = {
+            shelf.kind.resource.plural
+            for shelf in self.shelves.values()
+            if shelf.kind.resource.api_version == api_version and shelf.knowledge is not Knowledge.MISSING
+        }
+        if api_version == RAY_CRON_JOB.api_version and self.is_kuberay_recent:
+            served.add(RAY_CRON_JOB.plural)
+        return frozenset(served)
+
+    def absorb(self, stored: Manifest) -> None:
+        """Take over what a write returned."""
+        for (resource, where), shelf in self.shelves.items():
+            is_its = resource.kind == stored.get("kind") and where in (
+                "",
+                stored["metadata"].get("namespace"),
+            )
+            if is_its and (not shelf.kind.label or label_of(stored, shelf.kind.label)):
+                shelf.absorb(stored)
+
+    def keys(self) -> frozenset[ObjectKey]:
+        """Keys of all our objects."""
+        ours = (BLEND_SERVICE, CORPUS_PRECOMPUTE)
+        return frozenset(
+            key for (one, _), shelf in self.shelves.items() if one in ours for key in shelf.all_keys()
+        )
+
+    def _shelf(self, resource: Resource, namespace: str) -> Shelf:
+        return self.shelves[resource, "" if (resource, "") in self.shelves else namespace]
