@@ -7,8 +7,9 @@
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
-#   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1]
-#                            container images of operator and serving, with digests and lists of contents
+#   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
+#                            container images of operator and serving, with digests, lists of contents and
+#                            provenance; PUSH pushes them and attaches both with cosign
 #   make tools               helm and kubectl for the chart's tests, into .tools
 #   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
 #   make proto               generate the gRPC stubs again
@@ -93,7 +94,7 @@ tools: setup
 
 images: setup
 	$(BIN)/python scripts/images.py $(if $(ONLY),--only $(ONLY)) $(if $(REPOSITORY),--repository $(REPOSITORY)) \
-		$(if $(BASE),--base $(BASE)) $(if $(MAKE_BASE),--make-base)
+		$(if $(BASE),--base $(BASE)) $(if $(MAKE_BASE),--make-base) $(if $(PUSH),--push) $(if $(KEY),--key $(KEY))
 
 proto: $(PROTO_VENV)/.installed
 	$(PROTO_VENV)/bin/python scripts/proto.py
@@ -107,6 +108,7 @@ lock: setup
 	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt
 	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
 	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt
+	$(BIN)/python scripts/images.py --lock
 
 # $(call make_venv,FOLDER): an environment of the first suitable interpreter, unless there is a working one.
 define make_venv

@@ -24,11 +24,21 @@ import yaml
 
 from kintsugi.core.schema import dataclass_within
 from kintsugi.core.settings import fields_in_order, setting
-from kintsugi_operator.api.blend_service import Engines, Gateways, Model, Network, Replicas, Store, Tls
+from kintsugi_operator.api.blend_service import (
+    Engines,
+    Gateways,
+    Heads,
+    Model,
+    Network,
+    Redis,
+    Replicas,
+    Store,
+    Tls,
+)
 from kintsugi_operator.api.common import Nodes, PullPolicy
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import Schema, descriptions, schema_of
-from kintsugi_operator.api.manifest import to_manifest, yaml_name
+from kintsugi_operator.api.manifest import ManifestSettings, to_manifest, yaml_name
 from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
@@ -41,6 +51,8 @@ REPOSITORY = rf"^(?:{HINT}){{0}}{HOST_AND_PATH}/?$"
 contains a hint how to get images, repeated zero times so that it matches nothing."""
 CORPUS_NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 DIGEST = r"^(sha256:[0-9a-f]{64})?$"
+HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+SECTION = r"^([A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?)?$"
 
 
 class Serving(StrEnum):
@@ -74,6 +86,45 @@ class Images:
     """Takes precedence over the tag."""
     operator_digest: str = setting("", pattern=DIGEST)
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+
+
+@dataclass(frozen=True)
+class Ingress:
+    """An Ingress in front of the gateway's HTTP port."""
+
+    enabled: bool = False
+    class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """An IngressClass; empty: the cluster's default."""
+    hosts: tuple[str, ...] = setting((), maxItems=32, items={"pattern": HOST, "maxLength": 253})
+    """Required if enabled: DNS names under which clients reach the service."""
+    tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret with tls.crt and tls.key for these hosts; empty: plain HTTP."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """For the Ingress controller: time limits, sizes of bodies, HTTPS to the gateway with `tls.secret`."""
+
+
+@dataclass(frozen=True)
+class ParentRef(ManifestSettings):
+    """A Gateway of the Gateway API, or one of its listeners."""
+
+    name: str = setting(minLength=1, pattern=NAME, maxLength=253)
+    namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
+    """Empty: the release's."""
+    section_name: str = setting("", pattern=SECTION, maxLength=253)
+    """A listener; empty: all that take the route."""
+
+
+@dataclass(frozen=True)
+class HttpRoute:
+    """An HTTPRoute of the Gateway API in front of the gateway's HTTP port."""
+
+    enabled: bool = False
+    parent_refs: tuple[ParentRef, ...] = setting((), maxItems=32)
+    """Required if enabled: Gateways that the route attaches to. Their listeners hold the TLS certificates."""
+    hostnames: tuple[str, ...] = setting((), maxItems=16, items={"pattern": HOST, "maxLength": 253})
+    """Empty: every name that the Gateways' listeners take."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """For the implementation of the Gateway API."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +206,11 @@ class Values:
     )
     store: Store = field(default_factory=Store)
     gateway: Gateways = field(default_factory=Gateways)
+    heads: Heads = field(default_factory=Heads)
+    redis: Redis = field(default_factory=Redis)
     tls: Tls = field(default_factory=Tls)
+    ingress: Ingress = field(default_factory=Ingress)
+    http_route: HttpRoute = field(default_factory=HttpRoute)
     network: Network = field(default_factory=Network)
     precompute: Precompute = field(default_factory=Precompute)
     service: Service = field(default_factory=Service)
@@ -192,6 +247,9 @@ def values_schema() -> Schema:
     del corpus["properties"]["service"]
     corpus["properties"] = {"name": {"type": "string", "pattern": CORPUS_NAME}, **corpus["properties"]}
     corpus["required"] = ["name", *(name for name in corpus["required"] if name != "service")]
+    for name, mandatory in (("ingress", "hosts"), ("httpRoute", "parentRefs")):
+        properties[name]["if"] = {"properties": {"enabled": {"const": True}}, "required": ["enabled"]}
+        properties[name]["then"] = {"properties": {mandatory: {"minItems": 1}}, "required": [mandatory]}
     # Helm sets it if this chart is a dependency of another one.
     properties["global"] = {"type": "object"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of kintsugi", **root}

@@ -1,10 +1,14 @@
 """Build the images: `python scripts/images.py [--only NAME ...] [--repository R] [--tag T] [--base IMAGE]`.
 
-First pip downloads exactly the wheels of the lock from its configured sources; the build copies them and
-needs no network. Builds with the first of buildah, podman and docker that is installed. `--make-base` makes a
-base image from Debian's packages with debootstrap, for machines that cannot reach an image registry; it needs
-root. Prints each image's digest and size, and writes its bill of materials as CycloneDX JSON to
-build/images/NAME/sbom.cdx.json.
+First pip downloads exactly the wheels whose digests the lock names from its configured sources; the build
+copies them, installs them by these digests and needs no network. Builds with the first of buildah, podman
+and docker that is installed. `--make-base` makes a base image from Debian's packages with debootstrap, for
+machines that cannot reach an image registry; it needs root. Prints each image's digest and size, and writes
+to build/images/NAME its bill of materials (sbom.cdx.json, CycloneDX) and its provenance (provenance.json,
+SLSA 1.0).
+
+`--push` pushes the images and attaches both to them with cosign. `--lock` builds nothing: it writes the
+digests of the images' wheels into their locks.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
@@ -28,7 +36,11 @@ from packageurl import PackageURL
 REPOSITORY = Path(__file__).parents[1]
 CONTEXTS = REPOSITORY / "build" / "images"
 BUILDERS = ("buildah", "podman", "docker")
-BASE = "python:3.11-slim-bookworm"
+BASE = (
+    "docker.io/library/python:3.11-slim-bookworm"
+    "@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b"
+)
+"""As docker-library/repo-info recorded it for Python 3.11.16. The Dockerfiles name the same."""
 SUITE = "bookworm"
 """The Debian release whose Python is 3.11, which the wheels are built for."""
 SUITE_PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
@@ -42,13 +54,14 @@ UNNEEDED = (
     "var/lib/apt/lists",
     "var/log",
 )
-GLIBC_MINORS = (36, 35, 34, 31, 28, 27, 17)
+GLIBC_MINORS = range(36, 4, -1)
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS),
-    *("manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
+    *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
     *("linux_x86_64", "any"),
 )
 """Wheel platforms that Debian 12's C library can run, newest first; pip accepts no range."""
+LOCK_LINE = re.compile(r"([a-z0-9][a-z0-9._-]*)==(\S+)(?: --hash=sha256:([0-9a-f]{64}))?")
 EPOCH_S = 315_532_800
 """1980, the earliest time that zip can store."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -56,8 +69,41 @@ LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 """Low enough for every machine: the builders' defaults may exceed a machine's own limits."""
 
 
+BUILD_TYPE = "https://kintsugi.dev/build/images/v1"
+"""Names what the parameters of a provenance mean: the options of this script."""
+BUILDER_ID = "https://kintsugi.dev/build/local"
+ATTACHED = {"cyclonedx": "sbom.cdx.json", "slsaprovenance1": "provenance.json"}
+"""Files of a context that are attached to an image, by the type that cosign knows."""
+
+
 class ImagesError(Exception):
     """A build failed, or a tool that it needs is missing."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One wheel of a lock."""
+
+    name: str
+    version: str
+    sha256: str = ""
+    """Digest of the wheel for the image's platform; empty before `--lock` has written it."""
+
+    def __str__(self) -> str:
+        pinned = f"{self.name}=={self.version}"
+        return f"{pinned} --hash=sha256:{self.sha256}" if self.sha256 else pinned
+
+
+def read_lock(path: Path) -> list[Pin]:
+    """Read the pins of a lock. Raises `ImagesError`."""
+    pins = []
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            found = LOCK_LINE.fullmatch(line)
+            if found is None:
+                raise ImagesError(f"{path.name}: {line!r} is not name==version --hash=sha256:digest")
+            pins.append(Pin(found[1], found[2], found[3] or ""))
+    return pins
 
 
 @dataclass(frozen=True)
@@ -68,6 +114,8 @@ class Image:
     lock: Path
     network: str = "none"
     """The build's network: `none`, or `host` to install Debian packages that a base lacks."""
+    has_gpus: bool = False
+    """Whether torch is its build for GPUs."""
 
     @property
     def context(self) -> Path:
@@ -83,7 +131,7 @@ IMAGES = {
     for image in (
         Image("operator", REPOSITORY / "locks" / "operator.txt"),
         Image("serving-cpu", REPOSITORY / "locks" / "serving-cpu.txt", "host"),
-        Image("serving-gpu", REPOSITORY / "locks" / "gpu.txt", "host"),
+        Image("serving-gpu", REPOSITORY / "locks" / "gpu.txt", "host", has_gpus=True),
     )
 }
 BY_DEFAULT = ("operator", "serving-cpu")
@@ -130,20 +178,24 @@ def run_pip(*arguments: str) -> None:
 
 
 def fill_context(image: Image) -> None:
-    """Put the lock's wheels and our own into the context. Keeps wheels that are there, and removes those that
-    the lock no longer has."""
+    """Put the lock, its wheels and our own into the context. Keeps wheels that have a digest of the lock, and
+    removes all others. Raises `ImagesError`."""
     wheels, ours = image.context / "wheels", image.context / "ours"
     wheels.mkdir(parents=True, exist_ok=True)
-    pins = [line for line in image.lock.read_text().splitlines() if line and not line.startswith("#")]
-    wanted = {wheel_prefix(pin) for pin in pins}
+    pins = read_lock(image.lock)
+    if bare := [pin.name for pin in pins if not pin.sha256]:
+        raise ImagesError(f"{image.lock.name} has no digest of {', '.join(bare)}; run make lock")
+    wanted = {pin.sha256 for pin in pins}
+    there = {}
     for wheel in wheels.iterdir():
-        if wheel_prefix("==".join(wheel.name.split("-")[:2])) not in wanted:
-            wheel.unlink()
-    there = {wheel_prefix("==".join(wheel.name.split("-")[:2])) for wheel in wheels.iterdir()}
-    missing = [pin for pin in pins if wheel_prefix(pin) not in there]
+        there[sha256_of(wheel)] = wheel
+    for digest in set(there) - wanted:
+        there[digest].unlink()
+    missing = [pin for pin in pins if pin.sha256 not in there]
     if missing:
         print(f"{image.name}: downloading {len(missing)} of {len(pins)} wheels", file=sys.stderr, flush=True)
-        download(missing, wheels)
+        download(image, missing, wheels)
+    shutil.copy(image.lock, image.context / "lock.txt")
     shutil.rmtree(ours, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         # Build from a copy, because building writes beside the sources.
@@ -161,30 +213,83 @@ def fill_context(image: Image) -> None:
         os.utime(wheel, (EPOCH_S, EPOCH_S))
 
 
-def download(pins: list[str], wheels: Path) -> None:
-    """Download wheels for the image's Python and C library, not this machine's. Raises `ImagesError`."""
-    target = ["--python-version", "3.11", "--implementation", "cp", "--dest", str(wheels)]
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def target_options() -> list[str]:
+    """pip's options for wheels of the image's Python and C library, not this machine's."""
     abis = [word for abi in ("cp311", "abi3", "none") for word in ("--abi", abi)]
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    options = ["--quiet", "--no-deps", "--only-binary", ":all:"]
-    common = ["download", *options, *target, *abis, *platforms]
-    torch = [pin for pin in pins if pin.startswith("torch==")]
-    rest = [pin for pin in pins if pin not in torch]
-    if rest:
-        run_pip(*common, *rest)
-    if torch:
-        try:
-            run_pip(*common, *torch)
-        except ImagesError:
-            print(f"{torch[0]} is not in pip's sources; taking it from {TORCH_INDEX}", file=sys.stderr)
-            run_pip(*common, "--index-url", TORCH_INDEX, *torch)
+    only = ["--quiet", "--no-deps", "--only-binary", ":all:"]
+    return [*only, "--python-version", "3.11", "--implementation", "cp", *abis, *platforms]
 
 
-def wheel_prefix(pin: str) -> str:
-    """The beginning of a wheel's name, without a local version: `ruamel_yaml-0.18` for
-    `ruamel.yaml==0.18`."""
-    name, _, version = pin.partition("==")
-    return f"{name.lower().replace('-', '_').replace('.', '_')}-{version.split('+')[0]}"
+def for_each_source(image: Image, pins: list[Pin], act: Callable[[list[str]], None]) -> None:
+    """Call `act` with pip's options for these pins, torch's apart. Raises what `act` raises.
+
+    The build of torch for CPUs is in PyTorch's own index where pip's sources lack it. That for GPUs has the
+    same version without a suffix, which `===` insists on.
+    """
+    torch = [pin for pin in pins if pin.name == "torch"]
+    rest = [pin for pin in pins if pin.name != "torch"]
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "requirements.txt"
+        options = [*target_options(), "--requirement", str(file)]
+        if rest:
+            file.write_text("".join(f"{pin}\n" for pin in rest))
+            act(options)
+        if torch and image.has_gpus:
+            file.write_text(str(torch[0]).replace("==", "===", 1))
+            act(options)
+        elif torch:
+            file.write_text(str(torch[0]))
+            try:
+                act(options)
+            except ImagesError:
+                print(f"{torch[0]} is not in pip's sources; trying {TORCH_INDEX}", file=sys.stderr)
+                act([*options, "--index-url", TORCH_INDEX])
+
+
+def download(image: Image, pins: list[Pin], wheels: Path) -> None:
+    """Download wheels. One with another digest than its pin's is refused. Raises `ImagesError`."""
+    for_each_source(image, pins, lambda options: run_pip("download", "--dest", str(wheels), *options))
+
+
+def lock_wheels(image: Image) -> None:
+    """Write the digests of the image's wheels into its lock. Raises `ImagesError`."""
+    digests: dict[str, str] = {}
+
+    def ask(options: list[str]) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            report = Path(scratch) / "report.json"
+            where = ["--target", scratch, "--report", str(report)]
+            run_pip("install", "--dry-run", "--ignore-installed", *where, *options)
+            digests.update(digests_in(json.loads(report.read_text())))
+
+    for_each_source(image, [replace(pin, sha256="") for pin in read_lock(image.lock)], ask)
+    write_digests(image.lock, digests)
+
+
+def digests_in(report: dict[str, Any]) -> dict[str, str]:
+    """Digests of the wheels in pip's report, by the names that locks use."""
+    return {
+        item["metadata"]["name"].lower().replace("_", "-"): item["download_info"]["archive_info"]["hashes"][
+            "sha256"
+        ]
+        for item in report["install"]
+    }
+
+
+def write_digests(lock: Path, digests: dict[str, str]) -> None:
+    """Write the digests of wheels, by name, into a lock. Raises `ImagesError` where one is missing."""
+    pins = read_lock(lock)
+    if missing := [pin.name for pin in pins if pin.name not in digests]:
+        raise ImagesError(f"{lock.name}: pip names no wheel of {', '.join(missing)} for the image's platform")
+    head = [line for line in lock.read_text().splitlines() if line.startswith("#")]
+    lines = [str(replace(pin, sha256=digests[pin.name])) for pin in pins]
+    lock.write_text("\n".join([*head, *lines]) + "\n")
 
 
 def build(maker: Builder, image: Image, reference: str, base: str) -> None:
@@ -288,6 +393,74 @@ def version() -> str:
     return line.split(":", 1)[1].strip()
 
 
+def make_provenance(image: Image, base: str, commit: str, began: datetime, ended: datetime) -> dict[str, Any]:
+    """Make the predicate of an image's provenance, SLSA 1.0: from what and how it was built.
+
+    `base`: reference of the base image. `commit`: of this repository; empty: not known.
+    """
+    name, _, digest = base.partition("@sha256:")
+    depends: list[dict[str, Any]] = [{"uri": name, **({"digest": {"sha256": digest}} if digest else {})}]
+    if commit:
+        depends.append({"name": "source", "digest": {"gitCommit": commit}})
+    for pin in read_lock(image.lock):
+        url = PackageURL("pypi", None, pin.name, pin.version)
+        depends.append({"uri": str(url), "digest": {"sha256": pin.sha256}})
+    for wheel in sorted((image.context / "ours").iterdir()):
+        depends.append({"name": wheel.name, "digest": {"sha256": sha256_of(wheel)}})
+    moments = {"startedOn": began, "finishedOn": ended}
+    return {
+        "buildDefinition": {
+            "buildType": BUILD_TYPE,
+            "externalParameters": {"only": image.name, "base": base},
+            "resolvedDependencies": depends,
+        },
+        "runDetails": {
+            "builder": {"id": BUILDER_ID},
+            "metadata": {name: f"{at:%Y-%m-%dT%H:%M:%SZ}" for name, at in moments.items()},
+        },
+    }
+
+
+def commit_of(repository: Path) -> str:
+    """The commit that is checked out; empty without git, or where files differ from it."""
+    git = ["git", "-C", str(repository)]
+    try:
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return "" if changed.stdout.strip() else head.stdout.strip()
+
+
+def push(maker: Builder, reference: str) -> str:
+    """Push an image. Returns its digest in the registry, by which charts and signatures name it. Raises
+    `ImagesError`."""
+    if maker.name == "docker":
+        maker.run("push", reference)
+        (about,) = json.loads(maker.run("image", "inspect", reference))
+        repository = reference.rpartition(":")[0]
+        found = [one.partition("@") for one in about["RepoDigests"]]
+        return next(digest for name, _, digest in found if name == repository)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "digest"
+        maker.run("push", "--digestfile", str(file), reference)
+        return file.read_text().strip()
+
+
+def attach(reference: str, digest: str, folder: Path, key: str) -> None:
+    """Attach the bill of materials and the provenance in `folder` to an image that was pushed, signed by
+    cosign: with a key, or with the identity that cosign asks for. Raises `ImagesError`."""
+    path = shutil.which("cosign")
+    if path is None:
+        raise ImagesError("cosign is not installed; install it, or attach with another tool without --push")
+    image = f"{reference.rpartition(':')[0]}@{digest}"
+    signed = ["--key", key] if key else []
+    for kind, name in ATTACHED.items():
+        predicate = str(folder / name)
+        command = ["attest", "--yes", *signed, "--type", kind, "--predicate", predicate, image]
+        Builder("cosign", path).run(*command)
+
+
 def build_images(arguments: argparse.Namespace) -> None:
     """Build the requested images and print a line about each. Raises `ImagesError`."""
     maker = find_builder()
@@ -298,13 +471,19 @@ def build_images(arguments: argparse.Namespace) -> None:
             make_base(maker)
     for image in (IMAGES[name] for name in arguments.only):
         reference = f"{arguments.repository}/{image.name}:{arguments.tag}"
+        began = datetime.now(UTC)
         fill_context(image)
         build(maker, image, reference, base)
         digest, size = digest_and_bytes(maker, reference)
-        target = image.context / "sbom.cdx.json"
-        target.write_text(make_sbom(reference, list_contents(maker, reference)))
-        listed = str(target.relative_to(REPOSITORY))
-        print(json.dumps({"image": reference, "digest": digest, "bytes": size, "sbom": listed}), flush=True)
+        sbom = make_sbom(reference, list_contents(maker, reference))
+        provenance = make_provenance(image, base, commit_of(REPOSITORY), began, datetime.now(UTC))
+        (image.context / ATTACHED["cyclonedx"]).write_text(sbom)
+        (image.context / ATTACHED["slsaprovenance1"]).write_text(json.dumps(provenance, indent=1) + "\n")
+        if arguments.push:
+            digest = push(maker, reference)
+            attach(reference, digest, image.context, arguments.key)
+        listed = str(image.context.relative_to(REPOSITORY))
+        print(json.dumps({"image": reference, "digest": digest, "bytes": size, "files": listed}), flush=True)
 
 
 def main() -> int:
@@ -318,8 +497,18 @@ def main() -> int:
     parser.add_argument(
         "--make-base", action="store_true", help=f"use {MADE_BASE}; make it if it does not exist"
     )
+    parser.add_argument(
+        "--push", action="store_true", help="push, and attach sbom and provenance with cosign"
+    )
+    parser.add_argument("--key", default="", help="cosign's key; unset: the identity that cosign asks for")
+    parser.add_argument("--lock", action="store_true", help="write wheels' digests into locks; build nothing")
+    arguments = parser.parse_args()
     try:
-        build_images(parser.parse_args())
+        if arguments.lock:
+            for image in IMAGES.values():
+                lock_wheels(image)
+        else:
+            build_images(arguments)
     except ImagesError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

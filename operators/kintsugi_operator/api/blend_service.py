@@ -7,6 +7,7 @@ What a service is told on one machine and on Kubernetes alike comes from `core.d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
@@ -18,7 +19,17 @@ from kintsugi.core.settings import setting
 from kintsugi_operator.api.common import Image, Nodes
 from kintsugi_operator.api.environment import Variable
 from kintsugi_operator.api.manifest import ManifestSettings
-from kintsugi_operator.api.patterns import CIDR, LABEL, MODEL, NAME, OPTIONAL_LABEL, OPTIONAL_NAME, QUANTITY
+from kintsugi_operator.api.patterns import (
+    CIDR,
+    LABEL,
+    MODEL,
+    NAME,
+    OPTIONAL_LABEL,
+    OPTIONAL_NAME,
+    QUANTITY,
+    REDIS,
+)
+from kintsugi_operator.api.pod_template import PodTemplate
 
 SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
@@ -129,6 +140,18 @@ class Engines(EngineSettings, ManifestSettings):
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
     """Environment variables, also of the jobs that calibrate a model or fill a corpus."""
     nodes: Nodes = field(default_factory=Nodes)
+    pod_template: PodTemplate = field(default_factory=PodTemplate)
+    """Additions to the pods of engines and of the job that calibrates a model."""
+    fixed_replicas: int | None = setting(None, minimum=1, maximum=1024, after="replicas")
+    """Exactly this many engines, instead of as many as Serve's autoscaling chooses within `replicas`. The
+    `scale` subresource reads and writes it: set it once, and `kubectl scale` or an autoscaler of your own
+    takes over."""
+
+    @property
+    def scale(self) -> Scale:
+        """The number of engines, whoever decides about it."""
+        fixed = self.fixed_replicas
+        return self.replicas if fixed is None else Scale(fixed, fixed)
 
 
 @dataclass(frozen=True)
@@ -198,6 +221,8 @@ class Store(StoreSettings, ManifestSettings):
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
     """Environment variables of shards. They restart, one at a time, when these change."""
     nodes: Nodes = field(default_factory=Nodes)
+    pod_template: PodTemplate = field(default_factory=PodTemplate)
+    """Additions to the pods of shards. They restart, one at a time, when these change."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +253,40 @@ class Gateways(GatewaySettings, ManifestSettings):
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
     """Environment variables, OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT among them: see `network.egress`."""
     nodes: Nodes = field(default_factory=Nodes)
+    pod_template: PodTemplate = field(default_factory=PodTemplate)
+    """Additions to the pods of gateways."""
+    service_annotations: Mapping[str, str] = setting(
+        dict, maxProperties=32, items={"maxLength": 4096}, after="service_type"
+    )
+    """Annotations of the Services NAME-grpc and NAME-http, such as those of a cloud's load balancer."""
+
+
+@dataclass(frozen=True)
+class Heads(ManifestSettings):
+    """The heads of the two Ray clusters: store, and engines with gateways."""
+
+    pod_template: PodTemplate = field(default_factory=PodTemplate)
+    """Additions to the pods of heads. That of the store takes them when it restarts next."""
+
+
+@dataclass(frozen=True)
+class Redis(ManifestSettings):
+    """An external Redis in which Ray's heads keep their state: shards and engines then outlive a head."""
+
+    RULES = (
+        Rule(
+            (this.username == "") | (this.password_secret != ""),
+            "a username needs passwordSecret",
+            "password_secret",
+        ),
+    )
+
+    address: str = setting("", pattern=REDIS, maxLength=255)
+    """`host:port`, or a URL with the scheme redis or rediss (TLS). Empty: no Redis."""
+    username: str = setting("", maxLength=128)
+    """Empty: Redis' default user."""
+    password_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A Secret whose key `password` is Redis' password; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +357,8 @@ class BlendServiceSpec(ManifestSettings):
     engines: Engines = field(default_factory=Engines)
     store: Store = field(default_factory=Store)
     gateway: Gateways = field(default_factory=Gateways)
+    heads: Heads = field(default_factory=Heads)
+    redis: Redis = field(default_factory=Redis)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
     ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)

@@ -13,6 +13,7 @@ from kintsugi.core.spaces import NAMESPACE_BYTES_MAX
 from kintsugi_operator.api.common import Nodes
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import CRON, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
+from kintsugi_operator.api.pod_template import PodTemplate
 
 
 class CorpusFormat(StrEnum):
@@ -49,6 +50,8 @@ class CorpusWorkers(ManifestSettings):
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of `vllm.LLM`."""
     nodes: Nodes = field(default_factory=Nodes)
+    pod_template: PodTemplate = field(default_factory=PodTemplate)
+    """Additions to the pods of the job."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,16 @@ COLUMNS = {
 }
 
 
+SCALES = {
+    "BlendService": {
+        "specReplicasPath": ".spec.engines.fixedReplicas",
+        "statusReplicasPath": ".status.engineReplicas",
+        "labelSelectorPath": ".status.engineSelector",
+    }
+}
+"""The scale subresource. Without `fixedReplicas` it answers with an error: Serve scales the engines then."""
+
+
 def crds() -> dict[str, Schema]:
     """The CRDs by plural name."""
     return {
@@ -74,6 +84,9 @@ def schema_of(cls: type[Any]) -> Schema:
     schema = {"type": "object", "description": _first_line(cls), "properties": properties}
     if required:
         schema["required"] = required
+    if hasattr(cls, "REFUSED"):
+        # Otherwise the API server would drop such a field, and nobody would hear why.
+        schema["x-kubernetes-preserve-unknown-fields"] = True
     if rules := getattr(cls, "RULES", ()):
         schema["x-kubernetes-validations"] = [rule.manifest() for rule in rules]
     return schema
@@ -116,7 +129,7 @@ def _crd(kind: str, short: str, spec: type[Any], status: type[Any]) -> Schema:
                     "name": VERSION,
                     "served": True,
                     "storage": True,
-                    "subresources": {"status": {}},
+                    "subresources": {"status": {}, **({"scale": SCALES[kind]} if kind in SCALES else {})},
                     "additionalPrinterColumns": columns,
                     "schema": {"openAPIV3Schema": root},
                 }

@@ -16,4 +16,5 @@ HOST_AND_PATH = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?(/[a-z0-9]([a-z0-9
 """An image's registry and repository, without a scheme or a tag."""
 HUB_NAME = r"[A-Za-z0-9][-A-Za-z0-9._]*/[-A-Za-z0-9._]+"
 MODEL = rf"^(/.*|{HUB_NAME})$"
+REDIS = r"^((rediss?://)?[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?:[0-9]{1,5})?$"
 CIDR = r"^([0-9a-fA-F.:]+/[0-9]{1,3})?$"

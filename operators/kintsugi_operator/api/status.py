@@ -80,6 +80,10 @@ class BlendServiceStatus(ManifestSettings):
     store_image: str = ""
     """What shards run; engine images do not change it."""
     engines_ready: bool = False
+    engine_replicas: int = 0
+    """Engine pods of the revision that serves."""
+    engine_selector: str = ""
+    """Labels of those pods, for autoscalers that use the `scale` subresource."""
     tiers: tuple[TierStatus, ...] = ()
     hit_rate: float | None = None
     """Share of chunk tokens that were found, lately."""

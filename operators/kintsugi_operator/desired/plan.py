@@ -3,6 +3,7 @@ last status and what was observed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -14,9 +15,17 @@ from kintsugi_operator.desired.shards import Action, ShardStep, next_step, ready
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import calibration_job
-from kintsugi_operator.objects.names import ANNOTATION_CLUSTER, ANNOTATION_DIGEST, LABEL_TEMPLATE, digest
+from kintsugi_operator.objects.names import (
+    ANNOTATION_CLUSTER,
+    ANNOTATION_DIGEST,
+    LABEL_NAME,
+    LABEL_TEMPLATE,
+    digest,
+    selector,
+)
 from kintsugi_operator.objects.network import budgets, policies
 from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.objects.service import PART as SERVICE_PART
 from kintsugi_operator.objects.service import account_objects, endpoints, revision_objects, service_objects
 from kintsugi_operator.objects.store import (
     choose_store_image,
@@ -42,6 +51,9 @@ class ClusterPatch:
         spec = self.patch["spec"]
         former = live.get("spec", {}).get("headGroupSpec") or {}
         head = replacement_patch(spec["headGroupSpec"], former)
+        # KubeRay makes a cluster's head Service once, with the name label that the head's template has then.
+        # A head that came back without that label would be found by no worker.
+        _drop_removal(head, ("template", "metadata", "labels", LABEL_NAME))
         return {**self.patch, "spec": {**spec, "headGroupSpec": head}}
 
 
@@ -54,6 +66,15 @@ class Desired:
     status: BlendServiceStatus
     shard_step: ShardStep
     cluster_patch: ClusterPatch | None = None
+
+
+def _drop_removal(patch: Manifest, path: Sequence[str]) -> None:
+    """Leave the field at `path` as it is if a merge patch would remove it."""
+    *parents, last = path
+    for key in parents:
+        patch = patch.get(key) or {}
+    if last in patch and patch[last] is None:
+        del patch[last]
 
 
 def plan_service(
@@ -141,6 +162,8 @@ def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
         return None
     cluster = store["spec"]["rayClusterConfig"]
     specs = {key: cluster[key] for key in ("headGroupSpec", "workerGroupSpecs")}
+    # Null removes it. The head takes it over when it restarts next.
+    specs["gcsFaultToleranceOptions"] = cluster.get("gcsFaultToleranceOptions")
     patch = {"metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}}, "spec": specs}
     return ClusterPatch(observed.store.cluster, patch)
 
@@ -166,6 +189,8 @@ def _status(
         shards_ready=ready,
         shards_desired=spec.store.shards,
         engines_ready=engines_ready,
+        engine_replicas=observed.engines.get(rollout.active, 0),
+        engine_selector=_engine_selector(owner, rollout.active),
         tiers=observed.figures.tiers,
         hit_rate=observed.figures.hit_rate,
         calibration=str(job.state) if job is not None else ("Absent" if spec.engines.calibrate else "Off"),
@@ -189,6 +214,11 @@ def _status(
             _ready_condition(ready, engines_ready, observed, rollout),
         ),
     )
+
+
+def _engine_selector(owner: Owner, revision: str) -> str:
+    labels = selector(owner.name, part=SERVICE_PART, role="engine", revision=revision)
+    return ",".join(f"{key}={value}" for key, value in labels.items())
 
 
 def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:

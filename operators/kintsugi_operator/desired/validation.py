@@ -9,6 +9,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress, Engines, Gateways
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import check_manifest
+from kintsugi_operator.desired.pod_template import check_keys, check_pod_template
 from kintsugi_operator.desired.schedule import check_schedule
 from kintsugi_operator.objects.deployed import (
     DIRECTORY_PORT,
@@ -40,6 +41,8 @@ def check_service(spec: BlendServiceSpec) -> None:
     _check_engines(spec.engines)
     _check_gateway(spec.gateway)
     _check_egress(spec.network.egress)
+    for part in ("engines", "store", "gateway", "heads"):
+        check_pod_template(getattr(spec, part).pod_template, f"spec.{part}.podTemplate")
     if spec.tls.require_client and not spec.tls.secret:
         raise InvalidField("spec.tls.secret", "is needed for requireClient: it holds ca.crt")
 
@@ -49,6 +52,7 @@ def check_corpus(spec: CorpusPrecomputeSpec) -> None:
     check_manifest(spec)
     for name in sorted({*BOUND, "dtype", "kv_transfer_config", "model"} & set(spec.workers.vllm)):
         raise InvalidField(f"spec.workers.vllm.{name}", "follows from the service: set it there")
+    check_pod_template(spec.workers.pod_template, "spec.workers.podTemplate")
     if spec.schedule:
         check_schedule(spec.schedule)
 
@@ -65,6 +69,7 @@ def _check_engines(engines: Engines) -> None:
 
 
 def _check_gateway(gateway: Gateways) -> None:
+    check_keys(gateway.service_annotations, "spec.gateway.serviceAnnotations")
     for field, port in (("grpcPort", gateway.grpc_port), ("httpPort", gateway.http_port)):
         taken = RESERVED_PORTS.get(port, "Ray's workers" if port in WORKER_PORTS else "")
         if taken:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kintsugi_operator.api.blend_service import Redis
 from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.objects.pods import Manifest, resources, security
 
@@ -47,11 +48,14 @@ def make_object(
     body: Manifest,
     api_version: str = "v1",
     owned: bool = True,
+    annotations: Mapping[str, str] | None = None,
 ) -> Manifest:
     """An object with everything but its digest."""
     metadata: Manifest = {"name": name, "namespace": owner.namespace, "labels": dict(labels)}
     if owned:
         metadata["ownerReferences"] = [owner.reference()]
+    if annotations:
+        metadata["annotations"] = dict(annotations)
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **body}
 
 
@@ -87,6 +91,19 @@ class Group:
             },
             "template": self.template,
         }
+
+
+def fault_tolerance(redis: Redis) -> Manifest:
+    """What makes a Ray cluster outlive its head, as a part of its spec; nothing without a Redis."""
+    if not redis.address:
+        return {}
+    options: Manifest = {"redisAddress": redis.address}
+    if redis.username:
+        options["redisUsername"] = {"value": redis.username}
+    if redis.password_secret:
+        key = {"name": redis.password_secret, "key": "password"}
+        options["redisPassword"] = {"valueFrom": {"secretKeyRef": key}}
+    return {"gcsFaultToleranceOptions": options}
 
 
 def ray_cluster(

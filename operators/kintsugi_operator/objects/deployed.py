@@ -13,6 +13,7 @@ from kintsugi.core.deploy import (
     GatewaySpec,
     ModelSpec,
     Placement,
+    Scale,
     ServiceSpec,
     StoreSpec,
     TierSpec,
@@ -23,8 +24,17 @@ from kintsugi.core.settings import convert_settings
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
 from kintsugi_operator.api.common import Image
 from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifest
-from kintsugi_operator.objects.names import digest, join_name
-from kintsugi_operator.objects.pods import STORE_TLS, TLS, TOKENS, Manifest, Volume, secret
+from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name, selector
+from kintsugi_operator.objects.pods import (
+    STORE_TLS,
+    TLS,
+    TOKENS,
+    Manifest,
+    Volume,
+    apart,
+    preferences,
+    secret,
+)
 
 DIRECTORY_PORT = 7410
 SHARD_PORT = 7400
@@ -81,6 +91,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
         engines=convert_settings(
             EngineSpec,
             engines,
+            replicas=convert_settings(Scale, engines.scale),
             gpus=float(engines.gpus),
             # A job of its own calibrates, so that engines do nothing but serve.
             calibrate=False,
@@ -130,12 +141,17 @@ def store_tls_volumes(spec: BlendServiceSpec) -> list[Volume]:
     return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
 
 
+def heads_apart(service: str) -> Manifest:
+    """Preferences to keep a service's heads on different nodes: a lost node takes one Ray cluster then."""
+    return preferences(away=apart(selector(service, role="head")))
+
+
 def pod_basics(
     spec: BlendServiceSpec, service: str, labels: Mapping[str, str], account: str = "service"
 ) -> dict[str, Any]:
     """What pods that run the service's image have in common, as arguments of `Pod`."""
     return {
-        "labels": labels,
+        "labels": {key: value for key, value in labels.items() if key != LABEL_NAME},
         "image": spec.image.reference,
         "pull_policy": str(spec.image.pull_policy),
         "pull_secrets": spec.image_pull_secrets,

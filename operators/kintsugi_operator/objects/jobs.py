@@ -121,7 +121,7 @@ def corpus_job(
         volumes.append(claim_volume("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
     volumes += store_tls_volumes(service)
     shared: dict[str, Any] = {"env": engine_env(service), "env_secret": corpus.credentials_secret}
-    shared["nodes"] = workers.nodes
+    shared |= {"nodes": workers.nodes, "more": workers.pod_template}
     head = template(
         Pod(
             **pod_basics(service, corpus.service, {**tags, LABEL_ROLE: "head"}),

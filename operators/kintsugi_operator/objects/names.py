@@ -14,6 +14,8 @@ RAY_NAME_LENGTH_MAX = 47
 """Limit of RayServices and RayJobs: KubeRay appends to their names and refuses longer ones."""
 DIGEST_LENGTH = 10
 
+LABEL_NAME = "app.kubernetes.io/name"
+"""KubeRay's own on pods of Ray: its Services select by it, so pods must not carry ours."""
 LABEL_SERVICE = f"{GROUP}/service"
 LABEL_CORPUS = f"{GROUP}/corpus"
 LABEL_PART = f"{GROUP}/part"
@@ -65,7 +67,7 @@ def selector(service: str, **labels: str) -> dict[str, str]:
 def labels(service: str, **narrower: str) -> dict[str, str]:
     """Labels of an object or pod: Kubernetes' recommended ones and ours."""
     return {
-        "app.kubernetes.io/name": "kintsugi",
+        LABEL_NAME: "kintsugi",
         "app.kubernetes.io/instance": service,
         "app.kubernetes.io/managed-by": FIELD_MANAGER,
         **selector(service, **narrower),

@@ -31,25 +31,34 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> 
     have none, and a budget that cannot be counted lets nothing go. What is not ready may go at any time, or a
     pod that cannot start could never be replaced.
     """
-    engine_pods = max(spec.engines.replicas.min, engines)
+    engine_pods = max(spec.engines.scale.min, engines)
+    store, service = {"part": "store"}, {"part": "service", "revision": active}
     chosen = {
-        "shards": (spec.store.shards, selector(owner.name, part="store", role="shard")),
-        "engines": (engine_pods, selector(owner.name, part="service", role="engine", revision=active)),
-        "gateways": (
-            spec.gateway.replicas,
-            selector(owner.name, part="service", role="gateway", revision=active),
-        ),
+        "shards": (spec.store.shards - 1, {**store, "role": "shard"}),
+        "engines": (engine_pods - 1, {**service, "role": "engine"}),
+        "gateways": (spec.gateway.replicas - 1, {**service, "role": "gateway"}),
+        "store-head": (_heads_kept(spec, spec.store.shards), {**store, "role": "head"}),
+        "service-head": (_heads_kept(spec, engine_pods), {**service, "role": "head"}),
     }
     budgets = []
-    for what, (pods, match) in chosen.items():
+    for what, (least, match) in chosen.items():
         body = {
-            "minAvailable": max(pods - 1, 0),
+            "minAvailable": least,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": match},
+            "selector": {"matchLabels": selector(owner.name, **match)},
         }
         name, tags = join_name(owner.name, what), labels(owner.name)
         budgets.append(make_object(owner, "PodDisruptionBudget", name, tags, {"spec": body}, "policy/v1"))
     return budgets
+
+
+def _heads_kept(spec: BlendServiceSpec, workers: int) -> int:
+    """How many of a Ray cluster's one head must stay.
+
+    Without a Redis a head takes all its workers with it, so it may go when they may: where there is one. With
+    a Redis the workers outlive it.
+    """
+    return int(workers > 1 and not spec.redis.address)
 
 
 def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
@@ -120,6 +129,9 @@ def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     ingress = [{"from": [kuberay, _operator(home)], "ports": _ports(DASHBOARD_PORT)}]
     # Ray's autoscaler, beside the head, asks Kubernetes.
     egress = [{"ports": _ports(443, 6443)}]
+    if spec.redis.address:
+        # Policies know no names, so it may be anywhere.
+        egress.append({"ports": _ports(int(spec.redis.address.rpartition(":")[2]))})
     return _policy(owner, "heads", {"role": "head"}, ingress=ingress, egress=egress)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kintsugi_operator.api.common import Nodes
 from kintsugi_operator.api.environment import Variable
 from kintsugi_operator.api.manifest import to_manifest
+from kintsugi_operator.api.pod_template import PodTemplate
 from kintsugi_operator.objects.names import LABEL_TEMPLATE, digest
 
 Manifest = dict[str, Any]
@@ -24,6 +25,9 @@ AGENT_PORT = 52365
 METRICS_PORT = 8080
 """Ray's own, as KubeRay sets it."""
 GCS_PORT = 6379
+READY_PATH = "/readyz"
+HOSTNAME = "kubernetes.io/hostname"
+ZONE = "topology.kubernetes.io/zone"
 TMP = "/tmp"
 SCRATCH = "/scratch"
 TLS = "/etc/kintsugi/tls"
@@ -90,6 +94,29 @@ def claim_spec(gib: float, storage_class: str) -> Manifest:
     return {"accessModes": ["ReadWriteOnce"], "resources": {"requests": requests}, **named}
 
 
+def same_place(weight: int, match: Mapping[str, Any], topology: str = HOSTNAME) -> Manifest:
+    """A preference about the place of pods, for or against that of others: their node, or its zone."""
+    return {"weight": weight, "podAffinityTerm": {"topologyKey": topology, "labelSelector": dict(match)}}
+
+
+def apart(labels: Mapping[str, str]) -> list[Manifest]:
+    """Preferences for other nodes, and other zones, than those of pods with these labels.
+
+    As anti-affinity: where nodes have no zone, spread constraints that name zones spread nothing at all.
+    """
+    match = {"matchLabels": dict(labels)}
+    return [same_place(100, match), same_place(50, match, ZONE)]
+
+
+def preferences(near: Sequence[Manifest] = (), away: Sequence[Manifest] = ()) -> Manifest:
+    """An affinity that only prefers: a pod on the wrong node is better than one that cannot be scheduled."""
+    return {
+        kind: {"preferredDuringSchedulingIgnoredDuringExecution": list(terms)}
+        for kind, terms in (("podAffinity", near), ("podAntiAffinity", away))
+        if terms
+    }
+
+
 @dataclass(frozen=True)
 class Pod:
     """The description of one pod of a Ray cluster."""
@@ -112,6 +139,8 @@ class Pod:
     """Beside the default: Ray's own health."""
     nodes: Nodes = field(default_factory=Nodes)
     affinity: Mapping[str, Any] = field(default_factory=dict)
+    more: PodTemplate = field(default_factory=PodTemplate)
+    """What the spec adds."""
     grace_s: int = 90
     """Seconds for shards to write back, and for engines and gateways to finish requests."""
     is_head: bool = False
@@ -145,13 +174,14 @@ def resources(cpus: float, memory: str, gpus: int = 0, gpu_resource: str = "") -
 
 def template(pod: Pod) -> Manifest:
     """A pod template for KubeRay, which adds Ray's command line to it."""
+    more = pod.more
     volumes = [
         scratch("tmp", TMP, "10Gi"),
         scratch("shared-memory", "/dev/shm", pod.shared_memory, in_memory=True),
         *pod.volumes,
     ]
     spec: Manifest = {
-        "serviceAccountName": pod.service_account,
+        "serviceAccountName": more.service_account_name or pod.service_account,
         "automountServiceAccountToken": pod.has_autoscaler,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": pod.grace_s,
@@ -164,18 +194,25 @@ def template(pod: Pod) -> Manifest:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(pod, volumes)],
-        "volumes": [{"name": one.name, **one.source} for one in volumes],
+        "volumes": [*({"name": one.name, **one.source} for one in volumes), *map(dict, more.volumes)],
     }
     tolerations = map(to_manifest, pod.nodes.tolerations)
     optional = {
         "imagePullSecrets": [{"name": name} for name in dict.fromkeys(pod.pull_secrets)],
         "nodeSelector": dict(pod.nodes.selector),
         "tolerations": [{key: value for key, value in one.items() if value} for one in tolerations],
-        "affinity": dict(pod.affinity),
+        "affinity": dict(more.affinity or pod.affinity),
+        "topologySpreadConstraints": [dict(one) for one in more.topology_spread_constraints],
+        "priorityClassName": more.priority_class_name,
+        "runtimeClassName": more.runtime_class_name,
+        "schedulerName": more.scheduler_name,
     }
     spec |= {key: value for key, value in optional.items() if value}
-    made = {"metadata": {"labels": dict(pod.labels)}, "spec": spec}
-    made["metadata"]["labels"][LABEL_TEMPLATE] = digest(made)
+    metadata: Manifest = {"labels": {**more.labels, **pod.labels}}
+    if more.annotations:
+        metadata["annotations"] = dict(more.annotations)
+    made = {"metadata": metadata, "spec": spec}
+    metadata["labels"][LABEL_TEMPLATE] = digest(made)
     return made
 
 
@@ -203,8 +240,14 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
         # KubeRay's CRD keys ports by number and protocol.
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "volumeMounts": [
-            {"name": one.name, "mountPath": one.path, **({"readOnly": True} if one.read_only else {})}
-            for one in volumes
+            *(
+                {"name": one.name, "mountPath": one.path, **({"readOnly": True} if one.read_only else {})}
+                for one in volumes
+            ),
+            *(
+                {key: value for key, value in to_manifest(one).items() if value}
+                for one in pod.more.volume_mounts
+            ),
         ],
         # Without probes of its own a pod gets KubeRay's, which call programs that an image may not have.
         "startupProbe": {**health, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 120},
@@ -221,6 +264,15 @@ def _health(is_head: bool) -> Manifest:
     if is_head:
         return {"httpGet": {"path": "/api/gcs_healthz", "port": DASHBOARD_PORT}}
     return {"httpGet": {"path": "/api/local_raylet_healthz", "port": AGENT_PORT}}
+
+
+def process_health(port: str) -> Manifest:
+    """A readiness probe of the process that Ray Serve places on a worker, on its named metrics port.
+
+    Ray's own health says nothing of it. The start-up probe still asks Ray, so a worker on which nothing is
+    placed yet runs, without being ready.
+    """
+    return {"httpGet": {"path": READY_PATH, "port": port}}
 
 
 def _variable(name: str, value: str | Mapping[str, Any]) -> Manifest:

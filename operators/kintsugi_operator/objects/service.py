@@ -13,6 +13,7 @@ from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
     Group,
     Owner,
+    fault_tolerance,
     make_object,
     ray_cluster,
     ray_service_body,
@@ -25,6 +26,7 @@ from kintsugi_operator.objects.deployed import (
     ENGINE_RESOURCE,
     GATEWAY_RESOURCE,
     EngineRevision,
+    heads_apart,
     pod_basics,
     service_config,
     store_tls_volumes,
@@ -33,6 +35,7 @@ from kintsugi_operator.objects.deployed import (
 from kintsugi_operator.objects.names import join_name, labels, ray_named, selector
 from kintsugi_operator.objects.pods import (
     MODELS,
+    READY_PATH,
     SCRATCH,
     TLS,
     TOKENS,
@@ -40,8 +43,11 @@ from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
     Volume,
+    apart,
     claim_volume,
     environment,
+    preferences,
+    process_health,
     scratch,
     secret,
     template,
@@ -64,6 +70,7 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
         spec.ray_version,
         autoscaled=True,
     )
+    cluster |= fault_tolerance(spec.redis)
     config = service_config(spec, owner.name, owner.namespace)
     service = ray_service_body(config, "NewCluster", cluster)
     name = ray_named(owner.name, revision.name)
@@ -104,8 +111,8 @@ def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[M
     directory = {"name": "directory", "port": DIRECTORY_PORT, "targetPort": "directory"}
     heads = selector(owner.name, part="store", role="head")
     return [
-        _service(owner, "grpc", public, gateways, grpc),
-        _service(owner, "http", public, gateways, http),
+        _service(owner, "grpc", public, gateways, grpc, spec.gateway.service_annotations),
+        _service(owner, "http", public, gateways, http, spec.gateway.service_annotations),
         _service(owner, "directory", "ClusterIP", heads, directory),
     ]
 
@@ -120,10 +127,18 @@ def endpoints(spec: BlendServiceSpec, name: str, namespace: str) -> Endpoints:
     )
 
 
-def _service(owner: Owner, what: str, kind: str, chosen: Mapping[str, str], port: Manifest) -> Manifest:
+def _service(
+    owner: Owner,
+    what: str,
+    kind: str,
+    chosen: Mapping[str, str],
+    port: Manifest,
+    annotations: Mapping[str, str] | None = None,
+) -> Manifest:
     port = {"protocol": "TCP", **port}
     body = {"spec": {"type": kind, "selector": dict(chosen), "ports": [port]}}
-    return make_object(owner, "Service", join_name(owner.name, what), labels(owner.name), body)
+    name, tags = join_name(owner.name, what), labels(owner.name)
+    return make_object(owner, "Service", name, tags, body, annotations=annotations)
 
 
 def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
@@ -134,6 +149,8 @@ def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Man
             memory="4Gi",
             volumes=store_tls_volumes(spec),
             nodes=spec.gateway.nodes,
+            affinity=heads_apart(owner.name),
+            more=spec.heads.pod_template,
             is_head=True,
             has_autoscaler=True,
         )
@@ -147,9 +164,16 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> 
         **engine_pod(spec),
         ports={"engine-metrics": ENGINE_METRICS_PORT},
         volumes=[*model_volumes(spec, engines.scratch), *store_tls_volumes(spec)],
+        readiness=process_health("engine-metrics"),
+        affinity=_apart(owner, revision, "engine"),
     )
     resources = {ENGINE_RESOURCE: 1}
-    return Group("engine", template(pod), engines.replicas.min, resources, engines.cpus, engines.gpus)
+    return Group("engine", template(pod), engines.scale.min, resources, engines.cpus, engines.gpus)
+
+
+def _apart(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
+    """Preferences to keep a revision's engines, or its gateways, on different nodes."""
+    return preferences(away=apart(selector(owner.name, part=PART, role=role, revision=revision.name)))
 
 
 def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
@@ -168,6 +192,8 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) ->
         volumes=volumes,
         readiness=_readiness(spec),
         nodes=gateway.nodes,
+        affinity=_apart(owner, revision, "gateway"),
+        more=gateway.pod_template,
     )
     return Group("gateway", template(pod), gateway.replicas, {GATEWAY_RESOURCE: 1}, gateway.cpus)
 
@@ -178,7 +204,7 @@ def _readiness(spec: BlendServiceSpec) -> Manifest:
     if spec.tls.require_client:
         return {"tcpSocket": {"port": "http"}}
     scheme = "HTTPS" if spec.tls.secret else "HTTP"
-    return {"httpGet": {"path": "/readyz", "port": "http", "scheme": scheme}}
+    return {"httpGet": {"path": READY_PATH, "port": "http", "scheme": scheme}}
 
 
 def _basics(
@@ -199,6 +225,7 @@ def engine_pod(spec: BlendServiceSpec) -> dict[str, Any]:
         "shared_memory": engines.shared_memory,
         "env": engine_env(spec),
         "nodes": engines.nodes,
+        "more": engines.pod_template,
     }
 
 

@@ -15,6 +15,7 @@ from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
     Group,
     Owner,
+    fault_tolerance,
     make_object,
     ray_cluster,
     ray_service_body,
@@ -26,13 +27,13 @@ from kintsugi_operator.objects.deployed import (
     SHARD_PORT,
     SHARD_RESOURCE,
     TIERS,
+    heads_apart,
     pod_basics,
     store_config,
     store_tls_volumes,
 )
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
-    LABEL_ROLE,
     digest,
     join_name,
     labels,
@@ -43,19 +44,21 @@ from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
     Volume,
+    apart,
     claim_spec,
     claim_volume,
     environment,
     ephemeral,
     mebibytes,
+    preferences,
+    process_health,
+    same_place,
     template,
 )
 
 PART = "store"
 OVERHEAD_GIB = 2.0
 """Memory of a shard's pod beyond the RAM tier, for Ray, gRPC's buffers and /dev/shm."""
-HOSTNAME = "kubernetes.io/hostname"
-"""The topology key of "on the same node"."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
         [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
         image.ray_version,
     )
+    cluster |= fault_tolerance(spec.redis)
     body = ray_service_body(store_config(spec), "None", cluster)
     tags = labels(owner.name, part=PART)
     name = ray_service_name(owner.name)
@@ -151,6 +155,8 @@ def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
             memory="3Gi",
             ports={"directory": DIRECTORY_PORT},
             volumes=store_tls_volumes(spec),
+            affinity=heads_apart(owner.name),
+            more=spec.heads.pod_template,
             is_head=True,
         )
     )
@@ -165,7 +171,9 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
             env=environment(spec.store.env),
             volumes=[*_volumes(spec, owner, index), *store_tls_volumes(spec)],
+            readiness=process_health("shard-metrics"),
             affinity=_affinity(spec, owner.name),
+            more=spec.store.pod_template,
         )
     )
 
@@ -187,22 +195,9 @@ def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
 
 
 def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
-    """Keep shards apart from each other, and near engines or away from them. Only preferences: a shard on the
-    wrong node is better than one that cannot be scheduled."""
-
-    def same_node_term(weight: int, **match: Any) -> Manifest:
-        term = {"topologyKey": HOSTNAME, "labelSelector": match}
-        return {"weight": weight, "podAffinityTerm": term}
-
-    apart = [same_node_term(100, matchLabels=selector(name, role="shard"))]
-    together = []
+    """Keep shards apart from each other, and near engines or away from them."""
+    shards = apart(selector(name, role="shard"))
+    engines = same_place(50, {"matchLabels": selector(name, role="engine")})
     if spec.store.placement is ShardPlacement.BESIDE_ENGINES:
-        together = [same_node_term(50, matchLabels=selector(name, role="engine"))]
-    else:
-        engines = {"key": LABEL_ROLE, "operator": "In", "values": ["engine"]}
-        apart.append(same_node_term(50, matchLabels=selector(name), matchExpressions=[engines]))
-    return {
-        kind: {"preferredDuringSchedulingIgnoredDuringExecution": terms}
-        for kind, terms in (("podAffinity", together), ("podAntiAffinity", apart))
-        if terms
-    }
+        return preferences(near=[engines], away=shards)
+    return preferences(away=[*shards, engines])

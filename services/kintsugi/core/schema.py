@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -21,7 +21,8 @@ def load(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Build the dataclass `cls` from `values`, whose path in the user's input is `where`.
 
     Raises `UnknownField` (with the nearest valid name) for a key that `cls` lacks and `InvalidField`
-    for a value of the wrong type or outside its bounds. Nothing is dropped silently.
+    for a value of the wrong type or outside its bounds, or for a key in a dataclass's `REFUSED`, with the
+    reason that stands there. Nothing is dropped silently.
     """
     if not isinstance(values, Mapping):
         raise InvalidField(where or cls.__name__, f"expected a mapping, got {type(values).__name__}")
@@ -46,7 +47,10 @@ def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidF
     path = [str(part) for part in first["loc"]]
     field = ".".join([where, *path] if where else path) or cls.__name__
     if first["type"] in _UNKNOWN:
-        return UnknownField(field, _names_at(cls, path[:-1]))
+        holder = _class_at(cls, path[:-1])
+        if (why := getattr(holder, "REFUSED", {}).get(path[-1])) is not None:
+            return InvalidField(field, f"cannot be set: {why}")
+        return UnknownField(field, _fields_by_input_name(holder))
     if first["type"] in ("missing", "missing_argument"):
         return InvalidField(field, "is mandatory")
     return InvalidField(field, f"{first['msg'][0].lower()}{first['msg'][1:]} (got {first['input']!r})")
@@ -55,13 +59,13 @@ def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidF
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
-def _names_at(cls: type[Any], path: list[str]) -> Iterable[str]:
-    """Names of the fields of the dataclass that `path` leads to, through optional, listed and mapped ones."""
+def _class_at(cls: type[Any], path: list[str]) -> type[Any]:
+    """The dataclass that `path` leads to, through optional, listed and mapped ones."""
     for part in path:
         if part in (fields := _fields_by_input_name(cls)):
             # `Field.type` is only text where annotations are postponed.
             cls = dataclass_within(get_type_hints(cls)[fields[part]]) or cls
-    return _fields_by_input_name(cls)
+    return cls
 
 
 def _fields_by_input_name(cls: type[Any]) -> dict[str, str]:

@@ -53,6 +53,7 @@ from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
 from kintsugi.store.protocol.interface import ChunkStore
+from kintsugi.store.protocol.readiness import with_readiness
 
 if TYPE_CHECKING:
     from kintsugi.engine.scheduler.gate import Gate
@@ -312,11 +313,20 @@ class AsyncEngine(EngineBackend):
         self.client.output_handler.add_done_callback(lambda task: None if task.cancelled() else act())
 
     def serve_metrics(self, host: str, port: int) -> None:
-        """Answer Prometheus with what vLLM and the connector count, until `close`."""
-        from prometheus_client import start_http_server
+        """Answer Prometheus with what vLLM and the connector count, and readiness probes, until `close`."""
+        from prometheus_client import make_wsgi_app, start_http_server
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-        self._metrics, _ = start_http_server(port, host, get_prometheus_registry())
+        registry = get_prometheus_registry()
+        self._metrics, _ = start_http_server(port, host, registry)
+        self._metrics.set_app(with_readiness(make_wsgi_app(registry), self._why_not_ready))
+
+    def _why_not_ready(self) -> str:
+        try:
+            self.check_health()
+        except Unavailable as error:
+            return str(error)
+        return ""
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         # Serve streams from generator functions only: a method that returns a generator runs in a thread.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def _folders(spec: StoreSpec, name: str) -> ShardSpec:
     )
 
 
-def serve_shard(spec: StoreSpec, shard: Shard) -> ShardServer:
-    """Start a shard's server. Raises `Unavailable`, `InvalidField`."""
+def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lambda: "") -> ShardServer:
+    """Start a shard's server, which is ready once `not_yet` says so. Raises `Unavailable`, `InvalidField`."""
     metrics = ""
     if spec.metrics_port:
         metrics = format_address(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
@@ -60,6 +60,7 @@ def serve_shard(spec: StoreSpec, shard: Shard) -> ShardServer:
         tls=tls_of(spec),
         insecure=spec.insecure,
         metrics_listen=metrics,
+        not_yet=not_yet,
     )
     server = ShardServer(shard, format_address(spec.host, spec.port), options)
     server.start()
@@ -77,17 +78,22 @@ class StoreShard:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._drain_s = spec.drain_s
         self._shard = claim_shard(spec)
-        self._server = serve_shard(spec, self._shard)
+        self._announcer: Announcer | None = None
+        self._server = serve_shard(spec, self._shard, self._not_yet)
         host, _, port = self._server.address.rpartition(":")
         address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
         self._announcer = Announcer(dict(store), self._shard.shard_id, address, self._is_empty)
         self._stopped = False
+
+    def _not_yet(self) -> str:
+        return "" if self._announcer is not None else "the directory has not been told of the shard"
 
     def _is_empty(self) -> bool:
         return not self._shard.table.used_bytes()
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve calls it at start and when `user_config` changes."""
+        assert self._announcer is not None, "Serve configures a replica that it has made"
         self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
 
     def check_health(self) -> None:
@@ -107,7 +113,8 @@ class StoreShard:
         if getattr(self, "_stopped", True):
             return
         self._stopped = True
-        self._announcer.close()
+        if self._announcer is not None:
+            self._announcer.close()
         left = self._shard.drain(self._drain_s)
         if left:
             log.warning("%d bytes were not written back in %.0f s", left, self._drain_s)

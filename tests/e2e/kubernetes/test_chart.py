@@ -21,7 +21,9 @@ from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.controller.cluster import OWNED
 from kintsugi_operator.desired.validation import check_corpus, check_service
+from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.network import OPERATOR
+from kintsugi_operator.objects.service import service_objects
 from tests.e2e.kubernetes.rendering import (
     CHART,
     HELMS,
@@ -40,7 +42,7 @@ from tests.unit.operator.rights import chart_rules, expand_rules
 KUBERNETES = ("1.30", "1.36")
 """Oldest and newest that are supported: Chart.yaml's kubeVersion, and the newest whose schemas are known."""
 OURS = "kintsugi.dev/v1alpha1"
-CRDS_OF_OTHERS = ("monitoring.coreos.com/v1",)
+CRDS_OF_OTHERS = ("monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1")
 
 every_helm = pytest.mark.parametrize("helm", HELMS)
 every_value_set = pytest.mark.parametrize("value_set", sorted(VALUES))
@@ -259,6 +261,12 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
         ("operator.memory=lots", "operator.memory"),
         ("precompute.corpora[0].name=c", "precompute.corpora.0"),
         ("monitoring.interval=often", "monitoring.interval"),
+        ("engines.podTemplate.hostNetwork=true", "engines.podTemplate"),
+        ("store.podTemplate.priorityClassName=High", "store.podTemplate.priorityClassName"),
+        ("redis.address=redis", "redis.address"),
+        ("ingress.hosts[0]=https://a.b", "ingress.hosts.0"),
+        ("httpRoute.parentRefs[0].namespace=infra", "httpRoute.parentRefs.0"),
+        ("httpRoute.parentRefs[0].name=Public", "httpRoute.parentRefs.0.name"),
         ("unheard=1", ""),
     ],
 )
@@ -275,6 +283,55 @@ def test_a_wrong_value_is_refused_with_its_path(helm: str, setting: str, path: s
     assert done.returncode != 0
     said = re.sub(r"at '/?([^']*)'", lambda match: match[1].replace("/", "."), done.stderr)
     assert f"- {path or '(root)'}: " in said or f"- {path}: " in said, done.stderr
+
+
+@every_helm
+@pytest.mark.parametrize(("kind", "mandatory"), [("ingress", "hosts"), ("httpRoute", "parentRefs")])
+def test_a_way_in_that_is_enabled_says_what_it_needs(helm: str, kind: str, mandatory: str) -> None:
+    done = helm_named(helm).run(
+        "template", RELEASE, str(CHART), "-f", str(VALUES["defaults"]), "--set", f"{kind}.enabled=true"
+    )
+    assert done.returncode != 0
+    assert kind in done.stderr
+    assert mandatory in done.stderr
+
+
+def test_an_ingress_leads_to_the_gateways_of_whichever_revision_serves() -> None:
+    manifests = rendered(HELMS[1], "multi-tenant")
+    ingress = one(manifests, "Ingress")
+    assert ingress["spec"]["ingressClassName"] == "nginx"
+    assert ingress["spec"]["tls"] == [
+        {"secretName": "rag-certificate", "hosts": ["rag.example.com", "*.rag.example.com"]}
+    ]
+    assert ingress["metadata"]["annotations"] == {"nginx.ingress.kubernetes.io/proxy-buffering": "off"}
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == ingress["spec"]["tls"][0]["hosts"]
+    for rule in ingress["spec"]["rules"]:
+        (path,) = rule["http"]["paths"]
+        assert (path["path"], path["pathType"]) == ("/", "Prefix")
+        assert path["backend"]["service"] == {"name": http_service(manifests), "port": {"name": "http"}}
+
+
+def test_a_route_leads_to_the_gateways_of_whichever_revision_serves() -> None:
+    manifests = rendered(HELMS[1], "ha")
+    route = one(manifests, "HTTPRoute")["spec"]
+    assert route["parentRefs"] == [{"name": "public", "namespace": "infra", "sectionName": "https"}]
+    assert route["hostnames"] == ["rag.example.com"]
+    assert route["rules"] == [{"backendRefs": [{"name": http_service(manifests), "port": 8000}]}]
+
+
+def http_service(manifests: list[Manifest]) -> str:
+    """The Service that the operator makes for the gateway's HTTP, by name; its port is called `http`."""
+    service = one(manifests, "BlendService")
+    owner = Owner("BlendService", service["metadata"]["name"], NAMESPACE, "uid")
+    made = service_objects(from_manifest(BlendServiceSpec, service["spec"]), owner, "revision")
+    (http,) = (each for each in made if each["spec"]["ports"][0]["name"] == "http")
+    return str(http["metadata"]["name"])
+
+
+@pytest.mark.parametrize("value_set", ["defaults", "minimal"])
+def test_nothing_leads_in_from_outside_unless_enabled(value_set: str) -> None:
+    kinds = {each["kind"] for each in rendered(HELMS[1], value_set)}
+    assert not kinds & {"Ingress", "HTTPRoute"}
 
 
 @every_helm

@@ -210,7 +210,9 @@ def test_a_service_becomes_objects_and_then_nothing_is_written(team: Team, opera
     assert names[RAY_SERVICE.kind] == sorted(["acme-store", f"acme-{old}"])
     assert names[SERVICE.kind] == ["acme-directory", "acme-grpc", "acme-http"]
     assert names[CLAIM.kind] == ["acme-data-0", "acme-data-1", "acme-nvme-0", "acme-nvme-1"]
-    assert names[BUDGET.kind] == ["acme-engines", "acme-gateways", "acme-shards"]
+    assert names[BUDGET.kind] == sorted(
+        f"acme-{what}" for what in ("engines", "gateways", "shards", "service-head", "store-head")
+    )
     assert names[SERVICE_ACCOUNT.kind] == ["acme-head", "acme-service", "acme-store"]
     assert names[CONFIG_MAP.kind] == [f"acme-revision-{old}"]
     assert "acme-deny" in names[POLICY.kind]
@@ -226,7 +228,21 @@ def test_a_service_becomes_objects_and_then_nothing_is_written(team: Team, opera
 
 def test_every_pod_is_admitted_where_pods_are_restricted(team: Team, operator: Operator) -> None:
     """The namespace enforces the standard; the API server is asked without anything being made."""
-    serving(team)
+    added = {
+        "labels": {"example.com/team": "search"},
+        "annotations": {"example.com/owner": "search"},
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "topology.kubernetes.io/zone",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {LABEL_SERVICE: "acme"}},
+            }
+        ],
+        "volumes": [{"name": "cache", "emptyDir": {}}],
+        "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    }
+    serving(team, **{part: {"podTemplate": added} for part in ("engines", "store", "gateway", "heads")})
     found = [*team.kube.list(RAY_SERVICE, team.namespace), *team.kube.list(RAY_JOB, team.namespace)]
     assert len(found) == 3
     for one in found:
@@ -234,6 +250,7 @@ def test_every_pod_is_admitted_where_pods_are_restricted(team: Team, operator: O
         templates = [config["headGroupSpec"]["template"]]
         templates += [group["template"] for group in config.get("workerGroupSpecs") or []]
         for template in templates:
+            assert template["metadata"]["labels"]["example.com/team"] == "search"
             # The ServiceAccount's own admission wants it to be there; heads of clusters have theirs.
             pod = {
                 "apiVersion": "v1",
@@ -354,6 +371,50 @@ def test_scaling(team: Team, operator: Operator) -> None:
     team.make(store={"shards": 1})
     until(lambda: replicas() == [1, 0, 0], "one shard", operator.said)
     assert team.find(CLAIM, "acme-data-2") is not None
+
+
+def test_something_else_may_scale_the_engines(team: Team, operator: Operator) -> None:
+    team.make()
+    path = BLEND_SERVICE.path(team.namespace, "acme", "scale")
+    with pytest.raises(Refused):
+        team.kube.request("GET", path)
+    team.make(engines={"fixedReplicas": 2})
+    until(lambda: team.status().get("engineSelector"), "the status has a selector", operator.said)
+    scale = team.kube.request("GET", path)
+    assert scale["spec"]["replicas"] == 2
+    assert f"{LABEL_SERVICE}=acme" in scale["status"]["selector"]
+    patch = {"spec": {"replicas": 3}}
+    team.kube.request("PATCH", path, patch, "application/merge-patch+json")
+    assert team.wait_for(BLEND_SERVICE, "acme")["spec"]["engines"]["fixedReplicas"] == 3
+    name = f"acme-{revision()}"
+    until(
+        lambda: '"num_replicas": 3' in team.wait_for(RAY_SERVICE, name)["spec"]["serveConfigV2"],
+        "three engines",
+        operator.said,
+    )
+    with pytest.raises(Refused, match="fixedReplicas"):
+        team.kube.request("PATCH", path, {"spec": {"replicas": 0}}, "application/merge-patch+json")
+
+
+def test_what_pods_must_not_be_given_is_said_with_the_reason(team: Team, operator: Operator) -> None:
+    team.make(engines={"podTemplate": {"hostNetwork": True}})
+    said = team.wait_for_condition("Valid", "False", "InvalidSpec")["message"]
+    assert said.startswith("spec.engines.podTemplate.hostNetwork: cannot be set: ")
+    team.make(engines={"podTemplate": {"priorityClassName": "serving"}})
+    team.wait_for_condition("Valid", "True")
+
+
+def test_kuberay_takes_a_redis_and_nothing_drifts(team: Team, operator: Operator) -> None:
+    redis = {"address": "rediss://redis.infra.svc:6380", "username": "ray", "passwordSecret": "redis"}
+    parts = {"redis": redis, "gateway": {"serviceAnnotations": {"example.com/scheme": "internal"}}}
+    serving(team, **parts)
+    for name in ("acme-store", f"acme-{revision(**parts)}"):
+        options = team.wait_for(RAY_SERVICE, name)["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+        assert options["redisAddress"] == redis["address"]
+        assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "redis"
+    service = team.wait_for(SERVICE, "acme-http")
+    assert service["metadata"]["annotations"]["example.com/scheme"] == "internal"
+    at_rest(team, operator)
 
 
 def test_another_model_serves_only_once_it_may(team: Team, operator: Operator) -> None:

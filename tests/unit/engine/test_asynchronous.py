@@ -9,6 +9,7 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm")
@@ -21,6 +22,7 @@ from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts
 from kintsugi.engine.local import Prompt
 from kintsugi.engine.scheduler.gate import Gate
+from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING
@@ -116,6 +118,22 @@ def test_an_answer_passes_in_pieces_and_ends_with_its_accounting() -> None:
     assert sampling.extra_args == {"kv_transfer_params": KintsugiParams("acme").to_mapping()}
     assert request_id.startswith("r-")
     assert more == {"trace_headers": {"traceparent": "00-1"}, "priority": 3}
+
+
+def test_a_probe_fails_once_the_core_has_ended() -> None:
+    client = ScriptedClient()
+    engine = engine_over(client)
+    port = free_port("127.0.0.1", 29_780, 16)
+    engine.serve_metrics("127.0.0.1", port)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        assert httpx.get(f"{url}/readyz").status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 200
+        client.errored = True
+        answer = httpx.get(f"{url}/readyz")
+        assert (answer.status_code, answer.text) == (503, "the engine has ended; it is started again\n")
+    finally:
+        asyncio.run(engine.close())
 
 
 def test_requests_of_one_id_differ_in_the_engine() -> None:

@@ -72,6 +72,21 @@ egress = st.fixed_dictionaries(
     {"ports": st.lists(st.integers(1, 65535), min_size=1, max_size=3)},
     optional={"namespace": objects},
 ) | st.fixed_dictionaries({"ports": st.just([3128]), "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"])})
+pod_templates = st.fixed_dictionaries(
+    {},
+    optional={
+        "labels": st.just({"example.com/team": "search", "app.kubernetes.io/part-of": "rag"}),
+        "annotations": st.just({"example.com/owner": "search@example.com"}),
+        "affinity": st.just({"nodeAffinity": {}}),
+        "topologySpreadConstraints": st.just(
+            [{"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}]
+        ),
+        "priorityClassName": objects,
+        "runtimeClassName": objects,
+        "schedulerName": objects,
+        "volumes": st.just([{"name": "cache", "csi": {"driver": "cache.example.com"}}]),
+    },
+)
 engines = st.fixed_dictionaries(
     {"replicas": replicas()},
     optional={
@@ -82,6 +97,8 @@ engines = st.fixed_dictionaries(
         "kvCacheGib": st.sampled_from([0.5, 40]),
         "vllm": st.just({"max_num_seqs": 16}),
         "connector": st.just({"slice_tokens": 256}),
+        "fixedReplicas": st.integers(1, 8),
+        "podTemplate": pod_templates,
         "env": variables(),
         "nodes": nodes,
     },
@@ -104,6 +121,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
         "tlsSecret": draw(optional),
         "insecure": True,
+        "podTemplate": draw(pod_templates),
         "env": draw(variables()),
         "nodes": draw(nodes),
         **({"image": draw(images)} if draw(st.booleans()) else {}),
@@ -126,10 +144,19 @@ gateway_options = st.fixed_dictionaries(
         "replicas": st.integers(1, 4),
         "serviceType": st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
         "grpcPort": st.just(7501),
+        "podTemplate": pod_templates,
+        "serviceAnnotations": st.just({"example.com/load-balancer": "internal"}),
         "fillOnMiss": st.sampled_from(["off", "background"]),
         "env": variables(),
         "nodes": nodes,
     },
+)
+redis = st.sampled_from(
+    [
+        {},
+        {"address": "redis.infra.svc:6379"},
+        {"address": "rediss://redis:6380", "username": "ray", "passwordSecret": "redis"},
+    ]
 )
 models = st.fixed_dictionaries(
     {"path": st.sampled_from(["/models/a", "org/name"])},
@@ -165,6 +192,8 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
         "gateway": draw(gateways()),
         "network": draw(networks),
         "tls": {"secret": secret, "requireClient": bool(secret) and draw(st.booleans())},
+        "heads": {"podTemplate": draw(pod_templates)},
+        "redis": draw(redis),
         "imagePullSecrets": draw(st.lists(objects, max_size=2)),
     }
 

@@ -103,6 +103,13 @@ def test_a_wrong_field_is_named_as_yaml_does(
             "spec.store.env.0.name: this variable is .* \\(got 'RAY_ADDRESS'\\)",
         ),
         ({"engines": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "model.tokenSecret"),
+        ({"redis": {"username": "ray"}}, "spec.redis.passwordSecret: a username needs passwordSecret"),
+        ({"redis": {"address": "redis"}}, "spec.redis.address: string should match"),
+        ({"engines": {"fixedReplicas": 0}}, "spec.engines.fixedReplicas: 0 must be at least 1"),
+        (
+            {"gateway": {"serviceAnnotations": {"kintsugi.dev/desired": "x"}}},
+            "spec.gateway.serviceAnnotations: kintsugi.dev/desired cannot be set",
+        ),
         ({"gateway": {"env": [{"name": "A"}, {"name": "A"}]}}, "spec.gateway.env.1.name: A is there twice"),
         ({"gateway": {"env": [{"name": "A", "valueFrom": {}}]}}, "env.0.valueFrom: name one of"),
         (
@@ -164,7 +171,8 @@ def test_the_crds_are_valid_and_structural() -> None:
         for version in ("1.30", "1.36"):
             kubernetes_validate.validate(crd, version, strict=True)
         (version_,) = crd["spec"]["versions"]
-        assert version_["subresources"] == {"status": {}}
+        scaled = {"scale"} if crd["spec"]["names"]["kind"] == "BlendService" else set()
+        assert set(version_["subresources"]) == {"status", *scaled}
         for path, schema in structures(version_["schema"]["openAPIV3Schema"]):
             # A structural schema names the type of everything.
             assert "type" in schema, path

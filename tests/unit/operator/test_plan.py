@@ -156,8 +156,9 @@ def test_a_budget_can_be_counted_without_the_scale_of_a_ray_cluster() -> None:
         assert all(one["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for one in budgets)
         return {one["metadata"]["name"]: one["spec"]["minAvailable"] for one in budgets}
 
-    assert least(0) == {"acme-shards": 2, "acme-engines": 0, "acme-gateways": 1}
-    assert least(4)["acme-engines"] == 3
+    heads = {"acme-store-head": 1, "acme-service-head": 0}
+    assert least(0) == {"acme-shards": 2, "acme-engines": 0, "acme-gateways": 1, **heads}
+    assert (least(4)["acme-engines"], least(4)["acme-service-head"]) == (3, 1)
 
 
 @PROPERTY
@@ -185,11 +186,11 @@ def test_every_pod_is_restricted(spec: BlendServiceSpec) -> None:
         assert pod["securityContext"]["runAsUser"] > 0
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-        kinds = {"emptyDir", "secret", "configMap", "persistentVolumeClaim", "ephemeral"}
+        kinds = {"csi", "emptyDir", "secret", "configMap", "persistentVolumeClaim", "ephemeral"}
         for volume in pod["volumes"]:
             assert set(volume) - {"name"} <= kinds
         mounts = {mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
-        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"] if "csi" not in volume}
         for container in pod["containers"]:
             security = container["securityContext"]
             assert security["allowPrivilegeEscalation"] is False

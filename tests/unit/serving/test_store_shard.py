@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kintsugi.core.deploy import StoreSpec, TierSpec
@@ -69,6 +70,42 @@ def test_a_shard_is_served_with_its_metrics_on_the_first_free_port(tmp_path: Pat
         for server, shard in zip(servers, shards, strict=True):
             server.stop()
             shard.close()
+
+
+def test_a_probe_succeeds_from_when_the_directory_knows_the_shard_until_it_drains(tmp_path: Path) -> None:
+    with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path), metrics_port=29_700)
+    waiting = ["the directory has not been told of the shard"]
+    shard = claim_shard(with_metrics)
+    server = serve_shard(with_metrics, shard, lambda: "".join(waiting))
+
+    def probe() -> tuple[int, str]:
+        answer = httpx.get(f"http://{server.metrics_address}/readyz")
+        return answer.status_code, answer.text.strip()
+
+    try:
+        assert probe() == (503, waiting[0])
+        waiting.clear()
+        assert probe() == (200, "ready")
+        assert "kintsugi_store_chunks" in httpx.get(f"http://{server.metrics_address}/metrics").text
+        shard.drain(1.0)
+        assert probe() == (503, "the shard drains")
+    finally:
+        server.stop()
+        shard.close()
+
+
+def test_a_server_whose_loop_stands_still_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = claim_shard(spec(tmp_path))
+    server = serve_shard(spec(tmp_path), shard)
+    try:
+        assert server.why_not_ready() == ""
+        monkeypatch.setattr("kintsugi.store.shard.server.STALLED_S", -1.0)
+        assert "has not run" in server.why_not_ready()
+    finally:
+        server.stop()
+        shard.close()
 
 
 def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:

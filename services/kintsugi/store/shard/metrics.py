@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kintsugi.store.protocol.readiness import with_readiness
 from kintsugi.store.protocol.tls import parse_address
 from kintsugi.store.shard.shard import Shard
 
@@ -45,11 +46,12 @@ class ShardMetrics:
         with self._latency.labels(rpc).time():
             yield
 
-    def serve(self, address: str) -> Any:
-        """Start an HTTP server for scrapes at `host:port`; the caller shuts it down. Raises `InvalidField`,
-        `OSError`."""
+    def serve(self, address: str, why_not_ready: Callable[[], str] = lambda: "") -> Any:
+        """Start an HTTP server for scrapes and readiness probes at `host:port`; the caller shuts it down.
+        Raises `InvalidField`, `OSError`."""
         host, port = parse_address("metrics", address)
         server, _ = start_http_server(port, host, self.registry)
+        server.set_app(with_readiness(make_wsgi_app(self.registry), why_not_ready))
         return server
 
 

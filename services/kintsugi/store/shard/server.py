@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,8 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.workers.keeper import Keeper
 
 HEALTH_PERIOD_S = 0.5
+STALLED_S = 10.0
+"""An event loop that has not reported health for this long answers no calls either."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class ServerOptions:
     insecure: bool = False
     """Listen beyond loopback without TLS."""
     metrics_listen: str = ""
-    """`host:port` of the Prometheus endpoint; empty: none."""
+    """`host:port` of the endpoint for Prometheus and readiness probes; empty: none."""
+    not_yet: Callable[[], str] = lambda: ""
+    """What the shard still waits for before a readiness probe succeeds; empty: nothing."""
     extra_handlers: tuple[Any, ...] = ()
     """More gRPC services on the same port, such as a shard directory."""
 
@@ -65,6 +71,8 @@ class ShardServer:
         """`host:port` of the gRPC server, once started."""
         self.metrics_address = ""
         """`host:port` of the Prometheus endpoint, once started."""
+        self._reported_s = 0.0
+        """When the event loop last reported health."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -110,8 +118,9 @@ class ShardServer:
             port = self._server.add_secure_port(self._listen, ServerTls(self._options.tls).credentials)
         self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
         await self._server.start()
+        self._reported_s = time.monotonic()
         if self._options.metrics_listen:
-            self._metrics_server = service.metrics.serve(self._options.metrics_listen)
+            self._metrics_server = service.metrics.serve(self._options.metrics_listen, self.why_not_ready)
             host, port = self._metrics_server.server_address[:2]
             self.metrics_address = f"{host}:{port}"
         self._keeper.start()
@@ -123,7 +132,18 @@ class ShardServer:
             status = HealthCheckResponse.SERVING if healthy else HealthCheckResponse.NOT_SERVING
             for service in ("", wire.SERVICE):
                 await health.set(service, status)
+            self._reported_s = time.monotonic()
             await asyncio.sleep(HEALTH_PERIOD_S)
+
+    def why_not_ready(self) -> str:
+        """Why a readiness probe fails; empty: the shard takes calls."""
+        if self.shard.failure is not None:
+            return f"the shard failed ({self.shard.failure!r})"
+        if self.shard.draining:
+            return "the shard drains"
+        if time.monotonic() - self._reported_s > STALLED_S:
+            return f"the gRPC server has not run for {STALLED_S:.0f} s"
+        return self._options.not_yet()
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Let calls finish for `grace_s`, then close the server."""

@@ -1,0 +1,74 @@
+"""What a spec may add to a workload's pods, under the names of a pod's own template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kintsugi.core.settings import setting
+from kintsugi_operator.api.manifest import ManifestSettings
+from kintsugi_operator.api.patterns import LABEL, OPTIONAL_NAME
+
+_SECURITY = "every pod meets the restricted pod security standard, which this could undo"
+_PROCESS = "the operator, KubeRay and Ray decide what a pod runs; set image, env, cpus and memory in the spec"
+
+
+@dataclass(frozen=True)
+class VolumeMount(ManifestSettings):
+    """Where the container mounts one of `volumes`."""
+
+    name: str = setting(pattern=LABEL, maxLength=63)
+    """Name of the volume."""
+    mount_path: str = setting(pattern=r"^/[^:]*$", maxLength=1024)
+    """Absolute path in the container."""
+    sub_path: str = setting("", maxLength=1024)
+    """Path within the volume; empty: its root."""
+    read_only: bool = False
+    """Mount read-only."""
+
+
+@dataclass(frozen=True)
+class PodTemplate(ManifestSettings):
+    """Additions to the workload's pods, under the names of a pod's template."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "containers": _PROCESS,
+        "initContainers": _PROCESS,
+        "restartPolicy": _PROCESS,
+        "terminationGracePeriodSeconds": "shards write back and requests finish in the operator's own time",
+        "hostNetwork": _SECURITY,
+        "hostPID": _SECURITY,
+        "hostIPC": _SECURITY,
+        "securityContext": _SECURITY,
+        "automountServiceAccountToken": "only heads with Ray's autoscaler call the API server",
+        "imagePullSecrets": "set spec.imagePullSecrets",
+        "nodeName": "the scheduler places pods: set nodes.selector or podTemplate.affinity",
+        "nodeSelector": "set nodes.selector",
+        "tolerations": "set nodes.tolerations",
+        "metadata": "set podTemplate.labels and podTemplate.annotations",
+        "spec": "its fields stand in podTemplate itself",
+    }
+    """Fields of a pod that must not be overridden, and why."""
+
+    labels: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 63})
+    """Added to the pods. Those of kintsugi.dev and ray.io, and what selects pods, cannot be changed."""
+    annotations: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 4096})
+    """Added to the pods. Those of kintsugi.dev and ray.io cannot be changed."""
+    affinity: Mapping[str, Any] = setting(dict)
+    """Replaces the operator's own preferences, which keep equal pods on different nodes and in different
+    zones."""
+    topology_spread_constraints: tuple[Mapping[str, Any], ...] = setting((), maxItems=8)
+    """How pods spread over nodes and zones."""
+    priority_class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A PriorityClass; empty: the cluster's default."""
+    runtime_class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A RuntimeClass; empty: the nodes' default."""
+    scheduler_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """The scheduler that places the pods; empty: Kubernetes' own."""
+    service_account_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """A ServiceAccount that exists, such as one with a cloud identity; empty: one that the operator makes."""
+    volumes: tuple[Mapping[str, Any], ...] = setting((), maxItems=16)
+    """More volumes, of the kinds that the restricted pod security standard allows."""
+    volume_mounts: tuple[VolumeMount, ...] = setting((), maxItems=16)
+    """Where the container mounts them."""

@@ -1,0 +1,148 @@
+"""What a spec may add to pods, and what it must not override."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kintsugi.core.errors import InvalidField
+from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
+from kintsugi_operator.api.crd import crds
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.api.pod_template import PodTemplate
+from kintsugi_operator.desired.validation import check_corpus, check_service
+from kintsugi_operator.objects.deployed import EngineRevision
+from kintsugi_operator.objects.jobs import corpus_job
+from kintsugi_operator.objects.names import LABEL_ROLE
+from kintsugi_operator.objects.pods import Manifest
+from tests.unit.operator.specs import OWNER, spec_of
+from tests.unit.operator.test_plan import objects_of, pod_templates
+
+ADDED: dict[str, Any] = {
+    "labels": {"example.com/team": "search"},
+    "annotations": {"example.com/owner": "search"},
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+    "priorityClassName": "serving",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "gpu-scheduler",
+    "serviceAccountName": "models-reader",
+    "volumes": [{"name": "cache", "csi": {"driver": "cache.example.com"}}],
+    "volumeMounts": [{"name": "cache", "mountPath": "/cache", "readOnly": True}],
+}
+PARTS = {"engines": {"engine", "calibration"}, "store": {"shard"}, "gateway": {"gateway"}, "heads": {"head"}}
+"""Whose pods a part's template adds to."""
+
+
+def role_of(template: Manifest) -> str:
+    """A calibration's head is a pod of engines, and told apart by its part."""
+    labels = template["metadata"]["labels"]
+    return "calibration" if labels["kintsugi.dev/part"] == "calibration" else str(labels[LABEL_ROLE])
+
+
+def is_added(template: Manifest) -> bool:
+    spec, metadata = template["spec"], template["metadata"]
+    (container,) = spec["containers"]
+    found = [
+        metadata["labels"].get("example.com/team") == "search",
+        metadata.get("annotations") == {"example.com/owner": "search"},
+        spec.get("affinity") == ADDED["affinity"],
+        spec.get("topologySpreadConstraints") == ADDED["topologySpreadConstraints"],
+        *(spec.get(name) == ADDED[name] for name in ("priorityClassName", "runtimeClassName")),
+        *(spec.get(name) == ADDED[name] for name in ("schedulerName", "serviceAccountName")),
+        ADDED["volumes"][0] in spec["volumes"],
+        {"name": "cache", "mountPath": "/cache", "readOnly": True} in container["volumeMounts"],
+    ]
+    assert all(found) or not any(found), found
+    return found[0]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_additions_reach_the_pods_of_their_workload_and_no_others(part: str) -> None:
+    spec = spec_of(**{part: {"podTemplate": ADDED}})
+    check_service(spec)
+    reached = {role_of(template): is_added(template) for template in pod_templates(objects_of(spec))}
+    assert {role for role, is_there in reached.items() if is_there} == PARTS[part]
+
+
+def test_additions_reach_the_pods_of_a_corpus() -> None:
+    values = {"service": "acme", "namespace": "n", "source": "/corpus/x", "workers": {"podTemplate": ADDED}}
+    corpus = from_manifest(CorpusPrecomputeSpec, values)
+    check_corpus(corpus)
+    service = spec_of()
+    job = corpus_job(corpus, OWNER, service, EngineRevision.of(service), "r-x-1")
+    assert [is_added(template) for template in pod_templates((job,))] == [True, True]
+
+
+@pytest.mark.parametrize("part", ["engines", "store", "gateway", "heads"])
+def test_an_empty_template_changes_nothing(part: str) -> None:
+    assert objects_of(spec_of(**{part: {"podTemplate": {}}})) == objects_of(spec_of())
+
+
+@pytest.mark.parametrize("name", sorted(PodTemplate.REFUSED))
+def test_what_must_not_be_overridden_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        spec_of(store={"podTemplate": {name: {}}})
+    assert str(caught.value).startswith(f"spec.store.podTemplate.{name}: cannot be set: ")
+    assert PodTemplate.REFUSED[name] in str(caught.value)
+
+
+def test_the_api_server_keeps_a_refused_field_for_the_operator_to_explain() -> None:
+    schema = crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    template = schema["properties"]["spec"]["properties"]["gateway"]["properties"]["podTemplate"]
+    assert template["x-kubernetes-preserve-unknown-fields"] is True
+    assert set(template["properties"]) >= {"labels", "affinity", "volumeMounts"}
+
+
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [
+        ({"labels": {"kintsugi.dev/role": "x"}}, "labels: kintsugi.dev/role cannot be set: kintsugi.dev is"),
+        ({"labels": {"ray.io/cluster": "x"}}, "labels: ray.io/cluster cannot be set: ray.io is"),
+        (
+            {"labels": {"app.kubernetes.io/name": "x"}},
+            "labels: app.kubernetes.io/name cannot be set: KubeRay's Services select pods by it",
+        ),
+        ({"labels": {"a": "not a value"}}, "labels: a: 'not a value' is not a label's value"),
+        ({"labels": {"-a": "x"}}, "labels: '-a' is not a key"),
+        ({"annotations": {"ray.io/ft-enabled": "false"}}, "annotations: ray.io/ft-enabled cannot be set"),
+        ({"volumes": [{"name": "Cache", "emptyDir": {}}]}, "volumes.0.name: 'Cache' is not a volume's name"),
+        ({"volumes": [{"name": "tmp", "emptyDir": {}}]}, "volumes.0.name: tmp is the operator's"),
+        ({"volumes": [{"name": "tier-nvme", "emptyDir": {}}]}, "volumes.0.name: tier-nvme is the operator's"),
+        ({"volumes": [{"name": "a"}]}, "volumes.0: a volume has one source; this has 0"),
+        (
+            {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]},
+            "volumes.0.hostPath: the restricted pod security standard allows only configMap, ",
+        ),
+        (
+            {"volumes": [{"name": "a", "emptyDir": {}}, {"name": "a", "emptyDir": {}}]},
+            "volumes.1.name: a is there twice",
+        ),
+        (
+            {"volumeMounts": [{"name": "a", "mountPath": "/a"}]},
+            "volumeMounts.0.name: podTemplate.volumes has no volume a",
+        ),
+        *(
+            (
+                {
+                    "volumes": [{"name": "a", "emptyDir": {}}],
+                    "volumeMounts": [{"name": "a", "mountPath": path}],
+                },
+                f"volumeMounts.0{says}",
+            )
+            for path, says in (
+                ("/tmp/x", ".mountPath: /tmp/x would hide /tmp, which is the operator's"),
+                ("/etc", ".mountPath: /etc would hide /etc/kintsugi"),
+                ("/", ".mountPath: / would hide /tmp"),
+                ("/a/../tmp", ": a path must not contain .."),
+            )
+        ),
+    ],
+)
+def test_an_addition_that_would_override_something_is_refused(added: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        check_service(spec_of(engines={"podTemplate": added}))
+    assert str(caught.value).startswith(f"spec.engines.podTemplate.{says}")

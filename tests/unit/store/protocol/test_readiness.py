@@ -1,0 +1,34 @@
+"""Readiness beside whatever else is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+
+from kintsugi.store.protocol.readiness import with_readiness
+
+
+def other(_: Any, start: Any) -> Iterable[bytes]:
+    start("200 OK", [])
+    return [b"other"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "status", "body"),
+    [
+        ("/readyz", "", "200 OK", b"ready\n"),
+        ("/readyz", "it drains", "503 Service Unavailable", b"it drains\n"),
+        ("/metrics", "it drains", "200 OK", b"other"),
+        ("/", "", "200 OK", b"other"),
+    ],
+)
+def test_readiness_is_answered_and_the_rest_is_left(path: str, reason: str, status: str, body: bytes) -> None:
+    environ: dict[str, Any] = {}
+    setup_testing_defaults(environ)
+    environ["PATH_INFO"] = path
+    seen = []
+    answer = with_readiness(other, lambda: reason)(environ, lambda status, _, __=None: seen.append(status))
+    assert (seen, b"".join(answer)) == ([status], body)
