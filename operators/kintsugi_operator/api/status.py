@@ -68,6 +68,30 @@ class RolloutStatus(ManifestSettings):
 
 
 @dataclass(frozen=True)
+class OperatorStatus(ManifestSettings):
+    """The operator that owns the service. Others leave it alone."""
+
+    lease: str = ""
+    """`NAMESPACE/NAME` of the Lease that its leader holds."""
+    scope: str = ""
+    """`Cluster` or `Namespace`."""
+
+
+@dataclass(frozen=True)
+class CalibrationStatus(ManifestSettings):
+    """A calibration that has ended. It is remembered here, since its RayJob may be deleted."""
+
+    revision: str
+    state: str
+    """`Succeeded` or `Failed`."""
+    message: str = setting("", maxLength=1024)
+    failures: int = 0
+    """How often it has failed."""
+    job: str = ""
+    """UID of the RayJob that failed last."""
+
+
+@dataclass(frozen=True)
 class BlendServiceStatus(ManifestSettings):
     """What the operator has seen and done."""
 
@@ -88,10 +112,13 @@ class BlendServiceStatus(ManifestSettings):
     hit_rate: float | None = None
     """Share of chunk tokens that were found, lately."""
     calibration: str = ""
+    calibrations: tuple[CalibrationStatus, ...] = setting((), mapKey="revision")
+    """Calibrations of present revisions that have ended. They are not repeated."""
     model: str = ""
     """Served now."""
     endpoints: Endpoints = field(default_factory=Endpoints)
     rollout: RolloutStatus = field(default_factory=RolloutStatus)
+    operator: OperatorStatus = field(default_factory=OperatorStatus)
     conditions: tuple[Condition, ...] = setting((), mapKey="type")
 
 

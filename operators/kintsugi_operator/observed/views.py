@@ -42,6 +42,8 @@ class JobView:
     dashboard: str = ""
     """`host:port` of its Ray cluster's dashboard, empty before there is one."""
     job_id: str = ""
+    uid: str = ""
+    """Tells it from a former one of the same name."""
 
 
 @dataclass(frozen=True)
@@ -176,22 +178,28 @@ def job_view(manifest: Manifest) -> JobView:
         manifest["metadata"]["name"],
         status.get("dashboardURL", ""),
         status.get("jobId", ""),
+        str(manifest["metadata"].get("uid", "")),
     )
 
 
 def shard_pod(manifest: Manifest) -> ShardPod:
     """The view of a shard's pod."""
     metadata, status = manifest["metadata"], manifest.get("status") or {}
-    conditions = {one["type"]: one["status"] for one in status.get("conditions") or []}
     index = label_of(manifest, LABEL_SHARD)
     return ShardPod(
         name=metadata["name"],
         shard=int(index) if index.isdigit() else -1,
         template=label_of(manifest, LABEL_TEMPLATE),
-        is_ready=conditions.get("Ready") == "True",
+        is_ready=is_pod_ready(manifest),
         is_leaving=is_leaving(manifest),
         address=status.get("podIP", ""),
     )
+
+
+def is_pod_ready(manifest: Manifest) -> bool:
+    """Whether Kubernetes says that a pod is ready."""
+    conditions = (manifest.get("status") or {}).get("conditions") or []
+    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
 
 def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
