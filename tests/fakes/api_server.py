@@ -22,11 +22,22 @@ from typing import Any
 
 from aiohttp import web
 
-from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, RAY_CRON_JOB, Refused, Resource
+from kintsugi_operator.controller.cluster import (
+    BY_KIND,
+    DEPLOYMENT,
+    NAMESPACE,
+    POD,
+    RAY_CLUSTER,
+    RAY_CRON_JOB,
+    Refused,
+    Resource,
+)
 from kintsugi_operator.objects.pods import Manifest
 from tests.fakes.cluster import FakeCluster, has_labels
 
-RESOURCES = {one.plural: one for one in (*BY_KIND.values(), POD, RAY_CLUSTER, RAY_CRON_JOB)}
+RESOURCES = {
+    one.plural: one for one in (*BY_KIND.values(), POD, RAY_CLUSTER, RAY_CRON_JOB, NAMESPACE, DEPLOYMENT)
+}
 PATH = re.compile(
     r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)(?P<rest>/.*)?"
 )

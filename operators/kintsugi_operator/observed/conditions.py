@@ -16,6 +16,8 @@ CALIBRATED = "Calibrated"
 ROLLED_OUT = "RolledOut"
 COMPLETE = "Complete"
 RECONCILED = "Reconciled"
+SOLE = "SoleOperator"
+"""Only there while two operators look after the service."""
 
 MESSAGE_LENGTH_MAX = 4096
 

@@ -13,6 +13,7 @@ import pytest
 
 from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import Refused
+from kintsugi_operator.controller.finalizer import set_finalizer
 from kintsugi_operator.controller.reconcile import Reconciler
 from kintsugi_operator.controller.scrape import figures
 from kintsugi_operator.desired.compare import drift
@@ -21,6 +22,7 @@ from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import Figures
+from kintsugi_operator.operator import OperatorOptions
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeReads, FakeWeb
 from tests.unit.operator.specs import NOW, SMALL, spec_of
 
@@ -35,11 +37,12 @@ class World:
         self.kuberay = FakeKubeRay(self.cluster)
         self.web = FakeWeb()
         self.now = NOW
+        self.me = OperatorOptions("", "me", namespaces=("default",)).operator
         self.reconciler = self.restart()
 
     def restart(self) -> Reconciler:
         """A new process."""
-        return Reconciler(self.cluster, FakeReads(self.cluster), self.web, self._clock)
+        return Reconciler(self.cluster, FakeReads(self.cluster), self.web, self._clock, self.me)
 
     def _clock(self) -> datetime:
         return self.now
@@ -453,7 +456,7 @@ def test_a_changed_object_is_not_overwritten_unseen(world: World) -> None:
     stale = copy.deepcopy(live)
     live["metadata"]["resourceVersion"] = "999"
     with pytest.raises(Refused, match="modified"):
-        run(world.reconciler._set_finalizers(stale, [FINALIZER]))
+        run(set_finalizer(world.cluster, stale, True))
 
 
 def test_figures_come_from_metrics(world: World) -> None:
