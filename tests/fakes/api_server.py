@@ -149,13 +149,11 @@ class FakeApiServer:
             return body
         if request.method == "PUT":
             await self.cluster.replace(body)
-        elif names[1:] == ["status"]:
-            await self.cluster.apply_status(body)
-        elif "apply" in request.headers.get("Content-Type", ""):
-            return await self.cluster.apply(body)
-        else:
+            return await self._found(resource, namespace, names[0])
+        if "apply" not in request.headers.get("Content-Type", ""):
             return await self.cluster.merge(resource, namespace, names[0], body)
-        return await self._found(resource, namespace, names[0])
+        is_status = names[1:] == ["status"]
+        return await (self.cluster.apply_status(body) if is_status else self.cluster.apply(body))
 
     async def _watch(self, request: web.Request, resource: Resource, namespace: str) -> web.StreamResponse:
         since = int(request.query["resourceVersion"])

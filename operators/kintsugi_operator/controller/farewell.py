@@ -31,15 +31,22 @@ async def take_leave(
     """Let all services go if this operator is being removed. Raises nothing that the API server causes."""
     try:
         async with asyncio.timeout(FAREWELL_S_MAX):
-            if not await _is_removed(cluster, home, deployment):
+            services = await _services(index)
+            if not services or not await _is_removed(cluster, home, deployment):
                 return
             logger.info("this operator is being removed: it lets its services go")
-            for key in sorted(index.keys()):
-                live = await index.get(BLEND_SERVICE, key.namespace, key.name)
-                if key.kind == BLEND_SERVICE.kind and live is not None:
-                    await _let_go(cluster, live, me)
+            for live in services:
+                await _let_go(cluster, live, me)
     except (KintsugiError, TimeoutError) as error:
         logger.warning("services may keep their finalizer (docs/OPERATIONS.md has the remedy): %s", error)
+
+
+async def _services(index: Index) -> list[Manifest]:
+    """All services that are known."""
+    known = sorted(index.keys())
+    ours = [key for key in known if key.kind == BLEND_SERVICE.kind]
+    found = [await index.get(BLEND_SERVICE, key.namespace, key.name) for key in ours]
+    return [one for one in found if one is not None]
 
 
 async def _is_removed(cluster: ApiServer, home: str, deployment: str) -> bool:
