@@ -1,4 +1,5 @@
-"""What 100 BlendServices cost the operator and the API server: bringing them up, and leaving them alone.
+"""What 100 BlendServices cost the operator and the API server: bringing them up, and leaving them alone. Then
+whether services that are deleted drain, although the operator is killed again and again.
 
 The operator runs as in a pod, as a process of its own. Its API server is the tests' stand-in, in another
 process over HTTP on loopback, or the cluster that KUBECONFIG names. There, KUBERAY_CRDS is a file or folder
@@ -10,6 +11,8 @@ of JSON:
   its condition `Reconciled` says;
 - `idle_requests_per_service_minute`, `idle_writes_per_service_minute`, `lists_per_look`: at rest, as the
   operator counts them (`kintsugi_operator_requests_total`). The Lease's requests are not among them;
+- `drained_deletes` of `deletes`: services that drained in order, their engines before their shards, while the
+  operator was killed at random moments (`operator_kills`). The moments follow from `seed`;
 - `rss_mib`, `rss_peak_mib`, `cpu_share_at_rest`, `cpu_ms_per_look`: of the operator's process.
 
 The stand-in does not show what a request costs a real API server. On a cluster without a kubelet no shard is
@@ -24,6 +27,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import time
@@ -43,10 +47,12 @@ from kintsugi_operator.controller.cluster import BLEND_SERVICE, RAY_JOB, RAY_SER
 from kintsugi_operator.controller.pulse import WRITES
 from kintsugi_operator.controller.reconcile import LATER_S, SOON_S
 from tests.e2e.kubernetes.clusters import Kube, Operator, Team, kube, kubeconfig_for, team_of, until, why_not
+from tests.e2e.kubernetes.drains import Drainer
 from tests.fakes.api_server import FakeApiServer
 from tests.fakes.cluster import FakeCluster, FakeKubeRay
 
 SERVICES = 100
+DELETES = 50
 SETTLE_S_MAX = 900.0
 POLL_S = 0.5
 """Delay between two lists of all services, which also cost the API server something."""
@@ -221,6 +227,18 @@ def measure(stage: Stage, services: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def measure_drains(stage: Stage, deletes: int, seed: int) -> dict[str, Any]:
+    """Delete services while the operator is killed."""
+    drains = Drainer(stage.team, seed, stage.kubeconfig).run(deletes)
+    return {
+        "seed": seed,
+        "deletes": deletes,
+        "drained_deletes": drains.drained,
+        "operator_kills": drains.kills,
+        "undrained": drains.faults,
+    }
+
+
 MEMORY = {"rss_mib": "VmRSS", "rss_peak_mib": "VmHWM"}
 
 
@@ -251,17 +269,25 @@ def _memory_mib(operator: Operator, field: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--services", type=int, default=SERVICES)
+    parser.add_argument("--services", type=int, default=SERVICES, help="0: none")
     parser.add_argument("--seconds", type=float, default=2 * LATER_S + 5, help="at rest")
-    parser.add_argument("--quick", action="store_true", help="5 services, and 15 s at rest")
+    parser.add_argument("--deletes", type=int, default=DELETES, help="services to delete; 0: none")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="of the kills")
+    parser.add_argument("--quick", action="store_true", help="5 services, 15 s at rest, and 5 deletes")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.services, arguments.seconds = 5, 15.0
+        arguments.services, arguments.seconds, arguments.deletes = 5, 15.0, 5
+    print(f"seed {arguments.seed}", file=sys.stderr)
     is_real = bool(os.environ.get("KUBECONFIG"))
     if is_real and (problem := why_not()):
         parser.error(problem)
-    with real_cluster() if is_real else stand_in() as stage:
-        figures = measure(stage, arguments.services, arguments.seconds)
+    figures: dict[str, Any] = {}
+    if arguments.services:
+        with real_cluster() if is_real else stand_in() as stage:
+            figures = measure(stage, arguments.services, arguments.seconds)
+    if arguments.deletes:
+        with real_cluster() if is_real else stand_in() as stage:
+            figures |= measure_drains(stage, arguments.deletes, arguments.seed)
     print(json.dumps({"api_server": "cluster" if is_real else "stand-in", **figures}))
 
 

@@ -35,6 +35,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "store": ("core", *_STORE),
     "precompute": (*_BLEND, *_STORE, "precompute"),
     "quality": (*_BLEND, "quality", "checkpoints"),
+    "paper": (*_BLEND, "quality"),
     "kubernetes_operator": ("kintsugi_operator",),
     "scattered_attention": ("fusor",),
 }

@@ -1,8 +1,8 @@
 """The process: watches fill an index, a queue remembers what changed, workers reconcile, a Lease names the
 leader.
 
-Nothing is written while nothing changes. The reconciler alone sets and removes the finalizer that holds a
-service until it has drained.
+Nothing is written while nothing changes. An operator that is removed for good lets its services go
+(`controller.farewell`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
+from kintsugi_operator.api.status import OperatorStatus
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, ApiServer
 from kintsugi_operator.controller.election import LeaseLost, lead
+from kintsugi_operator.controller.farewell import take_leave
 from kintsugi_operator.controller.index import Index
 from kintsugi_operator.controller.pulse import Pulse
 from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
 from kintsugi_operator.controller.reconcile import Reconciler, utc_now
 from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.controller.watch import Watches
+from kintsugi_operator.desired.ownership import CLUSTER, NAMESPACE
 from kintsugi_operator.objects.names import FIELD_MANAGER
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,14 @@ class OperatorOptions:
     health_port: int = 8080
     metrics_port: int = 9090
     lease_name: str = FIELD_MANAGER
+    deployment: str = ""
+    """Name of the Deployment that runs this operator; empty: not known."""
+
+    @property
+    def operator(self) -> OperatorStatus:
+        """The operator, as it stands in the status of what it owns."""
+        scope = NAMESPACE if self.namespaces else CLUSTER
+        return OperatorStatus(f"{self.lease_namespace}/{self.lease_name}", scope)
 
     @staticmethod
     def of(arguments: Sequence[str], environ: Mapping[str, str]) -> OperatorOptions:
@@ -61,6 +72,12 @@ class OperatorOptions:
             help="watch only this namespace (default: all); may be repeated",
         )
         parser.add_argument("--lease", default=FIELD_MANAGER, help="name of the Lease that names the leader")
+        parser.add_argument(
+            "--deployment",
+            default="",
+            help="name of the Deployment that runs this operator: with it, the Lease is deleted and services "
+            "are let go",
+        )
         parser.add_argument("--health-port", type=int, default=8080, help="port of /healthz and /leader")
         parser.add_argument("--metrics-port", type=int, default=9090, help="port of /metrics")
         given = parser.parse_args(arguments)
@@ -71,6 +88,7 @@ class OperatorOptions:
             health_port=given.health_port,
             metrics_port=given.metrics_port,
             lease_name=given.lease,
+            deployment=given.deployment,
         )
 
 
@@ -80,9 +98,8 @@ async def operate(
     """Watch and reconcile until cancelled. Raises whatever ends a watch or a worker."""
     index = Index(settings.namespaces)
     cluster = ApiServer(client, pulse.count_request, index.absorb)
-    reconciler = Reconciler(
-        cluster, index, Web(session), utc_now, home=settings.lease_namespace, metrics=pulse.objects
-    )
+    home, me = settings.lease_namespace, settings.operator
+    reconciler = Reconciler(cluster, index, Web(session), utc_now, me, home, pulse.objects)
 
     async def look(key: ObjectKey) -> float | None:
         pulse.looks += 1
@@ -110,10 +127,13 @@ async def operate(
         await queue.run()
 
     watches = Watches(cluster, index, enqueue)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watches.run())
-        for _ in range(WORKERS):
-            tasks.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watches.run())
+            for _ in range(WORKERS):
+                tasks.create_task(work())
+    finally:
+        await take_leave(cluster, index, me, home, settings.deployment)
 
 
 async def main(settings: OperatorOptions) -> None:
@@ -141,7 +161,7 @@ async def _serve(settings: OperatorOptions) -> None:
 
             logger.info("%s waits for the lease", settings.identity)
             lease = (settings.lease_name, settings.lease_namespace, settings.identity)
-            await lead(ApiServer(client), *lease, work)
+            await lead(ApiServer(client), *lease, work, deployment=settings.deployment)
     finally:
         for runner in runners:
             await runner.cleanup()

@@ -22,11 +22,22 @@ from typing import Any
 
 from aiohttp import web
 
-from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, RAY_CRON_JOB, Refused, Resource
+from kintsugi_operator.controller.cluster import (
+    BY_KIND,
+    DEPLOYMENT,
+    NAMESPACE,
+    POD,
+    RAY_CLUSTER,
+    RAY_CRON_JOB,
+    Refused,
+    Resource,
+)
 from kintsugi_operator.objects.pods import Manifest
 from tests.fakes.cluster import FakeCluster, has_labels
 
-RESOURCES = {one.plural: one for one in (*BY_KIND.values(), POD, RAY_CLUSTER, RAY_CRON_JOB)}
+RESOURCES = {
+    one.plural: one for one in (*BY_KIND.values(), POD, RAY_CLUSTER, RAY_CRON_JOB, NAMESPACE, DEPLOYMENT)
+}
 PATH = re.compile(
     r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)(?P<rest>/.*)?"
 )
@@ -138,13 +149,11 @@ class FakeApiServer:
             return body
         if request.method == "PUT":
             await self.cluster.replace(body)
-        elif names[1:] == ["status"]:
-            await self.cluster.apply_status(body)
-        elif "apply" in request.headers.get("Content-Type", ""):
-            return await self.cluster.apply(body)
-        else:
+            return await self._found(resource, namespace, names[0])
+        if "apply" not in request.headers.get("Content-Type", ""):
             return await self.cluster.merge(resource, namespace, names[0], body)
-        return await self._found(resource, namespace, names[0])
+        is_status = names[1:] == ["status"]
+        return await (self.cluster.apply_status(body) if is_status else self.cluster.apply(body))
 
     async def _watch(self, request: web.Request, resource: Resource, namespace: str) -> web.StreamResponse:
         since = int(request.query["resourceVersion"])

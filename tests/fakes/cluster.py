@@ -14,7 +14,15 @@ from typing import Any
 
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator.api.manifest import API_VERSION
-from kintsugi_operator.controller.cluster import BY_KIND, POD, RAY_CLUSTER, ApiServer, Refused, Resource
+from kintsugi_operator.controller.cluster import (
+    BY_KIND,
+    NAMESPACE,
+    POD,
+    RAY_CLUSTER,
+    ApiServer,
+    Refused,
+    Resource,
+)
 from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.objects.base import RAY_API_VERSION
 from kintsugi_operator.objects.pods import Manifest
@@ -50,6 +58,7 @@ class FakeCluster(ApiServer):
         """Gets the plural of a kind that is not served any more."""
         self.version = 0
         """`resourceVersion` of the latest change."""
+        self.leaving_namespaces: set[str] = set()
 
     def put(self, manifest: Manifest) -> Manifest:
         """Somebody else makes or replaces an object."""
@@ -81,6 +90,13 @@ class FakeCluster(ApiServer):
             self._collect(one)
         self._finish_uninstall(resource)
 
+    def delete_namespace(self, name: str) -> None:
+        """Somebody deletes a namespace: nothing new comes in, and what is in it is deleted, pods first."""
+        self.leaving_namespaces.add(name)
+        found = [one for (_, where, _), one in self.objects.items() if where == name]
+        for one in sorted(found, key=lambda one: bool(one["kind"] != POD.kind)):
+            self._collect(one)
+
     def lose(self, kind: str, name: str, namespace: str = "default") -> None:
         """An object is gone, and nothing that it owns."""
         self._stamp(self.objects.pop((kind, namespace, name)), "DELETED")
@@ -109,6 +125,9 @@ class FakeCluster(ApiServer):
         """A copy of an object, whoever wants it."""
         if self.is_down:
             raise Unavailable("the API server does not answer")
+        if resource is NAMESPACE:
+            leaving = {"deletionTimestamp": "2026-01-01T00:00:00Z"} if name in self.leaving_namespaces else {}
+            return {"kind": NAMESPACE.kind, "metadata": {"name": name, **leaving}}
         return copy.deepcopy(self.objects.get((resource.kind, namespace, name)))
 
     def select(self, resource: Resource, namespace: str, labels: Mapping[str, str | None]) -> list[Manifest]:
@@ -134,6 +153,7 @@ class FakeCluster(ApiServer):
         key = (manifest["kind"], metadata["namespace"], metadata["name"])
         stored = self.objects.get(key)
         if stored is None:
+            self._check_open(metadata["namespace"])
             stored = self.put(manifest)
         else:
             _merge(stored, copy.deepcopy(manifest))
@@ -141,13 +161,14 @@ class FakeCluster(ApiServer):
         self.defaults(stored)
         return copy.deepcopy(stored)
 
-    async def apply_status(self, manifest: Manifest) -> None:
+    async def apply_status(self, manifest: Manifest) -> Manifest:
         self._uses(BY_KIND[manifest["kind"]], "patch", "status")
         self.writes[f"status {manifest['kind']}"] += 1
         metadata = manifest["metadata"]
         stored = self._stored(BY_KIND[manifest["kind"]], metadata["namespace"], metadata["name"], manifest)
         stored["status"] = copy.deepcopy(manifest["status"])
         self._stamp(stored)
+        return copy.deepcopy(stored)
 
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> Manifest:
         self._uses(resource, "patch")
@@ -171,6 +192,7 @@ class FakeCluster(ApiServer):
         metadata = manifest["metadata"]
         if (manifest["kind"], metadata["namespace"], metadata["name"]) in self.objects:
             raise Refused("POST", 409, "it exists")
+        self._check_open(metadata["namespace"])
         self.writes[f"create {manifest['kind']}"] += 1
         self.put(manifest)
 
@@ -199,6 +221,10 @@ class FakeCluster(ApiServer):
 
     async def list_served_kinds(self, api_version: str) -> frozenset[str]:
         return self.ray if api_version == RAY_API_VERSION else self.ours
+
+    def _check_open(self, namespace: str) -> None:
+        if namespace in self.leaving_namespaces:
+            raise Refused("POST", 403, f"namespace {namespace} is being terminated")
 
     def _uses(self, resource: Resource, verb: str, sub: str = "") -> None:
         group = resource.api_version.split("/")[0] if "/" in resource.api_version else ""

@@ -79,6 +79,32 @@ class RolloutStatus(ManifestSettings):
 
 
 @dataclass(frozen=True)
+class OperatorStatus(ManifestSettings):
+    """The operator that owns the service. Others leave it alone."""
+
+    lease: str = ""
+    """`NAMESPACE/NAME` of the Lease that its leader holds."""
+    scope: str = ""
+    """`Cluster` or `Namespace`."""
+
+
+@dataclass(frozen=True)
+class CalibrationStatus(ManifestSettings):
+    """A calibration that has ended. It is remembered here, since its RayJob may be deleted."""
+
+    revision: str
+    """Name of the revision that was calibrated."""
+    state: str
+    """`Succeeded` or `Failed`."""
+    message: str = setting("", maxLength=1024)
+    """What the job said at its end."""
+    failures: int = 0
+    """How often it has failed."""
+    job: str = ""
+    """UID of the RayJob that failed last."""
+
+
+@dataclass(frozen=True)
 class BlendServiceStatus(ManifestSettings):
     """What the operator has seen and done."""
 
@@ -109,10 +135,13 @@ class BlendServiceStatus(ManifestSettings):
     """Share of requested chunk tokens that engines found in the store since they started, 0 to 1."""
     calibration: str = ""
     """State of the calibration job: Absent, Running, Suspended, Succeeded or Failed; Off: none is wanted."""
+    calibrations: tuple[CalibrationStatus, ...] = setting((), mapKey="revision")
+    """Calibrations of present revisions that have ended. They are not repeated."""
     model: str = ""
     """Name of the model that serves."""
     endpoints: Endpoints = field(default_factory=Endpoints)
     rollout: RolloutStatus = field(default_factory=RolloutStatus)
+    operator: OperatorStatus = field(default_factory=OperatorStatus)
     conditions: tuple[Condition, ...] = setting((), mapKey="type")
     """What is true of the service, why, and what to do about it."""
 

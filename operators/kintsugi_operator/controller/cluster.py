@@ -70,6 +70,8 @@ RAY_CRON_JOB = Resource("RayCronJob", "raycronjobs", RAY_API_VERSION)
 """Not used: a cluster that serves it has KubeRay 1.6 or newer."""
 
 LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
+DEPLOYMENT = Resource("Deployment", "deployments", "apps/v1")
+NAMESPACE = Resource("Namespace", "namespaces")
 
 OWNED = (SERVICE_ACCOUNT, CONFIG_MAP, CLAIM, SERVICE, BUDGET, POLICY, RAY_SERVICE, RAY_JOB)
 """Kinds that the operator applies."""
@@ -167,9 +169,9 @@ class ApiServer:
         """Apply server-side as `FIELD_MANAGER`, taking over fields that others have set."""
         return await self._apply(manifest, "")
 
-    async def apply_status(self, manifest: Manifest) -> None:
-        """Apply the status alone."""
-        await self._apply(manifest, "status")
+    async def apply_status(self, manifest: Manifest) -> Manifest:
+        """Apply the status alone. Returns the object as it is stored now."""
+        return await self._apply(manifest, "status")
 
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> Manifest:
         """Send a JSON merge patch. Returns the object as it is stored now."""
@@ -210,6 +212,14 @@ class ApiServer:
             if error.status != NOT_FOUND:
                 raise
         return True
+
+    async def is_terminating(self, namespace: str) -> bool:
+        """Whether a namespace is being deleted or gone; False where that may not be read."""
+        try:
+            found = await self.get(NAMESPACE, "", namespace)
+        except Refused:
+            return False
+        return found is None or "deletionTimestamp" in found["metadata"]
 
     async def list_served_kinds(self, api_version: str) -> frozenset[str]:
         """Plural names of the kinds that the API server serves in a group's version."""

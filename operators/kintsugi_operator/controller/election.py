@@ -18,8 +18,9 @@ from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi_operator.controller.cluster import LEASE, ApiServer
+from kintsugi_operator.controller.cluster import DEPLOYMENT, LEASE, NOT_FOUND, ApiServer, Refused
 from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import is_leaving
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,17 @@ def decide_move(there: bool, sight: Sight, identity: str, lease_s: float, now_s:
 class Candidate:
     """An operator that wants to lead."""
 
-    def __init__(self, cluster: ApiServer, name: str, namespace: str, identity: str, terms: Terms) -> None:
+    def __init__(
+        self,
+        cluster: ApiServer,
+        name: str,
+        namespace: str,
+        identity: str,
+        terms: Terms,
+        deployment: str = "",
+    ) -> None:
+        """`deployment`: the one that owns the Lease, which goes with it; empty: none."""
+        self._deployment = deployment
         self._cluster = cluster
         self._name = name
         self._namespace = namespace
@@ -116,11 +127,23 @@ class Candidate:
         if move is Move.WAIT:
             return False
         if live is None:
-            await self._cluster.create(self._manifest({}, move))
+            await self._cluster.create(self._manifest({"metadata": await self._metadata()}, move))
         else:
             # With the version that was read: of two who write, one is refused.
             await self._cluster.replace({**live, **self._manifest(live, move)})
         return True
+
+    async def _metadata(self) -> Manifest:
+        """The metadata of a new Lease. Raises `Refused` where the Deployment that would own it is gone."""
+        metadata: Manifest = {"name": self._name, "namespace": self._namespace}
+        if not self._deployment:
+            return metadata
+        found = await self._cluster.get(DEPLOYMENT, self._namespace, self._deployment)
+        if found is None or is_leaving(found):
+            raise Refused(f"POST {self}", NOT_FOUND, f"Deployment {self._deployment} is gone, which owns it")
+        owner = {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind}
+        owner |= {key: found["metadata"][key] for key in ("name", "uid")}
+        return {**metadata, "ownerReferences": [owner]}
 
     def _manifest(self, live: Manifest, move: Move) -> Manifest:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -132,8 +155,12 @@ class Candidate:
             "renewTime": now,
             "leaseTransitions": int(before.get("leaseTransitions") or 0) + (move is Move.TAKE),
         }
-        metadata = live.get("metadata") or {"name": self._name, "namespace": self._namespace}
-        return {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata, "spec": spec}
+        return {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.kind,
+            "metadata": live["metadata"],
+            "spec": spec,
+        }
 
     def __str__(self) -> str:
         return f"Lease {self._namespace}/{self._name}"
@@ -146,13 +173,15 @@ async def lead(
     identity: str,
     work: Callable[[], Coroutine[Any, Any, None]],
     terms: Terms = TERMS,
+    deployment: str = "",
 ) -> None:
-    """Wait for the lease, then work, as long as it can be renewed.
+    """Wait for the lease, then work, as long as it can be renewed. A Lease that is made here goes with the
+    Deployment.
 
     Raises `LeaseLost` where it cannot, and whatever the work raises.
     """
     clock = asyncio.get_running_loop().time
-    candidate = Candidate(cluster, name, namespace, identity, terms)
+    candidate = Candidate(cluster, name, namespace, identity, terms, deployment)
     while not await candidate.attempt(clock()):
         await asyncio.sleep(terms.retry_s)
     working = asyncio.create_task(work())

@@ -14,7 +14,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import API_VERSION, from_manifest, to_manifest
-from kintsugi_operator.api.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus
+from kintsugi_operator.api.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus, OperatorStatus
 from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
     BY_KIND,
@@ -30,20 +30,22 @@ from kintsugi_operator.controller.cluster import (
     Resource,
 )
 from kintsugi_operator.controller.events import EventRecorder
+from kintsugi_operator.controller.finalizer import is_held, set_finalizer
 from kintsugi_operator.controller.object_metrics import ObjectMetrics
+from kintsugi_operator.controller.owners import Owners
 from kintsugi_operator.controller.scrape import Web, fetch_all, figures
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
+from kintsugi_operator.desired.ownership import Claim, leave_to_owner, take_over
 from kintsugi_operator.desired.plan import Desired, plan_service, timestamp
 from kintsugi_operator.desired.shards import Action
-from kintsugi_operator.desired.teardown import DRAIN_S_MAX, next_teardown
+from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
 from kintsugi_operator.objects.base import RAY_API_VERSION, Owner
 from kintsugi_operator.objects.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, EngineRevision
 from kintsugi_operator.objects.jobs import CALIBRATION, CORPUS
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
-    FINALIZER,
     LABEL_CORPUS,
     LABEL_PART,
     LABEL_REVISION,
@@ -82,6 +84,8 @@ SOON_S = 10.0
 """Seconds until the next look while something is under way."""
 LATER_S = 60.0
 """Seconds until the next look otherwise. Changes are heard of at once: this is for the metrics of pods."""
+CONTESTED_S = 30.0
+"""Seconds until the next look at a service that another operator owns."""
 UNENFORCEABLE_MAX = 10_000
 
 
@@ -106,13 +110,16 @@ class Reconciler:
         reads: Reads,
         web: Web,
         clock: Callable[[], datetime],
+        me: OperatorStatus,
         home: str = "",
         metrics: ObjectMetrics | None = None,
     ) -> None:
         """`reads`: what is read at every look, without a request. `cluster` is written to, and read where a
-        decision cannot be taken back. `home`: the namespace of the operator's own pods."""
+        decision cannot be taken back. `me`: who owns what is reconciled. `home`: the namespace of the
+        operator's own pods."""
         self._events = EventRecorder(cluster, clock)
         self._metrics = metrics or ObjectMetrics()
+        self._owners = Owners(cluster, me, lambda: clock().timestamp())
         self._cluster = cluster
         self._reads = reads
         self._web = web
@@ -126,17 +133,21 @@ class Reconciler:
         live = await self._reads.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
-        owner, before = _owner(live), _status_of(BlendServiceStatus, live)
+        claimed = await self._claim(live, _status_of(BlendServiceStatus, live))
+        if claimed is None:
+            return CONTESTED_S
+        (live, before), owner = claimed, _owner(live)
         if is_leaving(live):
             return await self._teardown(live, owner, before)
         try:
             spec = _service_spec_of(live)
         except InvalidField as error:
             return await self._report_invalid(live, before, error)
-        live = await self._ensure_finalizer(live)
         kuberay = await self._kuberay()
         owned = await self._list(OWNED, namespace, selector(name))
-        observed = await self._observe_cluster(owner, owned, kuberay)
+        pods = await self._reads.list(POD, namespace, selector(name))
+        live = await self._hold(live, owner, owned, pods)
+        observed = await self._observe_cluster(owner, owned, pods, kuberay)
         result = plan_service(spec, owner, before, observed, self._clock())
         if not kuberay.is_installed:
             # What to go on with once KubeRay is back.
@@ -165,6 +176,8 @@ class Reconciler:
             check_corpus(spec)
         except InvalidField as error:
             return await self._report_invalid(live, before, error)
+        if await self._is_anothers(namespace, spec.service):
+            return CONTESTED_S
         tags = {LABEL_CORPUS: name}
         owned = await self._list((CLAIM, RAY_JOB), namespace, tags)
         jobs = {one["metadata"]["name"]: job_view(one) for one in owned if one["kind"] == RAY_JOB.kind}
@@ -203,8 +216,34 @@ class Reconciler:
         await self._write_status(live, before, done, (*done.conditions, outcome))
         return outcome.status == "True"
 
+    async def _claim(
+        self, live: Manifest, before: BlendServiceStatus
+    ) -> tuple[Manifest, BlendServiceStatus] | None:
+        """The service and its status as its owner; None where another operator owns it."""
+        me, claim = self._owners.me, await self._owners.decide(before.operator)
+        if claim is Claim.KEEP:
+            return live, before
+        if claim is Claim.TAKE:
+            after = take_over(before, me)
+        else:
+            generation = int(live["metadata"].get("generation", 0))
+            after = leave_to_owner(before, me, generation, timestamp(self._clock()))
+        live = await self._store_status(live, before, after)
+        return (live, after) if claim is Claim.TAKE else None
+
+    async def _is_anothers(self, namespace: str, service: str) -> bool:
+        """Whether another operator owns a service, and with it the service's corpora."""
+        live = await self._reads.get(BLEND_SERVICE, namespace, service)
+        if live is None:
+            return False
+        return await self._owners.decide(_status_of(BlendServiceStatus, live).operator) is Claim.LEAVE
+
     async def _teardown(self, live: Manifest, owner: Owner, before: BlendServiceStatus) -> float | None:
-        if FINALIZER not in live["metadata"].get("finalizers", []):
+        if not is_held(live):
+            return None
+        if await self._cluster.is_terminating(owner.namespace):
+            logger.info("%s/%s is not drained: its namespace is being deleted", owner.namespace, owner.name)
+            await set_finalizer(self._cluster, live, False)
             return None
         since = datetime.fromisoformat(live["metadata"]["deletionTimestamp"])
         age_s = (self._clock() - since).total_seconds()
@@ -215,8 +254,7 @@ class Reconciler:
         for one in step.delete:
             await self._cluster.delete(BY_KIND[one["kind"]], owner.namespace, one["metadata"]["name"])
         if step.is_done:
-            finalizers = [one for one in live["metadata"]["finalizers"] if one != FINALIZER]
-            await self._set_finalizers(live, finalizers)
+            await set_finalizer(self._cluster, live, False)
             drained = Change("Drained", "engines have finished, and shards have written back")
             given_up = Change("DrainTimedOut", f"it was not drained within {DRAIN_S_MAX:.0f} s", True)
             await self._events.record(live, [given_up if step.delete else drained])
@@ -230,18 +268,15 @@ class Reconciler:
         ray = [await reads.list(one, owner.namespace, tags) for one in (RAY_SERVICE, RAY_JOB)]
         return [*ray[0], *ray[1]], await reads.list(POD, owner.namespace, tags)
 
-    async def _ensure_finalizer(self, live: Manifest) -> Manifest:
-        """Returns the object with our finalizer."""
-        finalizers = live["metadata"].get("finalizers", [])
-        if FINALIZER in finalizers:
-            return live
-        return await self._set_finalizers(live, [*finalizers, FINALIZER])
-
-    async def _set_finalizers(self, live: Manifest, finalizers: list[str]) -> Manifest:
-        """Write the finalizers of the object as it was seen; refused if somebody has changed it since."""
-        metadata = live["metadata"]
-        patch = {"metadata": {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}}
-        return await self._cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
+    async def _hold(
+        self, live: Manifest, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]
+    ) -> Manifest:
+        """The object, with our finalizer only while there is something to drain."""
+        ray = [one for one in owned if one["kind"] in (RAY_SERVICE.kind, RAY_JOB.kind)]
+        is_wanted = must_drain(is_held(live), ray, pods)
+        if is_held(live) and not is_wanted:
+            is_wanted = must_drain(True, *await self._left(self._cluster, owner))
+        return await set_finalizer(self._cluster, live, is_wanted)
 
     async def _list(
         self, resources: Iterable[Resource], namespace: str, tags: dict[str, str]
@@ -255,8 +290,9 @@ class Reconciler:
         needed = {RAY_SERVICE.plural, RAY_JOB.plural, RAY_CLUSTER.plural}
         return KubeRay(needed <= served, "raycronjobs" in served)
 
-    async def _observe_cluster(self, owner: Owner, owned: Sequence[Manifest], kuberay: KubeRay) -> Observed:
-        pods = await self._reads.list(POD, owner.namespace, selector(owner.name))
+    async def _observe_cluster(
+        self, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest], kuberay: KubeRay
+    ) -> Observed:
         shards = tuple(shard_pod(one) for one in pods if label_of(one, LABEL_ROLE) == "shard")
         engine_pods = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)]
         services = {label_of(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
@@ -393,13 +429,18 @@ class Reconciler:
         given = conditions or after.conditions
         merged = c.merge_conditions(before.conditions, given, generation, timestamp(now))
         written = replace(after, observed_generation=generation, conditions=merged)
-        if to_manifest(written) == to_manifest(before):
+        if await self._store_status(live, before, written) is live:
             return
-        metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
-        status = {"apiVersion": API_VERSION, "kind": live["kind"], "status": to_manifest(written)}
-        await self._cluster.apply_status({**status, "metadata": metadata})
         self._metrics.see(live, generation, merged, self._clock())
         await self._events.record(live, list_changes(before, written))
+
+    async def _store_status(self, live: Manifest, before: S, written: S) -> Manifest:
+        """Write a status if it differs. Returns the object as it is stored now."""
+        if to_manifest(written) == to_manifest(before):
+            return live
+        metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
+        status = {"apiVersion": API_VERSION, "kind": live["kind"], "status": to_manifest(written)}
+        return await self._cluster.apply_status({**status, "metadata": metadata})
 
 
 def utc_now() -> datetime:

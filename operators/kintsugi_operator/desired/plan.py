@@ -3,12 +3,13 @@ last status and what was observed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
+from kintsugi_operator.desired.calibrations import FAILURES_MAX, all_calibrations, record_calibrations
 from kintsugi_operator.desired.compare import replacement_patch
 from kintsugi_operator.desired.rollout import Phase, Rollout, from_status, step
 from kintsugi_operator.desired.shards import Action, ShardStep, next_step, ready_shards
@@ -35,7 +36,7 @@ from kintsugi_operator.objects.store import (
     store_objects,
 )
 from kintsugi_operator.observed import conditions as c
-from kintsugi_operator.observed.views import JobState, Observed, RayServiceView, label_of
+from kintsugi_operator.observed.views import JobState, JobView, Observed, RayServiceView, label_of
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def plan_service(
     now: datetime,
 ) -> Desired:
     """Decide for a spec that `validation.check_service` has accepted."""
+    live_jobs = observed.calibrations
+    observed = replace(observed, calibrations=all_calibrations(before.calibrations, live_jobs))
     requested = EngineRevision.of(spec)
     known = {**observed.revisions, requested.name: requested}
     now_s = now.timestamp()
@@ -105,13 +108,15 @@ def plan_service(
         *account_objects(owner),
         *store,
         *(one for name in rollout.wanted for one in revision_objects(spec, owner, known[name])),
-        *_calibration_jobs(spec, owner, rollout, known, observed),
+        *_calibration_jobs(spec, owner, rollout, known, observed, live_jobs),
         *service_objects(spec, owner, rollout.active),
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
     ]
     status = _status(spec, owner, before, observed, rollout, shard_step, known[rollout.active].model, now)
-    status = replace(status, shard_groups=groups, store_image=image.image)
+    records = record_calibrations(before.calibrations, live_jobs, rollout.wanted)
+    status = replace(status, shard_groups=groups, store_image=image.image, calibrations=records)
+    status = replace(status, operator=before.operator)
     return Desired(tuple(map(sign, objects)), status, shard_step, _cluster_patch(store[-1], observed))
 
 
@@ -140,11 +145,16 @@ def _calibration_jobs(
     rollout: Rollout,
     known: dict[str, EngineRevision],
     observed: Observed,
+    live_jobs: Mapping[str, JobView],
 ) -> list[Manifest]:
     """The calibration job of the pending revision, else of the active one. It starts once the store is ready,
-    because it writes its report there."""
+    because it writes its report there. One that has ended is not made again when it is gone."""
     is_store_ready = observed.store is not None and observed.store.is_ready
-    if not spec.engines.calibrate or not (is_store_ready or rollout.calibrated in observed.calibrations):
+    if not spec.engines.calibrate:
+        return []
+    if rollout.calibrated not in live_jobs and (
+        rollout.calibrated in observed.calibrations or not is_store_ready
+    ):
         return []
     return [calibration_job(spec, owner, known[rollout.calibrated])]
 
@@ -280,11 +290,14 @@ def _calibration_condition(spec: BlendServiceSpec, rollout: Rollout, observed: O
     if job.state is JobState.SUCCEEDED:
         return c.true(c.CALIBRATED, "ReportWritten")
     if job.state is JobState.FAILED:
+        look = f"Look at RayJob {job.name}; delete it to try again"
+        if not job.name:
+            look = f"It has failed {FAILURES_MAX} times and its RayJob is gone: change the spec"
         return c.false(
             c.CALIBRATED,
             "Failed",
-            f"{job.message or 'the job failed'}. Look at RayJob {job.name}; delete it to try again, or set "
-            "engines.calibrate to false to serve this model without blending",
+            f"{job.message or 'the job failed'}. {look}, or set engines.calibrate to false to serve this "
+            "model without blending",
         )
     text = f"RayJob {job.name} is measuring; answers are full prefill"
     return c.false(c.CALIBRATED, "Running", text + _join_messages(None, observed, "calibration"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kintsugi_operator.objects.names import LABEL_PART
+from kintsugi_operator.objects.names import LABEL_PART, LABEL_ROLE
 from kintsugi_operator.objects.network import USERS
 from kintsugi_operator.objects.pods import Manifest
-from kintsugi_operator.observed.views import is_leaving, label_of
+from kintsugi_operator.observed.views import is_leaving, is_pod_ready, label_of, ray_service_view
 
 DRAIN_S_MAX = 600.0
 """A lost node must not keep a service from being removed."""
@@ -25,6 +25,17 @@ class Teardown:
     def is_done(self) -> bool:
         """Whether the finalizer may be removed; Kubernetes then deletes what the service owns."""
         return not self.message
+
+
+def must_drain(is_held: bool, ray: Sequence[Manifest], pods: Sequence[Manifest]) -> bool:
+    """Whether a service needs the finalizer: from the first part of it that is ready, until nothing is left.
+
+    What has never been ready has answered nobody and stored nothing. `is_held`: it has the finalizer.
+    """
+    if is_held:
+        return not next_teardown(ray, pods, 0.0).is_done
+    is_working = any(label_of(one, LABEL_ROLE) in ("shard", "engine") and is_pod_ready(one) for one in pods)
+    return is_working or any(ray_service_view(one).is_ready for one in ray)
 
 
 def next_teardown(ray: Sequence[Manifest], pods: Sequence[Manifest], age_s: float) -> Teardown:

@@ -165,12 +165,13 @@ def _policy(
     ingress: Sequence[Manifest] | None = None,
     egress: Sequence[Manifest] | None = None,
 ) -> Manifest:
+    """`ingress` and `egress`: what is let through; an empty list lets nothing through, None says nothing."""
     rules = {"ingress": ingress, "egress": egress}
-    given = {direction: list(some) for direction, some in rules.items() if some is not None}
     spec = {
         "podSelector": {"matchLabels": selector(owner.name, **chosen)},
-        "policyTypes": [direction.capitalize() for direction in given],
-        **given,
+        "policyTypes": [direction.capitalize() for direction, some in rules.items() if some is not None],
+        # The API server stores no empty list, and counts each one that is applied as a change of the spec.
+        **{direction: list(some) for direction, some in rules.items() if some},
     }
     return make_object(
         owner, "NetworkPolicy", join_name(owner.name, what), labels(owner.name), {"spec": spec}, POLICY

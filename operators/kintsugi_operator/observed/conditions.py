@@ -16,6 +16,8 @@ CALIBRATED = "Calibrated"
 ROLLED_OUT = "RolledOut"
 COMPLETE = "Complete"
 RECONCILED = "Reconciled"
+SOLE = "SoleOperator"
+"""Only there while two operators look after the service."""
 RECONCILING = "Reconciling"
 STALLED = "Stalled"
 

@@ -42,6 +42,8 @@ class JobView:
     dashboard: str = ""
     """`host:port` of its Ray cluster's dashboard, empty before there is one."""
     job_id: str = ""
+    uid: str = ""
+    """Tells it from a former one of the same name."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def job_view(manifest: Manifest) -> JobView:
         manifest["metadata"]["name"],
         status.get("dashboardURL", ""),
         status.get("jobId", ""),
+        str(manifest["metadata"].get("uid", "")),
     )
 
 

@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, TypeVar
@@ -205,16 +205,26 @@ class Team:
 class Operator:
     """The operator's process."""
 
-    def __init__(self, team: Team, identity: str, kubeconfig: Path | None = None) -> None:
+    def __init__(
+        self,
+        team: Team,
+        identity: str,
+        kubeconfig: Path | None = None,
+        home: str = "",
+        options: Sequence[str] | None = None,
+    ) -> None:
+        """`home`: the namespace of its pod, if it is not the team's. `options`: others than to watch the
+        team's namespace alone."""
         self.health_port, self.metrics_port = free_port(), free_port()
         self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"operator-{team.namespace}-{identity}.log"
         # Where tests run in a pod, these would lead to that pod's own cluster.
         here = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_SERVICE_")}
-        environ = {**here, "POD_NAME": identity, "POD_NAMESPACE": team.namespace}
+        environ = {**here, "POD_NAME": identity, "POD_NAMESPACE": home or team.namespace}
         environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "services"), str(ROOT / "operators")])
         if kubeconfig is not None:
             environ["KUBECONFIG"] = str(kubeconfig)
-        command = [sys.executable, "-m", "kintsugi_operator", f"--namespace={team.namespace}"]
+        command = [sys.executable, "-m", "kintsugi_operator"]
+        command += options if options is not None else [f"--namespace={team.namespace}"]
         command += [f"--health-port={self.health_port}", f"--metrics-port={self.metrics_port}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
@@ -342,7 +352,8 @@ def team_of(cluster: Kube, labels: Mapping[str, str]) -> Iterator[Team]:
             path = BLEND_SERVICE.path(name, one["metadata"]["name"])
             with contextlib.suppress(Refused):
                 cluster.request("PATCH", path, {"metadata": {"finalizers": []}}, MERGE)
-        cluster.request("DELETE", f"/api/v1/namespaces/{name}")
+        with contextlib.suppress(Refused):  # a test may have deleted it
+            cluster.request("DELETE", f"/api/v1/namespaces/{name}")
 
 
 needs_cluster = pytest.mark.skipif(bool(why_not()), reason=f"cluster tests: {why_not()}")

@@ -202,9 +202,12 @@ def test_the_operator_may_do_what_it_does_and_nothing_else(value_set: str) -> No
     own = wide or one(manifests, "Role", name)
     lease = one(manifests, "Role", f"{name}-lease")
     assert [expand_rules(role["rules"]) for role in (own, lease)] == list(map(expand_rules, chart_rules()))
-    assert [rule.get("resourceNames") for rule in lease["rules"]] == [None, [name]], (
+    assert [rule.get("resourceNames") for rule in lease["rules"]] == [None, [name], [name]], (
         "creating has no name yet"
     )
+    # It looks for its own Deployment, under the name that it may read.
+    (container,) = one(manifests, "Deployment", name)["spec"]["template"]["spec"]["containers"]
+    assert f"--deployment={name}" in container["args"]
     for resource in OWNED:
         group = resource.api_version.rpartition("/")[0]
         # Server-side apply of a new object is checked for both.

@@ -7,7 +7,6 @@ deletion, two operators, rights. Skipped with a line that says so where KUBECONF
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,47 +41,21 @@ from tests.e2e.kubernetes.clusters import (
     Kube,
     Operator,
     Team,
-    kube,
     kubeconfig_for,
     kuberay_crds,
     needs_cluster,
-    team_of,
     until,
 )
 from tests.unit.operator.rights import chart_rules
 
 pytestmark = [needs_cluster, pytest.mark.timeout(600)]
 
-RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
 
 
 def revision(**parts: Any) -> str:
     spec = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
     return EngineRevision.of(from_manifest(BlendServiceSpec, spec)).name
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Kube]:
-    with kube() as one:
-        one.install_crds()
-        yield one
-
-
-@pytest.fixture
-def team(cluster: Kube) -> Iterator[Team]:
-    with team_of(cluster, RESTRICTED) as one:
-        yield one
-
-
-@pytest.fixture
-def operator(team: Team) -> Iterator[Operator]:
-    one = Operator(team, "first")
-    try:
-        one.wait_until_it_leads()
-        yield one
-    finally:
-        one.stop()
 
 
 def serving(team: Team, **parts: Any) -> None:

@@ -215,7 +215,7 @@ def test_kuberay_may_come_later(web: FakeWeb) -> None:
         world = World(served=frozenset())
         world.make()
         async with operated(world) as it:
-            await until(lambda: "status" in it.service)
+            await until(lambda: bool(it.service.get("status", {}).get("conditions")))
             assert world.condition("KubeRayReady")["reason"] == "Missing"
             assert names(it) == []
             for kind in KUBERAY:

@@ -83,10 +83,15 @@ class Operated:
         return seen
 
 
+SETTINGS = OperatorOptions("", "me", namespaces=("default",))
+
+
 @contextlib.asynccontextmanager
-async def operated(world: World) -> AsyncIterator[Operated]:
-    it = Operated(world, FakeApiServer(world.cluster))
-    settings = OperatorOptions("", "me", namespaces=("default",))
+async def operated(
+    world: World, settings: OperatorOptions = SETTINGS, server: FakeApiServer | None = None
+) -> AsyncIterator[Operated]:
+    """An operator with these settings, on a stand-in of its own or on one that others use, too."""
+    it = Operated(world, server or FakeApiServer(world.cluster))
     async with served(it.server.answer) as client, aiohttp.ClientSession() as session:
         task = asyncio.create_task(operate(client, settings, session, it.pulse))
         try:

@@ -13,6 +13,7 @@ import pytest
 
 from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import Refused
+from kintsugi_operator.controller.finalizer import set_finalizer
 from kintsugi_operator.controller.object_metrics import ObjectMetrics
 from kintsugi_operator.controller.reconcile import Reconciler
 from kintsugi_operator.controller.scrape import figures
@@ -22,6 +23,7 @@ from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import Figures
+from kintsugi_operator.operator import OperatorOptions
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeReads, FakeWeb
 from tests.unit.operator.specs import NOW, SMALL, spec_of
 
@@ -36,12 +38,13 @@ class World:
         self.kuberay = FakeKubeRay(self.cluster)
         self.web = FakeWeb()
         self.now = NOW
+        self.me = OperatorOptions("", "me", namespaces=("default",)).operator
         self.reconciler = self.restart()
 
     def restart(self, metrics: ObjectMetrics | None = None) -> Reconciler:
         """A new process."""
         reads = FakeReads(self.cluster)
-        return Reconciler(self.cluster, reads, self.web, self._clock, metrics=metrics)
+        return Reconciler(self.cluster, reads, self.web, self._clock, self.me, metrics=metrics)
 
     def _clock(self) -> datetime:
         return self.now
@@ -459,7 +462,7 @@ def test_a_changed_object_is_not_overwritten_unseen(world: World) -> None:
     stale = copy.deepcopy(live)
     live["metadata"]["resourceVersion"] = "999"
     with pytest.raises(Refused, match="modified"):
-        run(world.reconciler._set_finalizers(stale, [FINALIZER]))
+        run(set_finalizer(world.cluster, stale, True))
 
 
 def test_figures_come_from_metrics(world: World) -> None:

@@ -33,7 +33,7 @@ class Behind(FakeReads):
 
 
 def with_reads(world: World, reads: Behind) -> Reconciler:
-    return Reconciler(world.cluster, reads, world.web, lambda: world.now)
+    return Reconciler(world.cluster, reads, world.web, lambda: world.now, world.me)
 
 
 @pytest.fixture

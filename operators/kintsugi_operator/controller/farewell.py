@@ -1,0 +1,71 @@
+"""What an operator does last if it is being removed for good, and not only restarted.
+
+Nobody would be left to drain the services that its finalizer holds: it lets them go, whether they are being
+deleted or may be later. It also gives up its claims, so that another operator takes over at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi_operator.api.manifest import API_VERSION, from_manifest, to_manifest
+from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, DEPLOYMENT, ApiServer
+from kintsugi_operator.controller.finalizer import set_finalizer
+from kintsugi_operator.controller.index import Index
+from kintsugi_operator.desired.ownership import forget_operator
+from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import is_leaving
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S_MAX = 15.0
+"""Less than the 30 s that a pod has to end."""
+
+
+async def take_leave(
+    cluster: ApiServer, index: Index, me: OperatorStatus, home: str, deployment: str
+) -> None:
+    """Let all services go if this operator is being removed. Raises nothing that the API server causes."""
+    try:
+        async with asyncio.timeout(FAREWELL_S_MAX):
+            services = await _services(index)
+            if not services or not await _is_removed(cluster, home, deployment):
+                return
+            logger.info("this operator is being removed: it lets its services go")
+            for live in services:
+                await _let_go(cluster, live, me)
+    except (KintsugiError, TimeoutError) as error:
+        logger.warning("services may keep their finalizer (docs/OPERATIONS.md has the remedy): %s", error)
+
+
+async def _services(index: Index) -> list[Manifest]:
+    """All services that are known."""
+    known = sorted(index.keys())
+    ours = [key for key in known if key.kind == BLEND_SERVICE.kind]
+    found = [await index.get(BLEND_SERVICE, key.namespace, key.name) for key in ours]
+    return [one for one in found if one is not None]
+
+
+async def _is_removed(cluster: ApiServer, home: str, deployment: str) -> bool:
+    """Whether the operator's namespace is being deleted, or its Deployment is gone or going."""
+    if not home or await cluster.is_terminating(home):
+        return bool(home)
+    if not deployment:
+        return False
+    found = await cluster.get(DEPLOYMENT, home, deployment)
+    return found is None or is_leaving(found)
+
+
+async def _let_go(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
+    status = from_manifest(BlendServiceStatus, live.get("status") or {}, "status")
+    forgotten = forget_operator(status, me)
+    if forgotten != status and not is_leaving(live):
+        metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
+        written = {"apiVersion": API_VERSION, "kind": live["kind"], "metadata": metadata}
+        live = await cluster.apply_status({**written, "status": to_manifest(forgotten)})
+    if status.operator.lease == me.lease:
+        await set_finalizer(cluster, live, False)
+        logger.info("let %s/%s go", live["metadata"]["namespace"], live["metadata"]["name"])

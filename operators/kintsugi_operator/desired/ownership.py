@@ -1,0 +1,68 @@
+"""Which of several operators owns a service. The owner alone writes anything but what this file decides.
+
+The service's status names its owner by the Lease that the owner's leader holds. An operator of single
+namespaces outranks one of the whole cluster. Otherwise the first one stays, until its Lease is no longer
+renewed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+
+from kintsugi_operator.api.status import BlendServiceStatus, Condition, OperatorStatus
+from kintsugi_operator.observed import conditions as c
+
+CLUSTER, NAMESPACE = "Cluster", "Namespace"
+"""Values of `OperatorStatus.scope`."""
+
+
+class Claim(StrEnum):
+    """What an operator does about a service's ownership."""
+
+    KEEP = "keep"
+    TAKE = "take"
+    LEAVE = "leave"
+
+
+def decide_claim(me: OperatorStatus, owner: OperatorStatus) -> Claim:
+    """Decide for an owner that still runs."""
+    if owner == me:
+        return Claim.KEEP
+    if owner.lease in ("", me.lease):
+        return Claim.TAKE
+    return Claim.TAKE if (me.scope, owner.scope) == (NAMESPACE, CLUSTER) else Claim.LEAVE
+
+
+def take_over(status: BlendServiceStatus, me: OperatorStatus) -> BlendServiceStatus:
+    """The status of a service that is ours from now on."""
+    return replace(status, operator=me, conditions=_conditions_without_sole(status))
+
+
+def leave_to_owner(
+    status: BlendServiceStatus, me: OperatorStatus, generation: int, now: str
+) -> BlendServiceStatus:
+    """The status of a service that another operator owns: a condition says so."""
+    owner = status.operator
+    said = c.false(
+        c.SOLE,
+        "OwnedByAnother",
+        f"operator {owner.lease} (scope {owner.scope}) owns this service, and {me.lease} (scope {me.scope}) "
+        "leaves it alone: remove one of them",
+    )
+    if any((one.type, one.message) == (said.type, said.message) for one in status.conditions):
+        return status
+    return replace(status, conditions=c.merge_conditions(status.conditions, [said], generation, now))
+
+
+def forget_operator(status: BlendServiceStatus, me: OperatorStatus) -> BlendServiceStatus:
+    """The status once this operator is removed: another may own the service, and is alone."""
+    if status.operator.lease == me.lease:
+        return replace(status, operator=OperatorStatus())
+    if any(one.type == c.SOLE and me.lease in one.message for one in status.conditions):
+        return replace(status, conditions=_conditions_without_sole(status))
+    return status
+
+
+def _conditions_without_sole(status: BlendServiceStatus) -> tuple[Condition, ...]:
+    return tuple(one for one in status.conditions if one.type != c.SOLE)

@@ -1,0 +1,160 @@
+"""Which of two operators owns a service, and what the other one does."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from kintsugi_operator.api.manifest import from_manifest
+from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
+from kintsugi_operator.controller.owners import GONE_S
+from kintsugi_operator.controller.reconcile import CONTESTED_S, Reconciler
+from kintsugi_operator.desired.ownership import CLUSTER, NAMESPACE, Claim, decide_claim, forget_operator
+from tests.fakes.cluster import FakeReads
+from tests.unit.operator.test_reconcile import World, run
+
+WIDE = OperatorStatus("platform/wide", CLUSTER)
+OTHER = OperatorStatus("other/wide", CLUSTER)
+NARROW = OperatorStatus("team/narrow", NAMESPACE)
+
+
+class Shared(World):
+    """A cluster with two operators, whose Leases are renewed when a test says so."""
+
+    def __init__(self, *operators: OperatorStatus) -> None:
+        super().__init__()
+        self.operators = {
+            one.lease: Reconciler(
+                self.cluster,
+                FakeReads(self.cluster),
+                self.web,
+                lambda: self.now,
+                one,
+                one.lease.split("/")[0],
+            )
+            for one in operators
+        }
+        for one in operators:
+            self.renew(one)
+
+    def renew(self, one: OperatorStatus) -> None:
+        namespace, name = one.lease.split("/")
+        spec = {"holderIdentity": "pod", "renewTime": self.now.isoformat()}
+        self.cluster.put({"kind": "Lease", "metadata": {"name": name, "namespace": namespace}, "spec": spec})
+
+    def looked(self, one: OperatorStatus, times: int = 1) -> float | None:
+        """What an operator's last look returned."""
+        found = None
+        for _ in range(times):
+            found = run(self.operators[one.lease].service("default", "acme"))
+        return found
+
+    @property
+    def owner(self) -> str:
+        return str(self.cluster.find("BlendService", "acme")["status"]["operator"]["lease"])
+
+    def home(self) -> Any:
+        """The namespace from which the operator may read metrics, as policies have it."""
+        rules = self.cluster.find("NetworkPolicy", "acme-metrics")["spec"]["ingress"]
+        return rules[0]["from"][0]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+
+
+@pytest.mark.parametrize(
+    ("me", "owner", "claim"),
+    [
+        (WIDE, OperatorStatus(), Claim.TAKE),
+        (WIDE, WIDE, Claim.KEEP),
+        (WIDE, OperatorStatus(WIDE.lease, NAMESPACE), Claim.TAKE),
+        (WIDE, OTHER, Claim.LEAVE),
+        (WIDE, NARROW, Claim.LEAVE),
+        (NARROW, WIDE, Claim.TAKE),
+        (NARROW, OperatorStatus("team/second", NAMESPACE), Claim.LEAVE),
+    ],
+)
+def test_who_claims_what(me: OperatorStatus, owner: OperatorStatus, claim: Claim) -> None:
+    assert decide_claim(me, owner) is claim
+
+
+@pytest.mark.parametrize("order", [(WIDE, NARROW), (NARROW, WIDE)])
+def test_two_operators_do_not_fight(order: tuple[OperatorStatus, ...]) -> None:
+    world = Shared(*order)
+    world.make()
+    for one in order * 4:
+        world.looked(one)
+    before = world.cluster.writes.copy()
+    for one in order * 4:
+        world.looked(one)
+    assert world.cluster.writes == before
+    assert (world.owner, world.home()) == (NARROW.lease, "team")
+    said = world.condition("SoleOperator")
+    assert (said["status"], said["reason"]) == ("False", "OwnedByAnother")
+    assert WIDE.lease in said["message"]
+    assert NARROW.lease in said["message"]
+
+
+def test_who_does_not_own_a_service_does_not_say_that_it_has_seen_it() -> None:
+    world = Shared(WIDE, OTHER)
+    world.make()
+    world.looked(WIDE, 3)
+    live = world.cluster.find("BlendService", "acme")
+    live["metadata"]["generation"] = 7
+    assert world.looked(OTHER, 2) == CONTESTED_S
+    assert live["status"]["observedGeneration"] == 1
+    world.looked(WIDE, 2)
+    assert live["status"]["observedGeneration"] == 7
+    assert world.condition("SoleOperator")["status"] == "False"
+
+
+def test_who_is_gone_is_followed() -> None:
+    world = Shared(WIDE, NARROW)
+    world.make()
+    world.looked(NARROW, 3)
+    for _ in range(3):
+        world.renew(NARROW)
+        assert world.looked(WIDE) == CONTESTED_S
+        world.now += timedelta(seconds=GONE_S)
+    world.looked(WIDE)
+    assert world.owner == WIDE.lease
+    world.looked(WIDE, 2)
+    assert world.home() == "platform"
+    conditions = world.cluster.find("BlendService", "acme")["status"]["conditions"]
+    assert "SoleOperator" not in [one["type"] for one in conditions]
+
+
+def test_a_lease_that_is_deleted_is_not_renewed() -> None:
+    world = Shared(WIDE, OTHER)
+    world.make()
+    world.looked(WIDE, 3)
+    world.looked(OTHER)
+    world.cluster.lose("Lease", "wide", "platform")
+    world.looked(OTHER)
+    world.now += timedelta(seconds=GONE_S)
+    world.looked(OTHER)
+    assert world.owner == OTHER.lease
+
+
+def test_a_corpus_is_its_services_owners() -> None:
+    world = Shared(WIDE, OTHER)
+    world.make()
+    world.fill()
+    world.looked(WIDE, 3)
+    before = world.cluster.writes.copy()
+    assert run(world.operators[OTHER.lease].corpus("default", "docs")) == CONTESTED_S
+    assert world.cluster.writes == before
+    run(world.operators[WIDE.lease].corpus("default", "docs"))
+    assert world.cluster.writes != before
+
+
+def test_an_operator_that_is_removed_is_forgotten() -> None:
+    world = Shared(WIDE, OTHER)
+    world.make()
+    for one in (WIDE, OTHER, WIDE):
+        world.looked(one, 2)
+    status = from_manifest(BlendServiceStatus, world.cluster.find("BlendService", "acme")["status"])
+    assert forget_operator(status, WIDE).operator == OperatorStatus()
+    forgotten = forget_operator(status, OTHER)
+    assert forgotten.operator == WIDE
+    assert "SoleOperator" not in [one.type for one in forgotten.conditions]
+    assert forget_operator(status, NARROW) == status
