@@ -12,6 +12,7 @@ questions alone, unless `Budget.minutes` ends the search.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -53,7 +54,7 @@ from kintsugi.quality.measure import (
     tokenize_questions,
 )
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
-from kintsugi.quality.racing import FINALISTS_MAX, Ask, Race, RacePrompt
+from kintsugi.quality.racing import FINALISTS_MAX, SCREENING_ROUNDS, Ask, Race, RacePrompt
 
 AGREEMENT = frozenset({Quantity.KL, Quantity.DISAGREEMENT})
 """What can be measured without answers."""
@@ -82,6 +83,8 @@ _OTHER_BYTES = 1 << 14
 """Room for whatever else it holds."""
 PROMPTS = 2000
 MINUTES = 12.0
+SCREENING_TIME_SHARE = 0.35
+"""Share of the minutes that screening may take, as far as that is known beforehand."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ def calibrate(
     started_s = clock_s()
     order = sample_cases(len(bench.cases), budget, thresholds)
     warnings = check_full_prefill(bench, order[:FORM_PROMPTS], form, notify)
+    affordable = _affordable_answers(budget, (clock_s() - started_s) / min(FORM_PROMPTS, len(order)))
     notify("noise floor")
     noise = bench.noise(order[:NOISE_PROMPTS])
     cases = [bench.cases[index] for index in order]
@@ -166,7 +170,8 @@ def calibrate(
         grid.workload_of(cases, num_layers),
         budget.cost_max,
     )
-    race = Race(tried, race_prompts(cases, quantities), noise, thresholds)
+    tried = grid.thin(tried, affordable / (2 * SCREENING_ROUNDS[0][0]))
+    race = Race(tried, race_prompts(cases, quantities), noise, thresholds, affordable)
     _check_report_size(race, tried, min(len(cases), PROMPTS_MAX) * min(bench.max_tokens, POSITIONS_MAX))
     warnings += unjudged + _warn_of_few(race, cases, quantities, thresholds)
     runner = _RaceRunner(bench, order, race, quantities, notify)
@@ -189,6 +194,14 @@ def calibrate(
     return Calibration(report, warnings)
 
 
+def _affordable_answers(budget: Budget, full_s: float) -> float:
+    """How many blended answers screening has time for, if each takes about as long as one of full prefill:
+    it is cheaper, but is run freely and along full prefill's answer."""
+    if budget.minutes is None:
+        return math.inf
+    return SCREENING_TIME_SHARE * 60 * budget.minutes / max(full_s, 1e-6)
+
+
 class _RaceRunner:
     """Measures what a race asks for, and keeps every prompt's scores."""
 
@@ -206,25 +219,32 @@ class _RaceRunner:
         self._notify = notify
 
     def run(self, has_time: Callable[[], bool]) -> None:
-        """Until the race is over, or `has_time` says no between two rounds."""
-        while has_time() and (asked := self.race.ask()) is not None:
+        """Until the race is over, or `has_time` says no. A round that is not finished then does not count."""
+        while (asked := self.race.ask()) is not None:
             indices = [self._order[number] for number in asked.prompts]
-            self._bench.store_chunks(indices=indices)
-            self._bench.full(indices)
-            if asked.is_confirmation:
-                if not self.confirmed:
-                    self.scores = {s: v for s, v in self.scores.items() if s not in asked.selections}
-                self.confirmed += indices
-            measured = []
+            measured: list[list[PromptScore]] = []
             for number, selection in enumerate(asked.selections, 1):
-                self._notify(self._progress(asked, number))
-                scores = measure_selection(self._bench, selection, indices, asked.is_confirmation).by_prompt
-                if asked.tasks is None:
-                    self.scores.setdefault(selection, []).extend(scores)
-                measured.append([one.losses.only(self._quantities) for one in scores])
-            self.race.tell(asked, measured)
+                if not has_time():
+                    return
+                if number == 1:
+                    self._bench.store_chunks(indices=indices)
+                    self._bench.full(indices)
+                self._notify(self._progress(asked, number, len(indices)))
+                scores = measure_selection(self._bench, selection, indices, asked.is_confirmation)
+                measured.append(scores.by_prompt)
+            self._keep(asked, indices, measured)
+            self.race.tell(asked, [[one.losses.only(self._quantities) for one in mine] for mine in measured])
 
-    def _progress(self, asked: Ask, number: int) -> str:
+    def _keep(self, asked: Ask, indices: Sequence[int], measured: Sequence[list[PromptScore]]) -> None:
+        if asked.is_confirmation:
+            if not self.confirmed:
+                self.scores = {s: v for s, v in self.scores.items() if s not in asked.selections}
+            self.confirmed += indices
+        if asked.tasks is None:
+            for selection, scores in zip(asked.selections, measured, strict=True):
+                self.scores.setdefault(selection, []).extend(scores)
+
+    def _progress(self, asked: Ask, number: int, prompts: int) -> str:
         now = describe_selection(asked.selections[number - 1])
         if not asked.is_confirmation:
             return f"screening {number} of {len(asked.selections)} on {len(asked.prompts)} prompts: {now}"
@@ -232,7 +252,7 @@ class _RaceRunner:
         leader = f"; {describe_selection(passed[-1])} passes" if passed else ""
         tasks = sorted(asked.tasks or ())
         some = f", now of {tasks[0] if len(tasks) == 1 else f'{len(tasks)} tasks'}" if tasks else ""
-        return f"confirming {now} on {len(self.confirmed)} prompts{some}{leader}"
+        return f"confirming {now} on {len(self.confirmed) + prompts} prompts{some}{leader}"
 
     def entries(self) -> list[ReportEntry]:
         """One for each configuration that was measured: the finalists, then what was only screened."""

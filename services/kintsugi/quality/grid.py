@@ -25,6 +25,8 @@ ADAPTIVE_MASS = 0.7
 """Share of the signal that an adaptive ratio covers, with the largest ratio as its ceiling."""
 LATE_DEPTHS = (0.4, 0.8)
 """Query layers worth trying beside the fusor's own, as shares of the depth."""
+KEPT_MIN = 8
+"""Configurations that are tried however slow the model is."""
 COST_MAX = 0.6
 """Configurations that cost more than this share of a full prefill are not worth their loss in quality."""
 
@@ -92,3 +94,21 @@ def affordable(tried: Sequence[Selection], work: PassWorkload, cost_max: float =
     """Those predicted to cost at most `cost_max`, cheapest first."""
     priced = [(configuration_cost(one, work), index) for index, one in enumerate(tried)]
     return [tried[index] for cost, index in sorted(priced) if cost <= cost_max]
+
+
+def thin(tried: Sequence[Selection], most: float) -> list[Selection]:
+    """At most so many of them, but at least `KEPT_MIN`, in their order. Those that vary least from their
+    selector's own choices are kept first; of those that vary alike, some from the cheapest to the dearest."""
+    if len(tried) <= most:
+        return list(tried)
+    room = max(KEPT_MIN, int(most))
+    kept: set[int] = set()
+    for variations in range(1 + max(map(_count_variations, tried))):
+        alike = [place for place, one in enumerate(tried) if _count_variations(one) == variations]
+        count = min(len(alike), room - len(kept))
+        kept |= {alike[number * len(alike) // count] for number in range(count)}
+    return [one for place, one in enumerate(tried) if place in kept]
+
+
+def _count_variations(one: Selection) -> int:
+    return (one.check_layer > 1) + bool(one.query_layers) + (one.adaptive_mass is not None)

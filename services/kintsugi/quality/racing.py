@@ -154,8 +154,10 @@ class Race:
         prompts: Sequence[RacePrompt],
         noise: Noise,
         thresholds: Thresholds,
+        screening_max: float = math.inf,
     ) -> None:
-        """`prompts` in the order in which they are used: shuffled."""
+        """`prompts` in the order in which they are used: shuffled. Screening ends before a round that would
+        take it beyond `screening_max` answers, and has at least one round."""
         self.noise = noise
         self.thresholds = thresholds
         self.screened = [Runner(selection) for selection in candidates]
@@ -164,6 +166,7 @@ class Race:
         self._prompts = prompts
         self._rounds = list(_screening_rounds(len(prompts)))
         self._in_screening = list(self.screened)
+        self._screening_left = screening_max
         self.num_screening = count_screening(len(prompts))
         """Prompts that screening may use; those behind them belong to the confirmation."""
         self._unused = list(range(self.num_screening, len(prompts)))
@@ -220,6 +223,7 @@ class Race:
             self._unused = [number for number in self._unused if number not in used]
             self._decide()
         else:
+            self._screening_left -= len(runners) * len(asked.prompts)
             self._thin_out(self._rounds.pop(0).stay)
 
     def _add(self, runner: Runner, asked: Ask, losses: Sequence[PromptLosses]) -> None:
@@ -253,9 +257,13 @@ class Race:
             kept += front[-(stay - len(kept)) :]
             left = [one for one in left if one not in front]
         self._in_screening = kept
-        if not self._rounds or len(kept) <= 1:
+        if not self._has_next_round(len(kept)) or len(kept) <= 1:
             self.finalists = [Runner(one.selection) for one in _pick_finalists(kept)]
             self._in_screening = []
+
+    def _has_next_round(self, count: int) -> bool:
+        """Whether there is one, and room for the answers of so many configurations."""
+        return bool(self._rounds) and count * self._rounds[0].length <= self._screening_left
 
     def _decide(self) -> None:
         """Let finalists pass or drop out, from the safest to the cheapest."""
@@ -354,6 +362,10 @@ class Round:
     first: int
     end: int
     stay: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.first
 
 
 def count_screening(num_prompts: int) -> int:

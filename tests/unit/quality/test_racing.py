@@ -69,6 +69,17 @@ def test_the_cheapest_good_configuration_is_found_among_many(seed: int) -> None:
     assert len(used) < 500, "it stops when the cheapest has passed"
 
 
+def test_screening_ends_before_a_round_that_there_is_no_time_for() -> None:
+    world = Recorded(rates(r20=0.001, r30=0.0))
+    ratios = [0.2, 0.3] + [0.4 + n / 1000 for n in range(30)]
+    race = Race(candidates(*ratios), prompts(1200), QUIET, THRESHOLDS, screening_max=4 * 32 + 4 * 3)
+    world.drive(race)
+    screened = [asked for asked in world.asks if not asked.is_confirmation]
+    assert sum(len(asked.selections) * len(asked.prompts) for asked in screened) <= 4 * 32 + 4 * 3
+    assert race.finalists
+    assert all(min(asked.prompts) >= race.num_screening for asked in world.asks if asked.is_confirmation)
+
+
 def test_no_prompt_of_the_screening_counts_in_the_confirmation() -> None:
     world = Recorded(rates(r20=0.002, r40=0.0))
     race = race_of(world, 800, 0.1, 0.2, 0.4)
