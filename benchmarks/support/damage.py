@@ -32,7 +32,7 @@ from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.prompt import PromptShape
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.engine.auditing import StoredChunk, find_stored_copies
+from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.fusor.audit import tolerance_of
 from kintsugi.quality import metrics, reports
@@ -220,7 +220,7 @@ def _clean_errors(setup: Setup, running: LocalEngine, store: RamStore, cases: Se
     )
 
 
-def _worst_error(running: LocalEngine, chunk: StoredChunk) -> float:
+def _worst_error(running: LocalEngine, chunk: StoredCopy) -> float:
     (answer,) = running.generate([chunk.prompt])
     accounting = answer.accounting or {}
     assert accounting.get("outcome") == "audited", accounting

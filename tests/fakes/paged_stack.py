@@ -118,6 +118,9 @@ class PagedStack:
     def end_layer(self, layer: int) -> None:
         """Nothing has to be put back."""
 
+    def keeps_layer(self, layer: int) -> bool:
+        return True
+
     def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
         self._write(layer, slots.prepared, key, value)
 

@@ -212,3 +212,12 @@ def calibration_figures(records: Records, bars: bool) -> list[Figure]:
     detail = f"{decision}: {found['why']}; {found['search']}; domain {found['domain']}"
     bar = MINUTES_BAR if bars else None
     return [Figure.at_most("calibrate_minutes_real", found["minutes"], bar, "min", detail)]
+
+
+def cache_figure(records: Records) -> Figure:
+    """Greedy answers of full prefill that are right or wrong only without the prefix cache."""
+    found = list(records.below("uncached").values())
+    changed = sum(not values["same_right"] for values in found)
+    other = sum(not values["same"] for values in found)
+    detail = f"of {len(found)} answers; {other} differ in some token"
+    return Figure("real_prefix_cache_changes", changed, "", detail=detail)
