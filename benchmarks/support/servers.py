@@ -233,6 +233,9 @@ def _ready_event(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
     """What `kintsugi serve --json` says once it serves."""
     assert process.stdout is not None
     for line in process.stdout:
+        if not line.rstrip().endswith(b"}"):  # what failed is printed over several lines
+            log.open("ab").write(line + process.stdout.read())
+            break
         event: dict[str, Any] = json.loads(line)
         if event.get("event") == "ready":
             return event

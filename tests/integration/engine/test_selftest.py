@@ -69,8 +69,8 @@ def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scattered_tokens_reading_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where there are more runs than prefix, chunk and question make."""
-    build = stack._common_metadata
+    """Only where there are more runs than prefix, chunk and question make: in vLLM's kernel, or in ours."""
+    build, rows = stack._common_metadata, stack.ScatteredRows
 
     def elsewhere(*arguments: Any) -> Any:
         common = build(*arguments)
@@ -79,6 +79,7 @@ def scattered_tokens_reading_other_blocks(monkeypatch: pytest.MonkeyPatch) -> No
         return common
 
     monkeypatch.setattr(stack, "_common_metadata", elsewhere)
+    monkeypatch.setattr(stack, "ScatteredRows", lambda positions, table: rows(positions, table + 20))
 
 
 def test_a_sound_engine_passes(model: LoadedModel) -> None:
