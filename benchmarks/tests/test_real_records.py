@@ -253,3 +253,10 @@ def test_the_speed_up_is_one_of_medians(records: Records) -> None:
     (found,) = figures.speed_figures(records, QUERY, "", bars=True)
     assert (found.value, found.holds) == (4.0, True)
     assert "3 prompts" in found.detail
+
+
+def test_answers_that_the_prefix_cache_changed_are_counted(records: Records) -> None:
+    for number, (same, same_right) in enumerate([(True, True), (False, True), (False, False)]):
+        records.add(("uncached", JUDGED, number, 0), {"same": same, "same_right": same_right})
+    found = figures.cache_figure(records)
+    assert (found.value, found.detail) == (1, "of 3 answers; 2 differ in some token")
