@@ -10,9 +10,9 @@ import asyncio
 import logging
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi_operator.api.manifest import API_VERSION, from_manifest, to_manifest
+from kintsugi_operator.api.manifest import API_VERSION, status_of, to_manifest
 from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
-from kintsugi_operator.controller.cluster import BLEND_SERVICE, DEPLOYMENT, ApiServer
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, DEPLOYMENT, ApiServer, Refused
 from kintsugi_operator.controller.finalizer import set_finalizer
 from kintsugi_operator.controller.index import Index
 from kintsugi_operator.desired.ownership import forget_operator
@@ -36,7 +36,7 @@ async def take_leave(
                 return
             logger.info("this operator is being removed: it lets its services go")
             for live in services:
-                await _let_go(cluster, live, me)
+                await _try_to_let_go(cluster, live, me)
     except (KintsugiError, TimeoutError) as error:
         logger.warning("services may keep their finalizer (docs/OPERATIONS.md has the remedy): %s", error)
 
@@ -59,8 +59,29 @@ async def _is_removed(cluster: ApiServer, home: str, deployment: str) -> bool:
     return found is None or is_leaving(found)
 
 
+async def _try_to_let_go(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
+    """Let one service go. What the API server refuses is tried once more on the object as it is now: a
+    look that was cancelled in the middle of a write leaves the index behind."""
+    metadata = live["metadata"]
+    try:
+        try:
+            await _let_go(cluster, live, me)
+        except Refused:
+            now = await cluster.list(BLEND_SERVICE, metadata["namespace"], {})
+            for one in now:
+                if one["metadata"]["name"] == metadata["name"]:
+                    await _let_go(cluster, one, me)
+    except KintsugiError as error:
+        logger.warning(
+            "%s/%s may keep its finalizer (docs/OPERATIONS.md has the remedy): %s",
+            metadata["namespace"],
+            metadata["name"],
+            error,
+        )
+
+
 async def _let_go(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
-    status = from_manifest(BlendServiceStatus, live.get("status") or {}, "status")
+    status = status_of(BlendServiceStatus, live)
     forgotten = forget_operator(status, me)
     if forgotten != status and not is_leaving(live):
         metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
-from kintsugi_operator.api.manifest import API_VERSION, from_manifest, to_manifest
+from kintsugi_operator.api.manifest import API_VERSION, from_live_spec, status_of, to_manifest
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus, OperatorStatus
 from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
@@ -33,6 +33,7 @@ from kintsugi_operator.controller.events import EventRecorder
 from kintsugi_operator.controller.finalizer import is_held, set_finalizer
 from kintsugi_operator.controller.object_metrics import ObjectMetrics
 from kintsugi_operator.controller.owners import Owners
+from kintsugi_operator.controller.queue import ObjectKey
 from kintsugi_operator.controller.scrape import Web, fetch_all, figures
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
@@ -133,8 +134,10 @@ class Reconciler:
         live = await self._reads.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
-        claimed = await self._claim(live, _status_of(BlendServiceStatus, live))
+        claimed = await self._claim(live, status_of(BlendServiceStatus, live))
         if claimed is None:
+            # Its owner tells how it is: what this operator last saw must not raise an alert.
+            self._metrics.forget(ObjectKey(BLEND_SERVICE.kind, namespace, name))
             return CONTESTED_S
         (live, before), owner = claimed, _owner(live)
         if is_leaving(live):
@@ -170,14 +173,15 @@ class Reconciler:
         live = await self._reads.get(CORPUS_PRECOMPUTE, namespace, name)
         if live is None or is_leaving(live):
             return None
-        owner, before = _owner(live), _status_of(CorpusPrecomputeStatus, live)
+        if await self._is_anothers(namespace, str(live["spec"].get("service") or "")):
+            self._metrics.forget(ObjectKey(CORPUS_PRECOMPUTE.kind, namespace, name))
+            return CONTESTED_S
+        owner, before = _owner(live), status_of(CorpusPrecomputeStatus, live)
         try:
-            spec = from_manifest(CorpusPrecomputeSpec, live["spec"])
+            spec = from_live_spec(CorpusPrecomputeSpec, live)
             check_corpus(spec)
         except InvalidField as error:
             return await self._report_invalid(live, before, error)
-        if await self._is_anothers(namespace, spec.service):
-            return CONTESTED_S
         tags = {LABEL_CORPUS: name}
         owned = await self._list((CLAIM, RAY_JOB), namespace, tags)
         jobs = {one["metadata"]["name"]: job_view(one) for one in owned if one["kind"] == RAY_JOB.kind}
@@ -236,7 +240,7 @@ class Reconciler:
         live = await self._reads.get(BLEND_SERVICE, namespace, service)
         if live is None:
             return False
-        return await self._owners.decide(_status_of(BlendServiceStatus, live).operator) is Claim.LEAVE
+        return await self._owners.decide(status_of(BlendServiceStatus, live).operator) is Claim.LEAVE
 
     async def _teardown(self, live: Manifest, owner: Owner, before: BlendServiceStatus) -> float | None:
         if not is_held(live):
@@ -455,14 +459,6 @@ def _owner(live: Manifest) -> Owner:
 
 def _service_spec_of(live: Manifest) -> BlendServiceSpec:
     """The spec of a BlendService. Raises `InvalidField` for one that could not run."""
-    spec = from_manifest(BlendServiceSpec, live["spec"])
+    spec = from_live_spec(BlendServiceSpec, live)
     check_service(spec)
     return spec
-
-
-def _status_of(cls: type[S], live: Manifest) -> S:
-    """The status that was written last; an empty one where another version's cannot be read."""
-    try:
-        return from_manifest(cls, live.get("status") or {}, "status")
-    except InvalidField:
-        return cls()

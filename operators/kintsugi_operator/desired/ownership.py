@@ -50,7 +50,9 @@ def leave_to_owner(
         f"operator {owner.lease} (scope {owner.scope}) owns this service, and {me.lease} (scope {me.scope}) "
         "leaves it alone: remove one of them",
     )
-    if any((one.type, one.message) == (said.type, said.message) for one in status.conditions):
+    # Whoever said so: of several that leave it alone, each would put its own name there for ever.
+    whose = f"operator {owner.lease} (scope {owner.scope}) owns"
+    if any(one.type == said.type and one.message.startswith(whose) for one in status.conditions):
         return status
     return replace(status, conditions=c.merge_conditions(status.conditions, [said], generation, now))
 
@@ -59,7 +61,7 @@ def forget_operator(status: BlendServiceStatus, me: OperatorStatus) -> BlendServ
     """The status once this operator is removed: another may own the service, and is alone."""
     if status.operator.lease == me.lease:
         return replace(status, operator=OperatorStatus())
-    if any(one.type == c.SOLE and me.lease in one.message for one in status.conditions):
+    if any(one.type == c.SOLE and f" {me.lease} (scope" in one.message for one in status.conditions):
         return replace(status, conditions=_conditions_without_sole(status))
     return status
 

@@ -13,7 +13,7 @@ from kintsugi_operator.api.pod_template import PodTemplate
 from kintsugi_operator.objects.deployed import DATA, TIERS
 from kintsugi_operator.objects.jobs import CORPUS_FILES, STATE
 from kintsugi_operator.objects.names import LABEL_NAME
-from kintsugi_operator.objects.pods import SCRATCH, TMP
+from kintsugi_operator.objects.pods import MODELS, SCRATCH, TMP
 
 RESERVED_PREFIXES = (GROUP, "ray.io")
 RESERVED_LABELS = {
@@ -48,6 +48,8 @@ RESERVED_PATHS = (
     "/etc/kintsugi",
     "/opt/kintsugi",
     "/opt/venv",
+    MODELS,
+    "/var/run/secrets/kubernetes.io/serviceaccount",
 )
 _KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -103,9 +105,11 @@ def _check_mounts(template: PodTemplate, where: str) -> None:
     paths: set[PurePosixPath] = set()
     for index, mount in enumerate(template.volume_mounts):
         place = f"{where}.volumeMounts.{index}"
-        path = PurePosixPath(mount.mount_path)
+        path = PurePosixPath("/" + mount.mount_path.lstrip("/"))
         if mount.name not in names:
             raise InvalidField(f"{place}.name", f"podTemplate.volumes has no volume {mount.name}")
+        if mount.sub_path.startswith("/"):
+            raise InvalidField(f"{place}.subPath", f"{mount.sub_path} must be relative to the volume")
         if ".." in path.parts or ".." in PurePosixPath(mount.sub_path).parts:
             raise InvalidField(place, "a path must not contain ..")
         for reserved in map(PurePosixPath, RESERVED_PATHS):

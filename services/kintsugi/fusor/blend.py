@@ -147,10 +147,11 @@ class BlendPass(SlicedWork):
     def _start(self) -> None:
         """Begin at layer 0 with the plan as it stands."""
         self.close()
+        # Before the loader's threads: what fails here leaves none behind.
+        self._place_tokens()
         self._loader = self._open_loader(self.plan)
         self.tally.timeline.clear()
         self.tally.active_positions.clear()
-        self._place_tokens()
         self._units = self._layers()
 
     def next_unit(self) -> float:

@@ -160,9 +160,11 @@ def calibrate(
     started_s = clock_s()
     order = sample_cases(len(bench.cases), budget, thresholds)
     warnings = check_full_prefill(bench, order[:FORM_PROMPTS], form, notify)
-    affordable = _affordable_answers(budget, (clock_s() - started_s) / min(FORM_PROMPTS, len(order)))
     notify("noise floor")
+    bench.full(order[:NOISE_PROMPTS])
+    noise_s = clock_s()
     noise = bench.noise(order[:NOISE_PROMPTS])
+    affordable = _affordable_answers(budget, (clock_s() - noise_s) / NOISE_PROMPTS)
     cases = [bench.cases[index] for index in order]
     quantities, unjudged = _judged_quantities(cases, thresholds)
     tried = grid.affordable(
@@ -213,6 +215,8 @@ class _RaceRunner:
         """From each configuration's last phase, on prompts like all."""
         self.confirmed: list[int] = []
         """Indices of the cases that the confirmation used."""
+        self.screened: list[int] = []
+        """Indices of those that the screening used."""
         self._bench = bench
         self._order = order
         self._quantities = quantities
@@ -240,6 +244,8 @@ class _RaceRunner:
             if not self.confirmed:
                 self.scores = {s: v for s, v in self.scores.items() if s not in asked.selections}
             self.confirmed += indices
+        else:
+            self.screened += indices
         if asked.tasks is None:
             for selection, scores in zip(asked.selections, measured, strict=True):
                 self.scores.setdefault(selection, []).extend(scores)
@@ -277,8 +283,8 @@ class _RaceRunner:
         ]
 
     def domain(self, form: str) -> Domain:
-        """The prompts that the confirmation used; if there was none, those of the screening."""
-        used = self.confirmed or [self._order[number] for number in range(self.race.num_screening)]
+        """The prompts that the confirmation used; if there was none, those of the screening, or the first."""
+        used = self.confirmed or self.screened or self._order[:FORM_PROMPTS]
         cases = [self._bench.cases[index] for index in used]
         chunks = [len(case.prompt.chunks) for case in cases]
         tokens = [sum(len(c.token_ids) for c in case.prompt.chunks) for case in cases]

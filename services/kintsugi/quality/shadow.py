@@ -291,6 +291,7 @@ class Shadow:
         """Start a new detector for a new calibration. Without a report there is nothing to compare with."""
         current = fetch_report(self._store, self._binding)
         if current is None or current.tripped is not None:
+            self._detector = None
             return
         if self._detector is None or current != self._report:
             self._report = current

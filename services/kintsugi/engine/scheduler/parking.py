@@ -6,7 +6,7 @@ without bound. The rules here:
 
 - **A blend needs a place.** There are as many places as blends that the worker works on at a time, and no
   more than the engine has seats. A blend takes its place with its blocks, and keeps it until the request
-  runs or ends.
+  runs, is preempted or ends.
 - **Parked prompts fill half of the cache at most**, unless a single one is longer than that.
 - **First come, first served.** In every step, vLLM asks for its waiting requests in their order (by arrival,
   or by priority). Whoever is asked first takes a free place, and once one is refused, so are all behind it.
@@ -23,6 +23,12 @@ Requests that are not blended never need a place: plain ones, those with nothing
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 CACHE_SHARE_MAX = 0.5
 """Share of the KV cache that parked prompts may fill. The rest is for requests that run."""
@@ -89,3 +95,12 @@ class Parking:
     def leave(self, request_id: str) -> None:
         """The request runs, or has ended."""
         self._parked.pop(request_id, None)
+
+
+def is_parked(request: Request) -> bool:
+    """Whether a request that took a place still waits with its blocks. One that vLLM preempted holds none,
+    and asks for a place again."""
+    status, has_blocks = request.status, request.num_computed_tokens > 0
+    if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return True
+    return bool(status != RequestStatus.RUNNING and has_blocks)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.request import RequestStatus
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import InvalidField, NotBlendable
@@ -38,7 +37,7 @@ from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
 from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
 from kintsugi.engine.scheduler.metrics import BlendStats
-from kintsugi.engine.scheduler.parking import Parking
+from kintsugi.engine.scheduler.parking import Parking, is_parked
 from kintsugi.engine.scheduler.spans import add_span_keys, check_save, saved_copy
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
@@ -371,7 +370,7 @@ class SchedulerSide:
             state.leader = leader
             return True
         for request_id in self.parking.request_ids:
-            if self._states[request_id].request.status == RequestStatus.RUNNING:
+            if not is_parked(self._states[request_id].request):
                 self.parking.leave(request_id)
         return not self.parking.admits(request.request_id, request.num_tokens)
 

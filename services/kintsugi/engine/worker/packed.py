@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
-from kintsugi.core.errors import KintsugiError
 from kintsugi.fusor.kernels import packed
 from kintsugi.fusor.kernels.packed import PackedKernel
 from kintsugi.fusor.reference import reference_attention
@@ -65,14 +66,26 @@ def _load() -> PackedKernel | None:
     """Build the kernel once per machine and load it once per process."""
     if not packed.has_amx():
         return None
-    inputs = "\0".join((packed.SOURCE.read_text(), *packed.FLAGS, packed.find_compiler() or ""))
-    digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     try:
+        inputs = "\0".join((packed.SOURCE.read_text(), *packed.FLAGS, packed.find_compiler() or ""))
+        digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
         folder = make_folder_once(cache_folder() / "kernels" / digest, packed.build)
+        _check_owner(folder)
         return PackedKernel(folder)
-    except (KintsugiError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - nothing requires the kernel, whatever this machine lacks
         logger.info("Scattered tokens attend through vLLM's kernel, at twice the price: %s", error)
         return None
+
+
+def _check_owner(folder: Path) -> None:
+    """Raise `PermissionError` for a folder or library that another user could have put there."""
+    for path in (folder, *folder.iterdir()):
+        found = path.lstat()
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o002:
+            raise PermissionError(
+                f"{path} belongs to another user, or all may write to it; set KINTSUGI_CACHE to a folder of "
+                "your own"
+            )
 
 
 def _error_against_reference(kernel: PackedKernel, attention: Any) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
-from kintsugi.engine.scheduler.parking import Parking
+from kintsugi.engine.scheduler.parking import Parking, is_parked
 
 MANY = 1_000_000
 
@@ -91,3 +93,26 @@ def test_everybody_is_served_and_nobody_is_passed_for_ever(seed: int) -> None:
         if not queue and not running:
             break
     assert len(served) == 60
+
+
+class Asked:
+    """As much of vLLM's request as parking looks at."""
+
+    def __init__(self, status: RequestStatus, num_computed_tokens: int) -> None:
+        self.status = status
+        self.num_computed_tokens = num_computed_tokens
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "parked"),
+    [
+        (RequestStatus.WAITING_FOR_REMOTE_KVS, 0, True),
+        (RequestStatus.WAITING, 64, True),  # its blocks have arrived
+        (RequestStatus.PREEMPTED, 64, True),  # blended again, and promoted
+        (RequestStatus.PREEMPTED, 0, False),
+        (RequestStatus.RUNNING, 64, False),
+    ],
+)
+def test_a_preempted_request_gives_its_place_back(status: RequestStatus, computed: int, parked: bool) -> None:
+    request: Any = Asked(status, computed)
+    assert is_parked(request) is parked
