@@ -4,8 +4,8 @@ whether services that are deleted drain, although the operator is killed again a
 The operator runs as in a pod, as a process of its own. Its API server is the tests' stand-in, in another
 process over HTTP on loopback, or the cluster that KUBECONFIG names. There, KUBERAY_CRDS is a file or folder
 with KubeRay's CRDs, KubeRay itself must not run, and everything happens in a namespace that is removed
-afterwards. KubeRay is played in both cases. Each service has two shards with an SSD tier. Ends with one line
-of JSON:
+afterwards. KubeRay is played in both cases. Each service has two shards with an SSD tier. Ends with a table
+and one line of JSON:
 
 - `settle_100_s` (with 100 services): from the first service's creation until each has all its objects, which
   its condition `Reconciled` says;
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import random
@@ -33,7 +32,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
+from benchmarks.support.figures import Figure, report
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, RAY_JOB, RAY_SERVICE, ApiServer
 from kintsugi_operator.controller.pulse import WRITES
 from kintsugi_operator.controller.reconcile import LATER_S, SOON_S
@@ -267,12 +267,23 @@ def _memory_mib(operator: Operator, field: str) -> float:
     return round(int(line.split()[1]) / 1024, 1)
 
 
+BARS = {
+    "settle_100_s": (60.0, "s"),
+    "idle_requests_per_service_minute": (2.0, ""),
+    "idle_writes_per_service_minute": (0.0, ""),
+    "lists_per_look": (0.0, ""),
+    "rss_peak_mib": (110.0, "MiB"),
+}
+"""Highest values, and units."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--services", type=int, default=SERVICES, help="0: none")
     parser.add_argument("--seconds", type=float, default=2 * LATER_S + 5, help="at rest")
     parser.add_argument("--deletes", type=int, default=DELETES, help="services to delete; 0: none")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="of the kills")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="5 services, 15 s at rest, and 5 deletes")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -288,7 +299,23 @@ def main() -> None:
     if arguments.deletes:
         with real_cluster() if is_real else stand_in() as stage:
             figures |= measure_drains(stage, arguments.deletes, arguments.seed)
-    print(json.dumps({"api_server": "cluster" if is_real else "stand-in", **figures}))
+    config = {"api_server": "cluster" if is_real else "stand-in", "quick": arguments.quick, **figures}
+    save_as = "kubernetes-operator" if arguments.save else None
+    report("kubernetes_operator", config, judge(figures), save_as)
+
+
+def judge(measured: Mapping[str, Any]) -> list[Figure]:
+    """The figures with a bar, of those that were measured."""
+    found = [
+        Figure.at_most(name, measured[name], bar, unit)
+        for name, (bar, unit) in BARS.items()
+        if name in measured
+    ]
+    if "deletes" in measured:
+        detail = f"{measured['operator_kills']} kills, seed {measured['seed']}"
+        count = float(measured["deletes"])
+        found.append(Figure.at_least("drained_deletes", measured["drained_deletes"], count, "", detail))
+    return found
 
 
 if __name__ == "__main__":
