@@ -45,7 +45,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from benchmarks.support.figures import Figure, report
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, RAY_JOB, RAY_SERVICE, ApiServer
 from kintsugi_operator.controller.pulse import WRITES
-from kintsugi_operator.controller.reconcile import LATER_S, SOON_S
+from kintsugi_operator.controller.reconcile import LATER_S
 from tests.e2e.kubernetes.clusters import Kube, Operator, Team, kube, kubeconfig_for, team_of, until, why_not
 from tests.e2e.kubernetes.drains import Drainer
 from tests.fakes.api_server import FakeApiServer
@@ -255,7 +255,7 @@ def _wait_until_idle(operator: Operator) -> None:
 
     def is_idle() -> bool:
         writes = Figures(operator).writes
-        time.sleep(SOON_S + 2)
+        time.sleep(LATER_S + 2)  # at rest, looks come so far apart
         return Figures(operator).writes == writes
 
     until(is_idle, "nothing is written", operator.said, SETTLE_S_MAX)
