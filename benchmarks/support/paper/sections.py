@@ -55,7 +55,7 @@ class PaperSetup:
 
     @property
     def prompts(self) -> int:
-        """Of each data set."""
+        """Number of prompts of each data set."""
         return 2 if self.quick else 12
 
     @property

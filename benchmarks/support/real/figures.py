@@ -71,7 +71,7 @@ def task_figures(
 ) -> list[Figure]:
     """What the blend answers rightly of what full prefill does, prompts resampled whole. Empty where no
     prompt's questions were all answered."""
-    full, mine = _right(records.below("full", JUDGED), kinds), _right(_of(records, blend), kinds)
+    full, mine = _right_of_both(records, blend, kinds)
     numbers = _answered(full, mine)
     if not numbers:
         return []
@@ -96,7 +96,7 @@ def loss_figures(
 ) -> list[Figure]:
     """Upper bounds of the points that a blend loses on fresh questions: over all, and in the worse half of
     the prompts by length. Empty as `task_figures`."""
-    full, mine = _right(records.below("full", JUDGED), kinds), _right(_of(records, blend), kinds)
+    full, mine = _right_of_both(records, blend, kinds)
     numbers = sorted(_answered(full, mine), key=lambda number: prompt_tokens[number])
     if len(numbers) < 2:
         return []
@@ -120,7 +120,7 @@ def loss_figures(
 
 def gap_figures(records: Records, kinds: Sequence[str]) -> list[Figure]:
     """The points that full KV reuse loses."""
-    full, reuse = _right(records.below("full", JUDGED), kinds), _right(_of(records, REUSE), kinds)
+    full, reuse = _right_of_both(records, REUSE, kinds)
     numbers = _answered(full, reuse)
     if not numbers:
         return []
@@ -130,13 +130,18 @@ def gap_figures(records: Records, kinds: Sequence[str]) -> list[Figure]:
     return [Figure("real_reuse_gap", gap.mean, "points", detail=detail)]
 
 
+def _right_of_both(records: Records, one: Configuration, kinds: Sequence[str]) -> tuple[_Right, _Right]:
+    """What full prefill answers rightly on the judged prompts, and what the configuration does."""
+    return _right(records.below("full", JUDGED), kinds), _right(_of(records, one), kinds)
+
+
 def _answered(full: _Right, other: _Right) -> list[int]:
     """The sets whose questions both answered."""
     return sorted(number for number in full if _asked(full, number) == _asked(other, number))
 
 
 def _lost_points(full: _Right, other: _Right, numbers: Sequence[int]) -> Interval:
-    """Of a hundred questions, how many fewer are answered rightly; sets resampled whole."""
+    """How many fewer of a hundred questions are answered rightly; sets resampled whole."""
     lost = [100 * (f - o) for f, o in zip(_sums(full, numbers), _sums(other, numbers), strict=True)]
     return metrics.ratio_bootstrap(lost, [float(len(full[number])) for number in numbers])
 
