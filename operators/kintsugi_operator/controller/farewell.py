@@ -82,11 +82,12 @@ async def _try_to_let_go(cluster: ApiServer, live: Manifest, me: OperatorStatus)
 
 async def _let_go(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
     status = status_of(BlendServiceStatus, live)
+    # Before the claim, by which a second try would not know the service as this operator's any more.
+    if status.operator.lease == me.lease:
+        live = await set_finalizer(cluster, live, False)
+        logger.info("let %s/%s go", live["metadata"]["namespace"], live["metadata"]["name"])
     forgotten = forget_operator(status, me)
     if forgotten != status and not is_leaving(live):
         metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
         written = {"apiVersion": API_VERSION, "kind": live["kind"], "metadata": metadata}
-        live = await cluster.apply_status({**written, "status": to_manifest(forgotten)})
-    if status.operator.lease == me.lease:
-        await set_finalizer(cluster, live, False)
-        logger.info("let %s/%s go", live["metadata"]["namespace"], live["metadata"]["name"])
+        await cluster.apply_status({**written, "status": to_manifest(forgotten)})

@@ -103,7 +103,7 @@ def checks(engine: LocalEngine, shard: Shard, address: str) -> dict[str, Any]:
 
 
 def audits(engine: LocalEngine, address: str, prompt: Rag) -> list[dict[str, Any] | None]:
-    """Audits two chunks, and the second one again with a zeroed head that only rank 1 reads when it blends."""
+    """Audit two chunks, and the second again with a zeroed head that only rank 1 reads when it blends."""
     store = open_store(f"grpc://{address}")
     try:
         chunks = find_stored_copies(store, engine.space(NAMESPACE), prompt.token_ids, prompt.spans)[:2]
