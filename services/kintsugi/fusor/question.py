@@ -108,6 +108,11 @@ def attention_mass(
     `query` `[queries, heads, head_dim]` and `key` `[keys, kv_heads, head_dim]` after RoPE; positions int64,
     keys in any order. Every query must see at least one key.
     """
+    kernel = rule.kernel
+    if kernel is not None and kernel.serves(query, key, rule.softcap):
+        return kernel.attention_mass(
+            query, query_positions, key, key_positions, rule.scale, rule.sliding_window
+        )
     num_kv_heads = key.shape[1]
     group = query.shape[1] // num_kv_heads
     total = torch.zeros(len(key), device=key.device)

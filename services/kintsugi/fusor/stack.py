@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kintsugi.fusor.kernels.mass import MassKernel
+
 
 @dataclass
 class Hidden:
@@ -45,6 +47,8 @@ class AttentionRule:
     sliding_window: int | None = None
     """Number of positions that a token sees, including its own."""
     softcap: float | None = None
+    kernel: MassKernel | None = None
+    """Sums weights in the place of torch, where it can."""
 
 
 @dataclass(frozen=True)

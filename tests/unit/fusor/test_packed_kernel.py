@@ -1,18 +1,15 @@
-"""The CPU kernel over a packed cache: the contract of scattered attention, and builds that fail."""
+"""The CPU kernel over a packed cache: the contract of scattered attention."""
 
 from __future__ import annotations
 
 import itertools
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.core.errors import Unavailable
-from kintsugi.fusor.kernels import packed
+from kintsugi.fusor.kernels import native, packed
 from kintsugi.fusor.kernels.packed import PackedKernel
 from tests.contracts.scattered_attention import (
     PATTERNS,
@@ -23,8 +20,6 @@ from tests.contracts.scattered_attention import (
     never_reads_ahead,
 )
 from tests.fakes.packed_cache import pack
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 class Attention:
@@ -52,11 +47,11 @@ class Attention:
 
 @pytest.fixture(scope="module")
 def attention(tmp_path_factory: pytest.TempPathFactory) -> Attention:
-    if not packed.has_amx() or packed.find_compiler() is None:
+    if not native.has_amx() or native.find_compiler() is None:
         pytest.skip("the packed kernel: no AMX or no C++ compiler here")
     folder = tmp_path_factory.mktemp("packed")
-    packed.build(folder)
-    return Attention(PackedKernel(folder))
+    native.build(folder)
+    return Attention(PackedKernel(native.load(folder)))
 
 
 def case(**fields: Any) -> Case:
@@ -104,22 +99,6 @@ def test_it_writes_through_strides(attention: Attention) -> None:
     assert torch.equal(attention(query, cache, cache, table, positions, scale=0.125), expected)
 
 
-def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(Unavailable, match="no C\\+\\+ compiler; install"):
-        packed.build(tmp_path)
-
-
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho unknown option -mamx-tile >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(Unavailable, match="unknown option -mamx-tile"):
-        packed.build(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -132,9 +111,3 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_shapes_it_supports(shape: tuple[int, int, int, int], expected: bool) -> None:
     assert packed.supports(*shape) is expected
-
-
-def test_its_source_is_shipped() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    shipped = project["tool"]["setuptools"]["package-data"]["*"]
-    assert any(packed.SOURCE.match(pattern) for pattern in shipped)

@@ -22,6 +22,7 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.layout import KVLayout
+from kintsugi.engine.worker.native import rotation_kernel
 from kintsugi.engine.worker.scattered import kernel_serves
 from kintsugi.fusor.rope import Rotary
 
@@ -130,7 +131,9 @@ def find_model(
         trunks.add(trunk_path)
         module = owner.get_submodule(layer_path)
         rotary_module = _rotary_of(module, layer_path)
-        rotary = Rotary.from_table(rotary_module.cos_sin_cache, rotary_module.is_neox_style)
+        rotary = Rotary.from_table(
+            rotary_module.cos_sin_cache, rotary_module.is_neox_style, rotation_kernel()
+        )
         layers.append(Layer(index, name, module, attention, rotary_module, rotary, groups[name]))
     if len(trunks) != 1:
         raise NotBlendable("architecture", f"decoder layers lie in several places: {sorted(trunks)}")

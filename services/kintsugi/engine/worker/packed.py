@@ -6,20 +6,16 @@ has read back correctly what vLLM wrote. Where it cannot be used, scattered toke
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
+from kintsugi.engine.worker import native
 from kintsugi.fusor.kernels import packed
 from kintsugi.fusor.kernels.packed import PackedKernel
 from kintsugi.fusor.reference import reference_attention
-from kintsugi.models.cache import cache_folder, make_folder_once
 
 logger = init_logger(__name__)
 
@@ -34,9 +30,10 @@ def packed_kernel(attention: Any) -> PackedKernel | None:
     """The kernel if it computes what this layer's own attention on the CPU does; None if it does not."""
     if not _is_plain(attention):
         return None
-    kernel = _load()
-    if kernel is None:
+    library = native.library()
+    if library is None:
         return None
+    kernel = PackedKernel(library)
     shape = (attention.num_heads, *attention.kv_cache.shape[1:])
     if shape not in _reads:
         error = _error_against_reference(kernel, attention)
@@ -59,33 +56,6 @@ def _is_plain(attention: Any) -> bool:
         return False
     _, num_kv_heads, block_size, width = attention.kv_cache.shape
     return packed.supports(attention.num_heads, num_kv_heads, width // 2, block_size)
-
-
-@functools.cache
-def _load() -> PackedKernel | None:
-    """Build the kernel once per machine and load it once per process."""
-    if not packed.has_amx():
-        return None
-    try:
-        inputs = "\0".join((packed.SOURCE.read_text(), *packed.FLAGS, packed.find_compiler() or ""))
-        digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
-        folder = make_folder_once(cache_folder() / "kernels" / digest, packed.build)
-        _check_owner(folder)
-        return PackedKernel(folder)
-    except Exception as error:  # noqa: BLE001 - nothing requires the kernel, whatever this machine lacks
-        logger.info("Scattered tokens attend through vLLM's kernel, at twice the price: %s", error)
-        return None
-
-
-def _check_owner(folder: Path) -> None:
-    """Raise `PermissionError` for a folder or library that another user could have put there."""
-    for path in (folder, *folder.iterdir()):
-        found = path.lstat()
-        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o002:
-            raise PermissionError(
-                f"{path} belongs to another user, or all may write to it; set KINTSUGI_CACHE to a folder of "
-                "your own"
-            )
 
 
 def _error_against_reference(kernel: PackedKernel, attention: Any) -> float:

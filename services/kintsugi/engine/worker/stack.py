@@ -26,6 +26,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
+from kintsugi.engine.worker.native import mass_kernel
 from kintsugi.engine.worker.scattered import ScatteredRows, replace_attention_impl, runs_min
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 from kintsugi.fusor.staging import upload
@@ -251,6 +252,7 @@ class VllmStack:
             attention.impl.scale,
             attention.sliding_window,
             getattr(attention.impl, "logits_soft_cap", None) or None,
+            mass_kernel(),
         )
 
     def synchronize(self) -> None:

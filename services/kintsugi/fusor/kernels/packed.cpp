@@ -8,20 +8,14 @@
 //   K [block_size / 16][head_dim / 2][16 tokens][2 elements], then
 //   V [head_dim / 16][block_size / 2][16 elements][2 tokens]
 
-#include <immintrin.h>
+#include "amx.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
 
 namespace {
 
-constexpr int ROWS = 32;   // two AMX tiles
-constexpr int STEP = 32;   // keys of one product
 constexpr int CHUNK = 256; // keys between two updates of the running maximum; 128 and 512 are slower
-constexpr int HEAD_DIM_MAX = 256;
-constexpr float LOWEST = -1e30f; // a real minus infinity would turn a masked row into NaN
-constexpr float LOG2_E = 1.44269504f;
 
 struct Problem {
   const uint16_t *query;
@@ -50,58 +44,6 @@ struct Values {
   const uint16_t *first;
   int64_t column_stride; // elements between two groups of 16 columns
 };
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-void configure_tiles() {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) {
-    config.row_bytes[tile] = 64;
-    config.rows[tile] = 16;
-  }
-  _tile_loadconfig(&config);
-}
-
-// 2^x for x <= 0, with a relative error of 3e-6; 0 far below. scalef rounds its exponent down by itself.
-inline __m512 exp2_of(__m512 x) {
-  const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 value = _mm512_set1_ps(1.353417e-2f);
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(5.201146e-2f));
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(2.4144276e-1f));
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(6.9300383e-1f));
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(1.00000259f));
-  return _mm512_scalef_ps(value, x);
-}
-
-inline __mmask16 lanes_below(int count) {
-  return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
-}
-
-// Stores the logits [ROWS][STEP], with rows CHUNK apart.
-inline void multiply_keys(const uint16_t *query, const uint16_t *keys, float *logits, int head_dim) {
-  _tile_zero(4);
-  _tile_zero(5);
-  _tile_zero(6);
-  _tile_zero(7);
-  for (int step = 0; step < head_dim / 32; ++step) {
-    _tile_loadd(0, query + step * ROWS * 32, 64);
-    _tile_loadd(2, keys + step * 512, 64);
-    _tile_dpbf16ps(4, 0, 2);
-    _tile_loadd(3, keys + head_dim * 16 + step * 512, 64);
-    _tile_dpbf16ps(5, 0, 3);
-    _tile_loadd(1, query + step * ROWS * 32 + 512, 64);
-    _tile_dpbf16ps(6, 1, 2);
-    _tile_dpbf16ps(7, 1, 3);
-  }
-  _tile_stored(4, logits, CHUNK * 4);
-  _tile_stored(5, logits + 16, CHUNK * 4);
-  _tile_stored(6, logits + 16 * CHUNK, CHUNK * 4);
-  _tile_stored(7, logits + 16 * CHUNK + 16, CHUNK * 4);
-}
 
 // Adds weights × values to the output, 32 columns at a time.
 inline void add_values(Scratch &scratch, const Values *values, int steps, int head_dim) {
@@ -232,7 +174,7 @@ void attend_tile(const Problem &problem, Scratch &scratch, int64_t head, int64_t
       const uint16_t *block = problem.cache +
                               problem.block_table[key / problem.block_size] * problem.block_stride +
                               head * problem.head_stride;
-      multiply_keys(scratch.query, block + slot * head_dim, scratch.logits + step * STEP, head_dim);
+      multiply_keys(scratch.query, block + slot * head_dim, scratch.logits + step * STEP, CHUNK, head_dim);
       values[step] = {block + problem.block_size * head_dim + slot * 16, problem.block_size * 16};
       if (key + STEP > end)
         values[step] = copy_known(scratch, values[step], end - key, head_dim);

@@ -4,66 +4,23 @@ vLLM's own kernel takes one pseudo-request per run of queries. A request of one 
 that AMX multiplies at once (at two query heads per KV head) and reads the whole context for them: 2.3 times
 the CPU time per query-key pair of a dense prefill. Here a tile of queries fills the rows and shares what it
 reads (`packed.cpp`), for 0.8 times that of a dense prefill. `benchmarks/ttft.py` measures both
-(`scattered_pair_cost`).
-
-The kernel is compiled once per machine, by a C++ compiler that is found there. Nothing requires it: where it
-cannot be built, scattered queries stay with the engine's own kernel.
+(`scattered_pair_cost`). Where it cannot be built (`native`), scattered queries stay with the engine's own
+kernel.
 
 Rejected, on one thread and relative to dense prefill: torch's flash attention over tiles with a mask, 2.2-3.7
-(its dense attention takes 1.5); a build as a torch extension, which needs ninja and all of torch's headers.
+(its dense attention takes 1.5).
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kintsugi.core.errors import Unavailable
-
-SOURCE = Path(__file__).with_name("packed.cpp")
-LIBRARY = "packed.so"
-FLAGS = (
-    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-)
-COMPILE_TIMEOUT_S = 60.0
-"""Takes 2 s on an idle core."""
-
 GROUP_MAX = 32
 HEAD_DIM_MAX = 256
-
-
-def find_compiler() -> str | None:
-    """Path of the C++ compiler: `$CXX`, or what is installed as g++ or c++."""
-    names = (os.environ.get("CXX"), "g++", "c++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def build(folder: Path) -> None:
-    """Compile the kernel into `folder`. Raises `Unavailable` with the end of the compiler's output."""
-    compiler = find_compiler()
-    if compiler is None:
-        raise Unavailable("there is no C++ compiler; install g++ or set CXX")
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(folder / LIBRARY)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{compiler} failed; install g++ 12 or later: {error}") from error
-    if done.returncode:
-        raise Unavailable(f"{compiler} failed; install g++ 12 or later: {done.stderr.strip()[-300:]}")
-
-
-def has_amx() -> bool:
-    """Whether this process may use AMX in bfloat16. Asks the operating system for leave, which AMX needs."""
-    asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_init_amx")]
-    return all(ask is not None and ask() for ask in asked)
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -77,11 +34,10 @@ def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) 
 
 
 class PackedKernel:
-    """A built kernel."""
+    """The kernel of a library that `native.load` has loaded."""
 
-    def __init__(self, folder: Path) -> None:
-        """Load what `build` left in `folder`. Raises `OSError` if it cannot be loaded."""
-        self._attend = ctypes.CDLL(str(folder / LIBRARY)).attend_packed
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.attend_packed
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         tensors: list[Any] = [pointer, integer, integer] * 3
         self._attend.argtypes = [*tensors, pointer, pointer, *[integer] * 5, ctypes.c_float]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.engine.worker import packed
+from kintsugi.engine.worker import native, packed
 from kintsugi.engine.worker.scattered import ScatteredRows, kernel_serves, replace_attention_impl
-from kintsugi.fusor.kernels.packed import find_compiler, has_amx
+from kintsugi.fusor.kernels.native import find_compiler, has_amx
 from kintsugi.fusor.reference import reference_attention
 from kintsugi.models.cache import CACHE_VARIABLE
 from tests.fakes.packed_cache import pack
@@ -29,9 +29,9 @@ needs_amx = pytest.mark.skipif(
 def nothing_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(packed, "_reads", {})
-    packed._load.cache_clear()
+    native.library.cache_clear()
     yield
-    packed._load.cache_clear()
+    native.library.cache_clear()
 
 
 def write_packed(layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -129,8 +129,8 @@ def test_a_library_that_cannot_be_loaded_is_declined(tmp_path: Path, monkeypatch
 @needs_amx
 def test_a_second_process_finds_it_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serves(attention())
-    packed._load.cache_clear()
-    monkeypatch.setattr(packed.packed, "build", lambda folder: pytest.fail("built twice"))
+    native.library.cache_clear()
+    monkeypatch.setattr(native.native, "build", lambda folder: pytest.fail("built twice"))
     assert serves(attention())
 
 

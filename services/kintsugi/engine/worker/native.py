@@ -1,0 +1,61 @@
+"""The CPU kernels that this process may use: built once per machine, loaded once per process.
+
+Nothing requires them, whatever this machine lacks: torch and vLLM's own kernels then do the same work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+from kintsugi.fusor.kernels import native
+from kintsugi.fusor.kernels.mass import MassKernel
+from kintsugi.fusor.kernels.rotation import RotationKernel
+from kintsugi.models.cache import cache_folder, make_folder_once
+
+logger = init_logger(__name__)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels' library, built if this machine has none; None where it cannot be built or loaded."""
+    if not native.has_amx():
+        return None
+    try:
+        digest = hashlib.sha256(native.inputs().encode()).hexdigest()[:16]
+        folder = make_folder_once(cache_folder() / "kernels" / digest, native.build)
+        _check_owner(folder)
+        return native.load(folder)
+    except Exception as error:  # noqa: BLE001 - nothing requires the kernels
+        logger.info("Blends use torch and vLLM's kernels in place of ours, which takes longer: %s", error)
+        return None
+
+
+@functools.cache
+def rotation_kernel() -> RotationKernel | None:
+    """The kernel that rotates loaded keys."""
+    found = library()
+    return None if found is None else RotationKernel(found)
+
+
+@functools.cache
+def mass_kernel() -> MassKernel | None:
+    """The kernel that sums the question's attention."""
+    found = library()
+    return None if found is None else MassKernel(found)
+
+
+def _check_owner(folder: Path) -> None:
+    """Raise `PermissionError` for a folder or library that another user could have put there."""
+    for path in (folder, *folder.iterdir()):
+        found = path.lstat()
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o002:
+            raise PermissionError(
+                f"{path} belongs to another user, or all may write to it; set KINTSUGI_CACHE to a folder of "
+                "your own"
+            )

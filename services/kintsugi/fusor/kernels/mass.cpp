@@ -1,0 +1,135 @@
+// The CPU kernel of `kintsugi.fusor.kernels.mass`: how much attention each key gets, summed over queries and heads.
+//
+// Keys are first packed for AMX. A tile then holds up to 32 rows: a few queries × the query heads that share a
+// KV head. Its logits to all keys come from AMX; the softmax is in fp32 and to base 2. Tiles add up into sums
+// of their own, which are joined in one order, so that the result does not depend on the threads.
+
+#include "amx.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+namespace {
+
+constexpr int LANES = 16;
+
+struct Problem {
+  const uint16_t *query; // [queries][kv heads × group][head_dim]
+  const uint16_t *key;   // [keys][kv heads][head_dim]
+  const int32_t *query_positions, *key_positions;
+  int64_t num_queries, num_keys, num_kv_heads, group;
+  int head_dim;
+  float scale;
+  int32_t window; // positions that a query sees, its own included
+
+  int64_t padded() const { return (num_keys + STEP - 1) / STEP * STEP; }
+  int64_t queries_per_tile() const { return ROWS / group; }
+  int64_t tiles() const { return (num_queries + queries_per_tile() - 1) / queries_per_tile(); }
+};
+
+struct alignas(64) Query {
+  uint16_t operand[ROWS * HEAD_DIM_MAX];
+};
+
+// 16 keys of one head; what lies behind the last key repeats it, and is masked.
+void pack_keys(const Problem &problem, int64_t head, int64_t first, uint16_t *packed) {
+  for (int lane = 0; lane < LANES; ++lane) {
+    const int64_t key = std::min(first + lane, problem.num_keys - 1);
+    const uint16_t *source = problem.key + (key * problem.num_kv_heads + head) * problem.head_dim;
+    for (int pair = 0; pair < problem.head_dim / 2; ++pair)
+      std::memcpy(packed + (pair * LANES + lane) * 2, source + pair * 2, 2 * sizeof(uint16_t));
+  }
+}
+
+void load_queries(const Problem &problem, Query &query, int64_t head, int64_t first, int rows) {
+  const int64_t group = problem.group, num_heads = problem.num_kv_heads * group;
+  for (int row = 0; row < ROWS; ++row)
+    for (int step = 0; step < problem.head_dim / 32; ++step) {
+      uint16_t *target = query.operand + (step * ROWS + row) * 32;
+      if (row < rows)
+        std::memcpy(target,
+                    problem.query +
+                        ((first + row / group) * num_heads + head * group + row % group) * problem.head_dim +
+                        step * 32,
+                    64);
+      else
+        std::memset(target, 0, 64);
+    }
+}
+
+// The keys that a query at `position` sees. A position behind every query's marks what is no key.
+inline __mmask16 visible(const Problem &problem, const int32_t *positions, int32_t position) {
+  const __m512i found = _mm512_loadu_si512(positions);
+  const __mmask16 past = _mm512_cmple_epi32_mask(found, _mm512_set1_epi32(position));
+  return past & _mm512_cmpgt_epi32_mask(found, _mm512_set1_epi32(position - problem.window));
+}
+
+// Turns one row's logits into weights and adds them to `total`.
+void add_weights(const Problem &problem, const int32_t *positions, int32_t position, float *logits,
+                 float *total) {
+  const int64_t padded = problem.padded();
+  const float scale = problem.scale * LOG2_E;
+  __m512 highest = _mm512_set1_ps(LOWEST);
+  for (int64_t key = 0; key < padded; key += LANES)
+    highest = _mm512_mask_max_ps(highest, visible(problem, positions + key, position), highest,
+                                 _mm512_loadu_ps(logits + key));
+  const __m512 factor = _mm512_set1_ps(scale);
+  const __m512 offset = _mm512_set1_ps(_mm512_reduce_max_ps(highest) * scale);
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t key = 0; key < padded; key += LANES) {
+    const __m512 power = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(logits + key), factor, offset));
+    const __m512 weight = _mm512_maskz_mov_ps(visible(problem, positions + key, position), power);
+    sum = _mm512_add_ps(sum, weight);
+    _mm512_storeu_ps(logits + key, weight);
+  }
+  const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
+  for (int64_t key = 0; key < padded; key += LANES)
+    _mm512_storeu_ps(total + key, _mm512_fmadd_ps(_mm512_loadu_ps(logits + key), share,
+                                                  _mm512_loadu_ps(total + key)));
+}
+
+} // namespace
+
+// `total`: fp32 [keys]. `key_positions` has room for keys up to a multiple of STEP, which lie behind every query.
+extern "C" void attention_mass(const uint16_t *query, const uint16_t *key, const int32_t *query_positions,
+                               const int32_t *key_positions, float *total, int64_t num_queries,
+                               int64_t num_keys, int64_t num_kv_heads, int64_t group, int64_t head_dim,
+                               int64_t window, float scale) {
+  const Problem problem{query,        key,   query_positions,             key_positions, num_queries, num_keys,
+                        num_kv_heads, group, static_cast<int>(head_dim), scale,
+                        static_cast<int32_t>(window)};
+  const int64_t padded = problem.padded(), tiles = problem.tiles(), per_tile = problem.queries_per_tile();
+  const int64_t blocks = padded / LANES, items = num_kv_heads * tiles;
+  const std::unique_ptr<uint16_t[]> packed(new uint16_t[num_kv_heads * padded * head_dim]);
+  const std::unique_ptr<float[]> totals(new float[items * padded]());
+#pragma omp parallel
+  {
+    Query operand;
+    const std::unique_ptr<float[]> logits(new float[ROWS * padded]);
+    configure_tiles();
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < num_kv_heads * blocks; ++item)
+      pack_keys(problem, item / blocks, item % blocks * LANES, packed.get() + item * LANES * head_dim);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; ++item) {
+      const int64_t head = item / tiles, first = item % tiles * per_tile;
+      const int rows = static_cast<int>(std::min(per_tile, num_queries - first) * group);
+      load_queries(problem, operand, head, first, rows);
+      for (int64_t step = 0; step < padded; step += STEP)
+        multiply_keys(operand.operand, packed.get() + (head * padded + step) * head_dim, logits.get() + step,
+                      padded, problem.head_dim);
+      for (int row = 0; row < rows; ++row)
+        add_weights(problem, key_positions, query_positions[first + row / group], logits.get() + row * padded,
+                    totals.get() + item * padded);
+    }
+#pragma omp for schedule(static)
+    for (int64_t place = 0; place < num_keys; ++place) {
+      float sum = 0.0f;
+      for (int64_t item = 0; item < items; ++item)
+        sum += totals[item * padded + place];
+      total[place] = sum;
+    }
+    _tile_release();
+  }
+}
