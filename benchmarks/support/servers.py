@@ -1,4 +1,4 @@
-"""The two servers that are compared, each a tree of processes on one core: vLLM's, and `kintsugi serve`."""
+"""The two servers that are compared, each a tree of processes: vLLM's, and `kintsugi serve`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ class Setting:
     ratio: float = 0.15
     loading_controller: bool = True
     """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
+    is_pinned: bool = True
+    """Whether the whole tree shares one core, so that servers are compared at equal cost. Otherwise ours runs
+    as it comes: on all cores, the engine computing with one thread, its reads through shared memory."""
     ram_gib: float = 6.0
     ssd_gib: float = 8.0
     connector: Mapping[str, Any] = field(default_factory=dict)
@@ -142,7 +145,8 @@ def our_server(model: Path, setting: Setting) -> Iterator[Server]:
         environment = {"RAY_TMPDIR": folder}
         command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()"]
         command += ["serve", "--config", str(config), "--json"]
-        with _running("kintsugi", command, environment, stdout=True) as (process, log):
+        with _running("kintsugi", command, environment, stdout=True, is_pinned=setting.is_pinned) as started:
+            process, log = started
             ready = _ready_event(process, log)
             endpoint = Endpoint(f"{ready['http']}/v1", NAME, namespace=NAMESPACE)
             yield Server("kintsugi", process, endpoint, ready["grpc"], ready)
@@ -177,7 +181,7 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
             "ram_gib": setting.ram_gib,
             "data_dir": str(folder / "data"),
             "tiers": [{"path": str(folder / "ssd"), "gib": setting.ssd_gib}] if setting.ssd_gib else [],
-            "share_arena": False,
+            "share_arena": not setting.is_pinned,
         },
         "gateway": {"grpc_port": 0, "http_port": 0},
     }
@@ -185,9 +189,13 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
 
 @contextmanager
 def _running(
-    name: str, command: list[str], environment: dict[str, str], stdout: bool = False
+    name: str,
+    command: list[str],
+    environment: dict[str, str],
+    stdout: bool = False,
+    is_pinned: bool = True,
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process on the servers' core, ended with SIGTERM."""
+    """A process, on the servers' core if `is_pinned`, ended with SIGTERM."""
     with tempfile.TemporaryDirectory(prefix="kintsugi-bench-log-") as folder:
         log = Path(folder) / f"{name}.log"
         paths = [str(REPOSITORY / part) for part in ("services", "operators", ".")]
@@ -205,7 +213,7 @@ def _running(
                 env=everything,
                 stdout=subprocess.PIPE if stdout else output,
                 stderr=output,
-                preexec_fn=lambda: os.sched_setaffinity(0, {SERVER_CORE}),
+                preexec_fn=(lambda: os.sched_setaffinity(0, {SERVER_CORE})) if is_pinned else None,
             )
         try:
             yield process, log

@@ -204,6 +204,7 @@ def speed_figures(records: Records, one: Configuration, suffix: str, bars: bool)
     cost = statistics.mean(values["cost"] for values in found)
     speedup = statistics.median(full) / statistics.median(blend)
     detail = f"{spread(full)} ÷ {spread(blend)}, {len(found)} prompts, {one.name}, cost {cost:.3f}"
+    detail += ", one compute thread"
     name = f"real_ttft_speedup{suffix}"
     return [Figure.at_least(name, speedup, SPEED_BAR if bars else None, detail=detail)]
 

@@ -30,7 +30,8 @@ def setting_of(configuration: Configuration, context: str) -> Setting:
     """A service that blends every request with the configuration, its chunks prepared behind ``context``,
     which is the setting `model.context`.
 
-    It has no prefix caching: storing a passage leaves its KV there, and neither method may find it.
+    It runs as it comes, on all cores, with one thread that computes. It has no prefix caching: storing a
+    passage leaves its KV there, and neither method may find it.
     """
     return Setting(
         shape="real",
@@ -38,6 +39,7 @@ def setting_of(configuration: Configuration, context: str) -> Setting:
         kv_cache_bytes=1 << 30,
         ratio=configuration.selection.ratio,
         loading_controller=False,
+        is_pinned=False,
         ram_gib=1.0,
         ssd_gib=8.0,
         connector=connector_of(configuration.selection),
