@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.layout import (
+    FORMAT,
+    ChunkManifest,
+    Codec,
+    HeadRange,
+    KVLayout,
+    LayerGroup,
+    Part,
+    PartKind,
+    digests_of,
+)
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Search, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
@@ -20,7 +30,16 @@ from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
 SPACE = ChunkSpace(FINGERPRINT, "acme")
-
+MIXED = KVLayout.of_groups(
+    [
+        LayerGroup(1, 2, (Part(PartKind.KV, 16),)),
+        LayerGroup(2, 4, (Part(PartKind.K, 24), Part(PartKind.V, 8))),
+        LayerGroup(1, 1, (Part(PartKind.LATENT, 32), Part(PartKind.ROTARY, 8))),
+    ],
+    "bfloat16",
+)
+"""Layers of every kind, which no model has side by side."""
+Chunk = tuple[ChunkManifest, list[bytes]]
 
 ANY = LengthRange(1, 9)
 DOMAIN, SEARCH = Domain("plain", ANY, ANY, ANY, ANY), Search(0, 0, 0.0)
@@ -34,9 +53,7 @@ def make_report(created: str) -> CalibrationReport:
     )
 
 
-def make_chunk(
-    tokens: Sequence[int], space: ChunkSpace = SPACE, seed: int = 0
-) -> tuple[ChunkManifest, list[bytes]]:
+def make_chunk(tokens: Sequence[int], space: ChunkSpace = SPACE, seed: int = 0) -> Chunk:
     """A manifest and random frames that agree with each other."""
     generator = np.random.default_rng([seed, len(tokens)])
     size = LAYOUT.frame_bytes(Codec.RAW, len(tokens))
@@ -54,6 +71,27 @@ def make_chunk(
         digests=b"".join(digests_of(frame, head) for frame in frames),
     )
     return manifest, frames
+
+
+def make_mixed_chunk(tokens: Sequence[int], space: ChunkSpace = SPACE) -> Chunk:
+    """A chunk of `MIXED`, with a prior frame."""
+    count = len(tokens)
+    sizes = [count, *(MIXED.frame_bytes(Codec.RAW, count, layer) for layer in range(MIXED.num_layers))]
+    generator = np.random.default_rng([1, count])
+    frames = [generator.bytes(size) for size in sizes]
+    key, anchor = ChunkKey.of(space, tokens), anchor_of(tokens)
+    priors = ("deviation",)
+    return ChunkManifest.of(space, key, anchor, count, MIXED, Codec.RAW, frames, priors), frames
+
+
+def make_encrypted_chunk(tokens: Sequence[int]) -> Chunk:
+    """A chunk whose digests are tags, which no store can check."""
+    manifest, frames = make_chunk(tokens)
+    tags = np.random.default_rng(len(tokens)).bytes(len(manifest.digests))
+    encrypted = dataclasses.replace(
+        manifest, format=FORMAT, key_id="acme/1", salt=bytes(range(16)), digests=tags
+    )
+    return encrypted, frames
 
 
 def read_all(
