@@ -474,6 +474,12 @@ class ChunkManifest:
         size = self.layout.head_bytes(self.codec, self.num_tokens, layer)
         return heads.start * size, heads.stop * size
 
+    def range_bytes_max(self, heads: HeadRange) -> int:
+        """Bytes of `heads` in the frame where they have most."""
+        layers: Iterable[int | None] = self.layers if self.layout.groups or self.priors else (None,)
+        ranges = (self.head_range_bytes(heads, layer) for layer in layers)
+        return max(stop - start for start, stop in ranges)
+
     def head_digests(self, layer: int, heads: HeadRange) -> HeadDigests:
         """The digests of `heads` of the frame of `layer`."""
         assert layer in self.layers

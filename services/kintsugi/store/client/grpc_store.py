@@ -24,7 +24,7 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
+from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_frames
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
@@ -185,11 +185,12 @@ class GrpcStore(ChunkStore):
             ttl_s=self._options.ttl_s,
         )
         yield pb.PutChunkKVRequest(header=header).SerializeToString()
-        step = max(1, wire.MESSAGE_BYTES_TARGET // manifest.frame_bytes)
-        for first in range(0, len(views), step):
-            part = views[first : first + step]
-            request = pb.PutChunkKVRequest(first_layer=first, commit=first + step >= len(views))
-            yield wire.with_payload(request.SerializeToString(), part)
+        first = 0
+        for stop in _message_ends(views):
+            layer, is_prior = wire.layer_to_wire(manifest.first_layer + first)
+            request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
+            yield wire.with_payload(request.SerializeToString(), views[first:stop])
+            first = stop
 
     def stream(
         self,
@@ -205,8 +206,9 @@ class GrpcStore(ChunkStore):
         request = pb.StreamLayersRequest(
             namespace=namespace,
             keys=[key.digest for key in keys],
-            layer_start=layers.start,
+            layer_start=max(layers.start, 0),
             layer_stop=layers.stop,
+            prior=layers.start == PRIOR_LAYER,
             head_start=heads.start,
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
@@ -378,6 +380,17 @@ def options_of(query: str) -> GrpcOptions:
             raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
         tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
     return GrpcOptions(**{one.name: getattr(values, one.name) for one in fields(UrlOptions)}, tls=tls)
+
+
+def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:
+    """Where messages of at most `MESSAGE_BYTES_TARGET` end, or of one frame that is larger."""
+    size = 0
+    for index, frame in enumerate(frames):
+        if size and size + len(frame) > wire.MESSAGE_BYTES_TARGET:
+            yield index
+            size = 0
+        size += len(frame)
+    yield len(frames)
 
 
 def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:

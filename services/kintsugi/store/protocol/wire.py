@@ -177,6 +177,11 @@ def _codec(value: int) -> Codec:
         raise InvalidField("manifest.codec", f"{value} is unknown; this build knows {known}") from None
 
 
+def layer_to_wire(layer: int) -> tuple[int, bool]:
+    """A layer's number, and whether it is the prior frame instead."""
+    return (0, True) if layer == PRIOR_LAYER else (layer, False)
+
+
 def layer_of(frame: pb.FrameHeader | pb.FrameDescriptor) -> int:
     """The layer of a frame, `PRIOR_LAYER` for the prior frame."""
     return PRIOR_LAYER if frame.prior else frame.layer
