@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate, chain
@@ -175,9 +175,9 @@ class KVLayout:
     num_layers: int
     """Layers that have a frame."""
     num_kv_heads: int
-    """Of the layer that has most."""
+    """Heads of the layer that has most."""
     head_dim: int
-    """Width of the widest part."""
+    """Width of the widest part of any layer."""
     dtype: str
     """Element type before encoding: a key of `ELEMENT_BYTES`."""
     groups: tuple[LayerGroup, ...] = ()
@@ -402,6 +402,16 @@ class ChunkManifest:
             raise InvalidField(
                 "manifest.digests", f"has {len(self.digests)} bytes; this layout needs {needed}"
             )
+
+    def without_priors(self) -> ChunkManifest:
+        """The chunk without its prior frame, in the oldest format that holds it."""
+        plain = not self.layout.groups and not self.key_id
+        return replace(
+            self,
+            format=PLAIN_FORMAT if plain else FORMAT,
+            priors=(),
+            digests=self.digests[DIGEST_BYTES if self.priors else 0 :],
+        )
 
     def _check_format(self) -> None:
         """Raise `InvalidField` for what the format cannot hold."""

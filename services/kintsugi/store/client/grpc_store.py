@@ -31,6 +31,7 @@ from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.calls import ShardCalls
+from kintsugi.store.client.formats import StoredFormats
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
@@ -113,6 +114,7 @@ class GrpcStore(ChunkStore):
         self._calls = ShardCalls(address, self._options.tls)
         self._manifests = _Manifests()
         self._same_host = SameHost()
+        self._formats = StoredFormats(self._stats)
 
     def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """Make one unary call of the service and return its response. `response` is the message's class."""
@@ -165,8 +167,11 @@ class GrpcStore(ChunkStore):
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
+        """As `ChunkStore.put`. Raises `FormatNotStored` for a chunk that a shard of an earlier version cannot
+        hold."""
+        check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
+        manifest, frames = self._formats.fit(self.address, manifest, frames)
         views = [memoryview(frame).cast("B") for frame in frames]
-        check_frames(manifest, [len(view) for view in views])
         if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
@@ -331,8 +336,12 @@ class GrpcStore(ChunkStore):
     def transport(self) -> str:
         return "shared-memory" if self._same_host.attached else "grpc"
 
+    def _stats(self) -> pb.StatsResponse:
+        stats: pb.StatsResponse = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
+        return stats
+
     def stats(self) -> StoreStats:
-        stats = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
+        stats = self._stats()
         return StoreStats(
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
