@@ -108,9 +108,9 @@ def catalog_value(data: bytes) -> None:
     if found is None:
         return
     entry, residence = found
-    assert residence.stride == stride_of(entry.manifest.frame_bytes)
-    assert len(residence.offsets) == entry.manifest.layout.num_layers
-    assert all(offset + residence.stride <= tier.capacity_bytes for offset in residence.offsets)
+    assert len(residence.offsets) == entry.manifest.num_frames
+    assert residence.size_bytes >= entry.manifest.chunk_bytes
+    assert all(offset + size <= tier.capacity_bytes for offset, size in residence.places())
     tier._disjoint([found])
 
 

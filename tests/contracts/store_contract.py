@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
+from kintsugi.core.layout import (
+    FORMAT,
+    PRIOR_LAYER,
+    ChunkManifest,
+    Codec,
+    HeadRange,
+    KVLayout,
+    LayerGroup,
+    Part,
+    PartKind,
+    digests_of,
+)
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Search, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
@@ -20,7 +31,16 @@ from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
 SPACE = ChunkSpace(FINGERPRINT, "acme")
-
+MIXED = KVLayout.of_groups(
+    [
+        LayerGroup(1, 2, (Part(PartKind.KV, 16),)),
+        LayerGroup(2, 4, (Part(PartKind.K, 24), Part(PartKind.V, 8))),
+        LayerGroup(1, 1, (Part(PartKind.LATENT, 32), Part(PartKind.ROTARY, 8))),
+    ],
+    "bfloat16",
+)
+"""Layers of every kind, which no model has side by side."""
+Chunk = tuple[ChunkManifest, list[bytes]]
 
 ANY = LengthRange(1, 9)
 DOMAIN, SEARCH = Domain("plain", ANY, ANY, ANY, ANY), Search(0, 0, 0.0)
@@ -34,9 +54,7 @@ def make_report(created: str) -> CalibrationReport:
     )
 
 
-def make_chunk(
-    tokens: Sequence[int], space: ChunkSpace = SPACE, seed: int = 0
-) -> tuple[ChunkManifest, list[bytes]]:
+def make_chunk(tokens: Sequence[int], space: ChunkSpace = SPACE, seed: int = 0) -> Chunk:
     """A manifest and random frames that agree with each other."""
     generator = np.random.default_rng([seed, len(tokens)])
     size = LAYOUT.frame_bytes(Codec.RAW, len(tokens))
@@ -54,6 +72,27 @@ def make_chunk(
         digests=b"".join(digests_of(frame, head) for frame in frames),
     )
     return manifest, frames
+
+
+def make_mixed_chunk(tokens: Sequence[int], space: ChunkSpace = SPACE) -> Chunk:
+    """A chunk of `MIXED`, with a prior frame."""
+    count = len(tokens)
+    sizes = [count, *(MIXED.frame_bytes(Codec.RAW, count, layer) for layer in range(MIXED.num_layers))]
+    generator = np.random.default_rng([1, count])
+    frames = [generator.bytes(size) for size in sizes]
+    key, anchor = ChunkKey.of(space, tokens), anchor_of(tokens)
+    priors = ("deviation",)
+    return ChunkManifest.of(space, key, anchor, count, MIXED, Codec.RAW, frames, priors), frames
+
+
+def make_encrypted_chunk(tokens: Sequence[int]) -> Chunk:
+    """A chunk whose digests are tags, which no store can check."""
+    manifest, frames = make_chunk(tokens)
+    tags = np.random.default_rng(len(tokens)).bytes(len(manifest.digests))
+    encrypted = dataclasses.replace(
+        manifest, format=FORMAT, key_id="acme/1", salt=bytes(range(16)), digests=tags
+    )
+    return encrypted, frames
 
 
 def read_all(
@@ -145,6 +184,59 @@ class StoreContract:
         start, stop = manifest.head_range_bytes(heads)
         items = read_all(store, [manifest.key], heads=heads, layers=range(1, 3))
         assert items == [(0, layer, frames[layer][start:stop]) for layer in (1, 2)]
+
+    def test_layers_that_differ_read_back_behind_their_priors(self, store: ChunkStore) -> None:
+        manifest, frames = make_mixed_chunk(range(40))
+        assert store.put(manifest, frames)
+        assert store.lookup("acme", [manifest.key]) == [manifest]
+        expected = [(0, layer, frame) for layer, frame in zip(manifest.layers, frames, strict=True)]
+        assert read_all(store, [manifest.key], layers=manifest.layers) == expected
+        assert read_all(store, [manifest.key], layers=range(4)) == expected[1:]
+        assert read_all(store, [manifest.key], layers=range(PRIOR_LAYER, 0)) == expected[:1]
+
+    @pytest.mark.parametrize("rank", range(4))
+    def test_a_rank_reads_its_share_of_every_layer(self, store: ChunkStore, rank: int) -> None:
+        manifest, frames = make_mixed_chunk(range(40))
+        store.put(manifest, frames)
+        shares = [HeadRange.of_rank(heads, rank, 4) for heads in (2, 4, 4, 1)]
+        items = read_all(store, [manifest.key], HeadRange(rank, rank + 1), manifest.layers)
+        assert items[0] == (0, PRIOR_LAYER, frames[0]), "priors are per token, not per head"
+        for (_, _, data), frame, heads, share in zip(
+            items[1:], frames[1:], (2, 4, 4, 1), shares, strict=True
+        ):
+            head_bytes = len(frame) // heads
+            assert data == frame[share.start * head_bytes : share.stop * head_bytes]
+
+    def test_chunks_without_priors_are_read_beside_others(self, store: ChunkStore) -> None:
+        prior, plain = make_mixed_chunk(range(40)), make_mixed_chunk(range(50))
+        bare = dataclasses.replace(plain[0], priors=(), digests=plain[0].digests[16:])
+        store.put(*prior)
+        store.put(bare, plain[1][1:])
+        keys = [ChunkKey(b"\1" * 32), bare.key, prior[0].key]
+        items = read_all(store, keys, layers=prior[0].layers)
+        assert [(chunk, layer) for chunk, layer, data in items if data is not None] == [
+            (2, PRIOR_LAYER),
+            *((chunk, layer) for layer in range(4) for chunk in (1, 2)),
+        ]
+        assert [item for item in items if item[2] is None] == [(0, PRIOR_LAYER, None)]
+
+    def test_damaged_priors_are_refused(self, store: ChunkStore) -> None:
+        manifest, frames = make_mixed_chunk(range(40))
+        with pytest.raises(Corrupted):
+            store.put(manifest, [bytes(40), *frames[1:]])
+        with pytest.raises(InvalidField, match="and a prior frame"):
+            store.put(manifest, frames[1:])
+        assert store.lookup("acme", [manifest.key]) == [None]
+
+    def test_encrypted_frames_are_taken_and_given_as_they_are(self, store: ChunkStore) -> None:
+        """No store has the key: whoever decrypts verifies."""
+        manifest, frames = make_encrypted_chunk(range(40))
+        assert store.put(manifest, frames)
+        assert store.lookup("acme", [manifest.key]) == [manifest]
+        assert read_all(store, [manifest.key]) == [(0, layer, frames[layer]) for layer in range(3)]
+        start, stop = manifest.head_range_bytes(HeadRange(1, 3))
+        items = read_all(store, [manifest.key], HeadRange(1, 3), range(1, 2))
+        assert items == [(0, 1, frames[1][start:stop])]
 
     def test_a_missing_chunk_does_not_disturb_the_others(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))

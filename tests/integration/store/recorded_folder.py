@@ -1,8 +1,9 @@
 """A small shard's folder, recorded once per chunk format. Every later version must open or migrate it.
 
 `python -m tests.integration.store.recorded_folder` writes `recorded/format-N.tar.gz`, the folder as this
-version makes it, and `recorded/format-N.json`, what it holds. Run it once, in the commit that makes format N.
-Never record a released format again: those bytes are on people's disks. The same commit gives the same bytes.
+version makes it with the newest format N, and `recorded/format-N.json`, what it holds. Run it once, in the
+commit that makes format N. Never record a released format again: those bytes are on people's disks. The same
+commit gives the same bytes.
 
 LMDB's `lock.mdb` is left out: it belongs to one machine, and LMDB makes it anew.
 """
@@ -17,14 +18,23 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import blake3
 
-from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.core.layout import (
+    FORMAT,
+    PLAIN_FORMAT,
+    ChunkManifest,
+    Codec,
+    KVLayout,
+    LayerGroup,
+    Part,
+    PartKind,
+)
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec
 from kintsugi.store.shard.put import PutOptions
@@ -39,6 +49,16 @@ SHARD_ID = "5f0c7f4e-9d0b-4c53-8a4b-0a8f6f4c2d11"
 FINGERPRINT = ModelFingerprint(bytes(range(32)))
 REPORT_NAME, REPORT = "gate", b"a calibration report, as far as a shard knows"
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+MIXED = KVLayout.of_groups(
+    [
+        LayerGroup(1, 2, (Part(PartKind.KV, 8),)),
+        LayerGroup(2, 2, (Part(PartKind.K, 12), Part(PartKind.V, 4))),
+        LayerGroup(1, 1, (Part(PartKind.LATENT, 16), Part(PartKind.ROTARY, 4))),
+    ],
+    "bfloat16",
+)
+"""Every kind of group."""
+PRIORS = ("deviation",)
 RAM_BYTES = 2 << 20
 SLAB_BYTES = 22 * BLOCK_BYTES
 """So little that the last chunk finds no run for all of its frames."""
@@ -53,62 +73,87 @@ def shard_spec(folder: Path) -> ShardSpec:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A chunk to put. Its tokens count up from `first_token`; its frames are blake3 of its name."""
+    """A chunk to put. Its tokens count up from `first_token`; its frames are blake3 of its name, as are the
+    tags of an encrypted one."""
 
     first_token: int
     num_tokens: int
     codec: Codec
     namespace: str = "acme"
     options: PutOptions = DURABLE
+    layout: KVLayout = LAYOUT
+    priors: tuple[str, ...] = ()
+    key_id: str = ""
 
     def made(self) -> tuple[ChunkManifest, list[bytes]]:
         tokens = range(self.first_token, self.first_token + self.num_tokens)
         space = ChunkSpace(FINGERPRINT, self.namespace)
-        size = LAYOUT.frame_bytes(self.codec, self.num_tokens)
+        sizes = {-1: len(self.priors) * self.num_tokens} if self.priors else {}
+        sizes |= {
+            layer: self.layout.frame_bytes(self.codec, self.num_tokens, layer)
+            for layer in range(self.layout.num_layers)
+        }
         frames = [
             blake3.blake3(f"{self.first_token} {layer}".encode()).digest(length=size)
-            for layer in range(LAYOUT.num_layers)
+            for layer, size in sizes.items()
         ]
         key, anchor = ChunkKey.of(space, tokens), anchor_of(tokens)
-        return ChunkManifest.of(space, key, anchor, self.num_tokens, LAYOUT, self.codec, frames), frames
+        of = (space, key, anchor, self.num_tokens, self.layout, self.codec)
+        manifest = ChunkManifest.of(*of, frames, self.priors)
+        return self._encrypted(manifest) if self.key_id else manifest, frames
+
+    def _encrypted(self, manifest: ChunkManifest) -> ChunkManifest:
+        tags = blake3.blake3(f"{self.first_token} tags".encode()).digest(length=len(manifest.digests))
+        salt = blake3.blake3(f"{self.first_token} salt".encode()).digest(length=16)
+        return replace(manifest, format=FORMAT, key_id=self.key_id, salt=salt, digests=tags)
 
 
 DELETED = Recipe(9000, 40, Codec.RAW)
 """It leaves a hole of one run in the slab."""
-SCATTERED = Recipe(6000, 80, Codec.RAW, "rival/team")
-"""Frames of two blocks, which lie in two extents."""
-KEPT = (
+PLAIN_KEPT = (
     Recipe(1000, 40, Codec.RAW),
     Recipe(2000, 41, Codec.INT8, options=PutOptions(durable=True, recompute_ms=12.5)),
     Recipe(3000, 42, Codec.FP8, options=PutOptions(durable=True, ttl_s=1e12)),
     Recipe(4000, 7, Codec.INT8_SINKS),  # too short for an anchor
     Recipe(5000, 43, Codec.FP8_SINKS),
-    SCATTERED,
+    Recipe(6000, 80, Codec.RAW, "rival/team"),  # frames of two blocks
 )
+KEPT = {
+    PLAIN_FORMAT: PLAIN_KEPT,
+    FORMAT: (
+        Recipe(1000, 40, Codec.RAW),  # in the plain format
+        Recipe(2000, 41, Codec.INT8, priors=PRIORS),
+        Recipe(3000, 42, Codec.RAW, layout=MIXED, priors=PRIORS),
+        Recipe(4000, 43, Codec.RAW, key_id="acme/1"),
+        Recipe(6000, 80, Codec.RAW, "rival/team", layout=MIXED, priors=PRIORS),
+    ),
+}
+"""The chunks of a folder by its newest format; the last finds no run for all of its frames."""
 
 
-def make(folder: Path) -> dict[str, Any]:
-    """Write the folder as this version does; what it then holds."""
+def make(folder: Path, version: int = FORMAT) -> dict[str, Any]:
+    """Write the folder with chunks up to this format as this version does; what it then holds."""
+    kept = KEPT[version]
     home = Home(folder / "data", SHARD_ID)
     disk = DiskTier("ssd0", Home(folder / "disk/kintsugi-tier", SHARD_ID), SLAB_BYTES)
     shard = Shard(RamTier(RAM_BYTES), [disk], SHARD_ID, home=home, wall_clock=lambda: NOW_S)
     with closing(shard):
         shard.reports.put(FINGERPRINT, REPORT_NAME, REPORT)
-        for recipe in (DELETED, *KEPT[:-1]):
+        for recipe in (DELETED, *kept[:-1]):
             _put(shard, recipe)
         shard.delete(DELETED.namespace, [DELETED.made()[0].key])
         for flushed in shard.flush_writers():
             flushed.result(10.0)
-        entry = _put(shard, SCATTERED)
+        entry = _put(shard, kept[-1])
         assert entry.disk is not None
         assert len(entry.disk.extents) == 2
-        for uses, recipe in enumerate(KEPT):
+        for uses, recipe in enumerate(kept):
             for _ in range(uses):
                 shard.lookup(recipe.namespace, [recipe.made()[0].key])
     return {
         "shard_id": SHARD_ID,
         "report": REPORT.decode(),
-        "chunks": [_contents(recipe, uses) for uses, recipe in enumerate(KEPT)],
+        "chunks": [_contents(recipe, uses) for uses, recipe in enumerate(kept)],
     }
 
 
@@ -116,7 +161,7 @@ def _put(shard: Shard, recipe: Recipe) -> ChunkEntry:
     manifest, frames = recipe.made()
     begun = shard.begin_put(manifest, recipe.options, wait_s=10.0)
     assert begun is not None
-    for layer, frame in enumerate(frames):
+    for layer, frame in zip(manifest.layers, frames, strict=True):
         begun.write(layer, memoryview(frame))
     durable = shard.commit(begun).durable
     assert durable is not None
@@ -133,7 +178,7 @@ def contents(
     manifest: ChunkManifest, frames: Sequence[bytes], uses: int, recompute_ms: float, expires_at_s: float
 ) -> dict[str, Any]:
     """A chunk as `format-N.json` says it."""
-    return {
+    chunk = {
         "namespace": manifest.namespace,
         "key": manifest.key.hex,
         "space_digest": manifest.space_digest.hex(),
@@ -145,6 +190,20 @@ def contents(
         "recompute_ms": recompute_ms,
         "expires_at_s": None if math.isinf(expires_at_s) else expires_at_s,
         "frames_blake3": [blake3.blake3(frame).hexdigest() for frame in frames],
+    }
+    if manifest.format == PLAIN_FORMAT:
+        return chunk
+    groups = [
+        [group.layers, group.heads, [[part.kind.name, part.width] for part in group.parts]]
+        for group in manifest.layout.groups
+    ]
+    return chunk | {
+        "format": manifest.format,
+        "groups": groups,
+        "priors": list(manifest.priors),
+        "key_id": manifest.key_id,
+        "salt": manifest.salt.hex(),
+        "digests": manifest.digests.hex(),
     }
 
 
@@ -174,8 +233,8 @@ def record() -> None:
     RECORDED.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         held = make(Path(folder))
-        (RECORDED / f"format-{FORMAT_VERSION}.tar.gz").write_bytes(pack_tokens(Path(folder)))
-    (RECORDED / f"format-{FORMAT_VERSION}.json").write_text(json.dumps(held, indent=1) + "\n")
+        (RECORDED / f"format-{FORMAT}.tar.gz").write_bytes(pack_tokens(Path(folder)))
+    (RECORDED / f"format-{FORMAT}.json").write_text(json.dumps(held, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_stats_say_whether_what_is_stored_outlives_the_shards(shard: Shard) -> N
 def put(shard: Shard, manifest: ChunkManifest, frames: list[bytes], durable: bool = True) -> None:
     begun = shard.begin_put(manifest, PutOptions(durable=durable), wait_s=10.0)
     assert begun is not None
-    for layer, frame in enumerate(frames):
+    for layer, frame in zip(manifest.layers, frames, strict=True):
         begun.write(layer, memoryview(frame))
     committed = shard.commit(begun)
     if durable:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -17,21 +18,19 @@ import pytest
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import VersionMismatch
-from kintsugi.core.layout import Codec
-from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey
+from kintsugi.core.layout import FORMATS, PLAIN_FORMAT, ChunkManifest, Codec, HeadRange
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.serving.store_shard import claim_shard
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.reading import HeldChunk
+from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
+from tests.contracts.store_contract import Chunk, make_encrypted_chunk, make_mixed_chunk
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec
 
-OTHER = FORMAT_VERSION + 1
-
-
-def become(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    """Write and read chunks of this format from now on."""
-    monkeypatch.setattr("kintsugi.store.protocol.wire.FORMAT_VERSION", version)
-    monkeypatch.setattr("kintsugi.store.shard.tiers.catalog.FORMAT_VERSION", version)
+OTHER = FORMATS[-1] + 1
+"""A format of a later version."""
 
 
 def filled(shard_spec: ShardSpec, first: int = 0, stop: int = 5) -> list[ChunkKey]:
@@ -55,28 +54,9 @@ def digests_below(folder: Path) -> dict[Path, str]:
     }
 
 
-def test_a_folder_of_another_version_is_refused_and_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    become(monkeypatch, OTHER)
-    keys = filled(spec(tmp_path))
-    before = digests_below(tmp_path)
-    become(monkeypatch, FORMAT_VERSION)
-    with pytest.raises(VersionMismatch) as refused:
-        open_shard(spec(tmp_path, ssd_mib=(32,)))  # and the slab does not grow
-    assert str(refused.value) == (
-        f"{tmp_path / 'disk0/kintsugi-tier'} holds 5 chunks of format {OTHER}; this version of kintsugi "
-        f"reads format {FORMAT_VERSION}. Nothing was changed: use the version that wrote them, or name "
-        "another folder"
-    )
-    assert digests_below(tmp_path) == before
-    become(monkeypatch, OTHER)
-    assert intact(spec(tmp_path), keys) == 5
-
-
-def rewrite(folder: Path, count: int, change: Callable[[pb.CatalogRecord], None]) -> None:
-    """Change the first records of the first tier's catalog, with right checksums."""
-    catalog = lmdb.open(str(folder / "disk0/kintsugi-tier/catalog"))
+def rewrite(tier: Path, change: Callable[[pb.CatalogRecord], None], count: int | None = None) -> None:
+    """Change the first records of a disk's catalog, with right checksums; without a count, all."""
+    catalog = lmdb.open(str(tier / "kintsugi-tier/catalog"))
     with catalog, catalog.begin(write=True) as transaction:
         for key, value in list(transaction.cursor())[:count]:
             record = _decode_catalog_record(key, value)
@@ -85,20 +65,88 @@ def rewrite(folder: Path, count: int, change: Callable[[pb.CatalogRecord], None]
             transaction.put(key, _encode_catalog_record(key, record))
 
 
-def test_a_folder_that_mixes_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def age(record: pb.CatalogRecord) -> None:
-        record.manifest.format_version = OTHER
+def stamp(tier: Path, version: int, count: int | None = None) -> None:
+    """Have the first chunks of a disk say that they are of another format."""
 
-    filled(spec(tmp_path))
-    rewrite(tmp_path, 2, age)
+    def change(record: pb.CatalogRecord) -> None:
+        record.manifest.format_version = version
+
+    rewrite(tier, change, count)
+
+
+def test_a_folder_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    keys = filled(spec(tmp_path))
+    stamp(tmp_path / "disk0", OTHER)
     before = digests_below(tmp_path)
-    for version in (FORMAT_VERSION, OTHER):
-        become(monkeypatch, version)
-        with pytest.raises(VersionMismatch, match="name another folder") as refused:
-            open_shard(spec(tmp_path))
-        assert f"3 chunks of format {FORMAT_VERSION} and 2 chunks of format {OTHER}" in str(refused.value)
-        assert "use the version" not in str(refused.value)
+    with pytest.raises(VersionMismatch) as refused:
+        open_shard(spec(tmp_path, ssd_mib=(32,)))  # and the slab does not grow
+    assert str(refused.value) == (
+        f"{tmp_path / 'disk0/kintsugi-tier'} holds 5 chunks of format {OTHER}; this version of kintsugi "
+        "reads formats 2 and 3. Nothing was changed: use the version that wrote them, or name another folder"
+    )
     assert digests_below(tmp_path) == before
+    stamp(tmp_path / "disk0", PLAIN_FORMAT)
+    assert intact(spec(tmp_path), keys) == 5
+
+
+def test_a_folder_with_one_chunk_of_another_version_is_refused(tmp_path: Path) -> None:
+    filled(spec(tmp_path))
+    stamp(tmp_path / "disk0", OTHER, 2)
+    before = digests_below(tmp_path)
+    with pytest.raises(VersionMismatch, match=f"3 chunks of format 2 and 2 chunks of format {OTHER};"):
+        open_shard(spec(tmp_path))
+    assert digests_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", [make_mixed_chunk, make_encrypted_chunk])
+def test_chunks_of_both_formats_survive_a_restart_side_by_side(
+    make: Callable[[range], Chunk], tmp_path: Path
+) -> None:
+    chunks = [*many(3, tokens=40), make(range(5000, 5300))]
+    with closing(open_shard(spec(tmp_path))) as shard:
+        for manifest, frames in chunks:
+            put(shard, manifest, frames)
+        for flushed in shard.flush_writers():
+            flushed.result(10.0)
+    with closing(open_shard(spec(tmp_path))) as shard:
+        for manifest, frames in chunks:
+            entry = shard.table.get(("acme", manifest.key))
+            assert entry is not None
+            assert entry.manifest == manifest
+            assert entry.disk is not None
+            reading = shard.open("acme", [manifest.key], manifest.layers, every_head(manifest))
+            (held,) = reading.chunks
+            assert held is not None
+            read = [bytes(frame_of(shard, held, layer)) for layer in manifest.layers]
+            shard.close_reading(reading)
+            assert read == frames
+        assert shard.verify("acme", [manifest.key for manifest, _ in chunks]) == {
+            manifest.key: True for manifest, _ in chunks
+        }
+
+
+def every_head(manifest: ChunkManifest) -> HeadRange:
+    return HeadRange(0, manifest.layout.num_kv_heads)
+
+
+def frame_of(shard: Shard, chunk: HeldChunk, layer: int) -> memoryview:
+    """A frame once its promotion has read it."""
+    there = threading.Event()
+    while not shard.table.await_layer(chunk, layer, there.set):
+        assert there.wait(10.0)
+        there.clear()
+    return chunk.frame(layer)
+
+
+def test_plain_chunks_are_written_as_the_version_before_reads_them(tmp_path: Path) -> None:
+    """So an upgrade can be undone until something is stored that only format 3 holds."""
+    filled(spec(tmp_path))
+    records: list[pb.CatalogRecord] = []
+    rewrite(tmp_path / "disk0", records.append)
+    assert {record.manifest.format_version for record in records} == {PLAIN_FORMAT}
+    for record in records:
+        assert record.stride > 0
+        assert all(extent.frames and not extent.size_bytes for extent in record.extents)
 
 
 def test_a_chunk_in_an_unknown_codec_is_not_deleted(tmp_path: Path) -> None:
@@ -111,22 +159,19 @@ def test_a_chunk_in_an_unknown_codec_is_not_deleted(tmp_path: Path) -> None:
         record.manifest.codec = int(Codec.RAW)
 
     keys = filled(spec(tmp_path))
-    rewrite(tmp_path, 2, recode)
+    rewrite(tmp_path / "disk0", recode, 2)
     with pytest.raises(VersionMismatch, match=r"codec: 99 is unknown.*name another folder"):
         open_shard(spec(tmp_path))
-    rewrite(tmp_path, 2, restore)
+    rewrite(tmp_path / "disk0", restore, 2)
     assert intact(spec(tmp_path), keys) == 5
 
 
-def test_a_refused_tier_leaves_the_tier_before_it_closed_and_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_tier_leaves_the_tier_before_it_closed_and_whole(tmp_path: Path) -> None:
     both = spec(tmp_path, ssd_mib=(16, 16))
     keys = filled(both)
-    become(monkeypatch, OTHER)
     swapped = replace(both, ssds=(SsdSpec(tmp_path / "disk1", 16 * MIB),))
     filled(swapped, first=5, stop=6)
-    become(monkeypatch, FORMAT_VERSION)
+    stamp(tmp_path / "disk1", OTHER)
     with pytest.raises(VersionMismatch, match="disk1"):
         open_shard(both)
     assert intact(replace(both, ssds=both.ssds[:1]), keys) == 5
@@ -141,9 +186,9 @@ def test_a_torn_record_beside_intact_ones_costs_its_chunk_alone(tmp_path: Path) 
     assert intact(spec(tmp_path), keys) == 4
 
 
-def test_serve_ends_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    become(monkeypatch, OTHER)
+def test_serve_ends_with_what_to_do(tmp_path: Path) -> None:
     filled(spec(tmp_path))
+    stamp(tmp_path / "disk0", OTHER)
     ended = subprocess.run(
         [
             *(sys.executable, "-c", "from kintsugi.cli.commands.store import app; app()", "serve"),
@@ -161,16 +206,13 @@ def test_serve_ends_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "use the version that wrote them, or name another folder" in ended.stderr
 
 
-def test_a_replica_does_not_take_another_folder_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_does_not_take_another_folder_instead(tmp_path: Path) -> None:
     folders = StoreSpec(
         ram_gib=2 / 1024, data_dir=str(tmp_path / "data"), tiers=(TierSpec(str(tmp_path), 16 / 1024),)
     )
     shard_0 = ShardSpec(2 * MIB, tmp_path / "data/shard-0", (SsdSpec(tmp_path / "shard-0", 16 * MIB),))
-    become(monkeypatch, OTHER)
     filled(shard_0)
-    become(monkeypatch, FORMAT_VERSION)
+    stamp(tmp_path / "shard-0", OTHER)
     with pytest.raises(VersionMismatch, match="name another folder") as refused:
         claim_shard(folders)
     assert "\n" not in str(refused.value), "what Serve says is searched for one line"

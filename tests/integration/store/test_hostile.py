@@ -71,7 +71,7 @@ FRAMES = make_chunk(range(40))[1]
         ([frames_message(0, FRAMES[0])], "INVALID_ARGUMENT", "header"),
         ([header()], "INVALID_ARGUMENT", "commit"),
         ([header(), frames_message(1, FRAMES[1])], "INVALID_ARGUMENT", "layer 0 comes next"),
-        ([header(), frames_message(0, FRAMES[0][:-1])], "INVALID_ARGUMENT", "multiple"),
+        ([header(), frames_message(0, FRAMES[0][:-1])], "INVALID_ARGUMENT", "ends after"),
         ([header(), frames_message(0, b"".join(FRAMES) + FRAMES[0])], "INVALID_ARGUMENT", "3 layers"),
         ([header(), frames_message(0, FRAMES[0], commit=True)], "INVALID_ARGUMENT", "last layer"),
         ([header(), frames_message(0, FRAMES[1])], "DATA_LOSS", "digest"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import lmdb
 import pytest
 import torch
 
-from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import (
@@ -79,6 +80,25 @@ def test_manifest() -> None:
         "496d2ee672839d503452101e876e21af74efa05db942e18c2a13f6"
     )
     assert wire.manifest_from_wire(store_pb2.Manifest.FromString(data)) == MANIFEST
+
+
+def test_manifest_of_format_3() -> None:
+    groups = [LayerGroup(1, 2, (Part(PartKind.KV, 4),)), LayerGroup(1, 1, (Part(PartKind.LATENT, 8),))]
+    layout = KVLayout.of_groups(groups, "bfloat16")
+    frames = [bytes(40), bytes(640), bytes(640)]
+    of = (SPACE, KEY, anchor_of(TOKENS), len(TOKENS), layout, Codec.RAW, frames, ("deviation",))
+    manifest = replace(ChunkManifest.of(*of), key_id="acme/1", salt=bytes(range(16)))
+    data = wire.manifest_to_wire(manifest).SerializeToString(deterministic=True)
+    assert data.hex() == (
+        "08031220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
+        "3d6abd438c08d0d2cdc4e3be29d8568cb02e576cc17a0e564c7e22207f2c8f8af05b545511c82df09ba368dc"
+        "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a28080210021808220862666c6f617431362a0a"
+        "080110021a04080310042a0a080110011a04080410084001496d2ee672839d50345240ce62b44e257dbdc811"
+        "4ddfda264d5aa91e876e21af74efa05db942e18c2a13f61e876e21af74efa05db942e18c2a13f64b33be84d1"
+        "1f6584ed82700d9ce6e10c5a09646576696174696f6e620661636d652f316a10000102030405060708090a0b"
+        "0c0d0e0f"
+    )
+    assert wire.manifest_from_wire(store_pb2.Manifest.FromString(data)) == manifest
 
 
 def test_catalog_record(tmp_path: Path) -> None:

@@ -19,15 +19,20 @@ class CatalogExtent(google.protobuf.message.Message):
 
     OFFSET_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     offset: builtins.int
     frames: builtins.int
+    """Format 2."""
+    size_bytes: builtins.int
+    """Format 3: frames of any size in a row, each padded to whole blocks."""
     def __init__(
         self,
         *,
         offset: builtins.int = ...,
         frames: builtins.int = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "offset", b"offset"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "offset", b"offset", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___CatalogExtent = CatalogExtent
 
@@ -41,6 +46,7 @@ class CatalogRecord(google.protobuf.message.Message):
     EXPIRES_AT_S_FIELD_NUMBER: builtins.int
     RECOMPUTE_MS_FIELD_NUMBER: builtins.int
     stride: builtins.int
+    """Format 2: bytes from one frame to the next."""
     expires_at_s: builtins.float
     """Unix seconds; 0: never."""
     recompute_ms: builtins.float

@@ -4,7 +4,7 @@ isort:skip_file
 The chunk KV store's public wire.
 
 A *frame* is one layer of one chunk, head-major `[kv_heads, 2, tokens, head_dim]`, pre-encoded: the
-store never decodes it. Bulk messages put their payload last (field 15), so that a sender appends the
+store never decodes it. A chunk may have a *prior frame* before its layers. Bulk messages put their payload last (field 15), so that a sender appends the
 bytes to a small header and a receiver takes a view of them: neither serialises a frame.
 
 Every call carries the metadata `kintsugi-protocol: <version>`. A shard speaks its own version and the
@@ -26,6 +26,35 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _PartKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PartKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PartKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PART_KIND_UNSPECIFIED: _PartKind.ValueType  # 0
+    PART_KIND_K: _PartKind.ValueType  # 1
+    """Before RoPE."""
+    PART_KIND_V: _PartKind.ValueType  # 2
+    PART_KIND_KV: _PartKind.ValueType  # 3
+    """K and V follow from one tensor."""
+    PART_KIND_LATENT: _PartKind.ValueType  # 4
+    """Multi-head latent attention: what K and V are made from, and the key that is rotated, before RoPE."""
+    PART_KIND_ROTARY: _PartKind.ValueType  # 5
+
+class PartKind(_PartKind, metaclass=_PartKindEnumTypeWrapper): ...
+
+PART_KIND_UNSPECIFIED: PartKind.ValueType  # 0
+PART_KIND_K: PartKind.ValueType  # 1
+"""Before RoPE."""
+PART_KIND_V: PartKind.ValueType  # 2
+PART_KIND_KV: PartKind.ValueType  # 3
+"""K and V follow from one tensor."""
+PART_KIND_LATENT: PartKind.ValueType  # 4
+"""Multi-head latent attention: what K and V are made from, and the key that is rotated, before RoPE."""
+PART_KIND_ROTARY: PartKind.ValueType  # 5
+global___PartKind = PartKind
 
 class _Ack:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -51,6 +80,50 @@ ACK_DURABLE: Ack.ValueType  # 2
 global___Ack = Ack
 
 @typing.final
+class Part(google.protobuf.message.Message):
+    """One tensor of a head, `[tokens, width]`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    kind: global___PartKind.ValueType
+    width: builtins.int
+    def __init__(
+        self,
+        *,
+        kind: global___PartKind.ValueType = ...,
+        width: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "width", b"width"]) -> None: ...
+
+global___Part = Part
+
+@typing.final
+class LayerGroup(google.protobuf.message.Message):
+    """Consecutive layers of one shape. A frame is `[heads]` of the parts in a row."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: builtins.int
+    HEADS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    layers: builtins.int
+    heads: builtins.int
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Part]: ...
+    def __init__(
+        self,
+        *,
+        layers: builtins.int = ...,
+        heads: builtins.int = ...,
+        parts: collections.abc.Iterable[global___Part] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heads", b"heads", "layers", b"layers", "parts", b"parts"]) -> None: ...
+
+global___LayerGroup = LayerGroup
+
+@typing.final
 class Layout(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -58,10 +131,17 @@ class Layout(google.protobuf.message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: builtins.int
     HEAD_DIM_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     num_layers: builtins.int
     num_kv_heads: builtins.int
+    """With groups: of the layer that has most."""
     head_dim: builtins.int
+    """With groups: the widest part."""
     dtype: builtins.str
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LayerGroup]:
+        """Where layers differ, or store other parts than K and V of `head_dim`. Format 3."""
+
     def __init__(
         self,
         *,
@@ -69,8 +149,9 @@ class Layout(google.protobuf.message.Message):
         num_kv_heads: builtins.int = ...,
         head_dim: builtins.int = ...,
         dtype: builtins.str = ...,
+        groups: collections.abc.Iterable[global___LayerGroup] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]) -> None: ...
 
 global___Layout = Layout
 
@@ -88,7 +169,11 @@ class Manifest(google.protobuf.message.Message):
     CODEC_FIELD_NUMBER: builtins.int
     ANCHOR_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
+    PRIORS_FIELD_NUMBER: builtins.int
+    KEY_ID_FIELD_NUMBER: builtins.int
+    SALT_FIELD_NUMBER: builtins.int
     format_version: builtins.int
+    """2, or 3 for a chunk with layer groups, priors or encrypted frames."""
     key: builtins.bytes
     space_digest: builtins.bytes
     fingerprint: builtins.bytes
@@ -97,9 +182,19 @@ class Manifest(google.protobuf.message.Message):
     codec: builtins.int
     anchor: builtins.int
     digests: builtins.bytes
-    """xxh3-128 per (layer, kv head), row-major."""
+    """xxh3-128 of the prior frame, if there is one, then per (layer, kv head), row-major. AES-GCM tags instead
+    where `key_id` is not empty.
+    """
+    key_id: builtins.str
+    """The namespace key that the frames are encrypted with. Empty: they are not."""
+    salt: builtins.bytes
+    """16 random bytes for an encrypted chunk."""
     @property
     def layout(self) -> global___Layout: ...
+    @property
+    def priors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The rows of the prior frame, `[priors, tokens]` of one byte each. Without any, there is none."""
+
     def __init__(
         self,
         *,
@@ -113,9 +208,12 @@ class Manifest(google.protobuf.message.Message):
         codec: builtins.int = ...,
         anchor: builtins.int | None = ...,
         digests: builtins.bytes = ...,
+        priors: collections.abc.Iterable[builtins.str] | None = ...,
+        key_id: builtins.str = ...,
+        salt: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "codec", b"codec", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "space_digest", b"space_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "codec", b"codec", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "key_id", b"key_id", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "priors", b"priors", "salt", b"salt", "space_digest", b"space_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_anchor", b"_anchor"]) -> typing.Literal["anchor"] | None: ...
 
 global___Manifest = Manifest
@@ -275,11 +373,14 @@ class PutChunkKVRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     FIRST_LAYER_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
+    PRIOR_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     first_layer: builtins.int
     """The payload holds whole frames, the first of them of this layer."""
     commit: builtins.bool
     """In the last message alone."""
+    prior: builtins.bool
+    """The payload's first frame is the prior frame, and `first_layer` is 0."""
     payload: builtins.bytes
     @property
     def header(self) -> global___PutHeader:
@@ -291,10 +392,11 @@ class PutChunkKVRequest(google.protobuf.message.Message):
         header: global___PutHeader | None = ...,
         first_layer: builtins.int = ...,
         commit: builtins.bool = ...,
+        prior: builtins.bool = ...,
         payload: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_header", b"_header", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_header", b"_header", "commit", b"commit", "first_layer", b"first_layer", "header", b"header", "payload", b"payload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_header", b"_header", "commit", b"commit", "first_layer", b"first_layer", "header", b"header", "payload", b"payload", "prior", b"prior"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_header", b"_header"]) -> typing.Literal["header"] | None: ...
 
 global___PutChunkKVRequest = PutChunkKVRequest
@@ -326,13 +428,17 @@ class StreamLayersRequest(google.protobuf.message.Message):
     HEAD_START_FIELD_NUMBER: builtins.int
     HEAD_STOP_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
+    PRIOR_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     layer_start: builtins.int
     layer_stop: builtins.int
     head_start: builtins.int
+    """Of the layer that has most heads; of any other, the same share is read."""
     head_stop: builtins.int
     deadline_ms: builtins.int
     """Bound on the wait for each layer, in milliseconds."""
+    prior: builtins.bool
+    """Send the prior frames first, of the chunks that have one. `layer_start` is 0."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -345,8 +451,9 @@ class StreamLayersRequest(google.protobuf.message.Message):
         head_start: builtins.int = ...,
         head_stop: builtins.int = ...,
         deadline_ms: builtins.int = ...,
+        prior: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "head_start", b"head_start", "head_stop", b"head_stop", "keys", b"keys", "layer_start", b"layer_start", "layer_stop", b"layer_stop", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "head_start", b"head_start", "head_stop", b"head_stop", "keys", b"keys", "layer_start", b"layer_start", "layer_stop", b"layer_stop", "namespace", b"namespace", "prior", b"prior"]) -> None: ...
 
 global___StreamLayersRequest = StreamLayersRequest
 
@@ -358,6 +465,7 @@ class FrameHeader(google.protobuf.message.Message):
     LAYER_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     LOST_REASON_FIELD_NUMBER: builtins.int
+    PRIOR_FIELD_NUMBER: builtins.int
     chunk: builtins.int
     """Index into the request's keys."""
     layer: builtins.int
@@ -365,6 +473,8 @@ class FrameHeader(google.protobuf.message.Message):
     """Bytes of this frame in the payload, in order."""
     lost_reason: builtins.str
     """Not empty: in place of a frame; no later frame of this chunk follows."""
+    prior: builtins.bool
+    """The prior frame; `layer` is 0."""
     def __init__(
         self,
         *,
@@ -372,8 +482,9 @@ class FrameHeader(google.protobuf.message.Message):
         layer: builtins.int = ...,
         size_bytes: builtins.int = ...,
         lost_reason: builtins.str = ...,
+        prior: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "prior", b"prior", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___FrameHeader = FrameHeader
 
@@ -741,6 +852,7 @@ class StatsResponse(google.protobuf.message.Message):
     QUARANTINED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     BYTES_READ_FIELD_NUMBER: builtins.int
+    FORMATS_FIELD_NUMBER: builtins.int
     shard_id: builtins.str
     protocol_version: builtins.int
     format_version: builtins.int
@@ -755,6 +867,10 @@ class StatsResponse(google.protobuf.message.Message):
     def bytes_read(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Bytes read by path: `grpc`, `shared-memory`."""
 
+    @property
+    def formats(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The formats of chunks that this shard stores. Empty: `format_version` alone."""
+
     def __init__(
         self,
         *,
@@ -768,8 +884,9 @@ class StatsResponse(google.protobuf.message.Message):
         quarantined: builtins.int = ...,
         draining: builtins.bool = ...,
         bytes_read: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        formats: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_read", b"bytes_read", "chunks", b"chunks", "draining", b"draining", "format_version", b"format_version", "hits", b"hits", "misses", b"misses", "protocol_version", b"protocol_version", "quarantined", b"quarantined", "shard_id", b"shard_id", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_read", b"bytes_read", "chunks", b"chunks", "draining", b"draining", "format_version", b"format_version", "formats", b"formats", "hits", b"hits", "misses", b"misses", "protocol_version", b"protocol_version", "quarantined", b"quarantined", "shard_id", b"shard_id", "tiers", b"tiers"]) -> None: ...
 
 global___StatsResponse = StatsResponse
 
@@ -909,6 +1026,7 @@ class FrameDescriptor(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     LOST_REASON_FIELD_NUMBER: builtins.int
+    PRIOR_FIELD_NUMBER: builtins.int
     chunk: builtins.int
     layer: builtins.int
     offset: builtins.int
@@ -916,6 +1034,8 @@ class FrameDescriptor(google.protobuf.message.Message):
     size_bytes: builtins.int
     lost_reason: builtins.str
     """Not empty: in place of a frame; no later frame of this chunk follows."""
+    prior: builtins.bool
+    """The prior frame; `layer` is 0."""
     def __init__(
         self,
         *,
@@ -924,8 +1044,9 @@ class FrameDescriptor(google.protobuf.message.Message):
         offset: builtins.int = ...,
         size_bytes: builtins.int = ...,
         lost_reason: builtins.str = ...,
+        prior: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "offset", b"offset", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "offset", b"offset", "prior", b"prior", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___FrameDescriptor = FrameDescriptor
 

@@ -24,13 +24,14 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
+from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_frames
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.calls import ShardCalls
+from kintsugi.store.client.formats import StoredFormats
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
@@ -113,6 +114,7 @@ class GrpcStore(ChunkStore):
         self._calls = ShardCalls(address, self._options.tls)
         self._manifests = _Manifests()
         self._same_host = SameHost()
+        self._formats = StoredFormats(self._stats)
 
     def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """Make one unary call of the service and return its response. `response` is the message's class."""
@@ -165,8 +167,11 @@ class GrpcStore(ChunkStore):
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
+        """As `ChunkStore.put`. Raises `FormatNotStored` for a chunk that a shard of an earlier version cannot
+        hold."""
+        check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
+        manifest, frames = self._formats.fit(self.address, manifest, frames)
         views = [memoryview(frame).cast("B") for frame in frames]
-        check_frames(manifest, [len(view) for view in views])
         if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
@@ -185,11 +190,12 @@ class GrpcStore(ChunkStore):
             ttl_s=self._options.ttl_s,
         )
         yield pb.PutChunkKVRequest(header=header).SerializeToString()
-        step = max(1, wire.MESSAGE_BYTES_TARGET // manifest.frame_bytes)
-        for first in range(0, len(views), step):
-            part = views[first : first + step]
-            request = pb.PutChunkKVRequest(first_layer=first, commit=first + step >= len(views))
-            yield wire.with_payload(request.SerializeToString(), part)
+        first = 0
+        for stop in _message_ends(views):
+            layer, is_prior = wire.layer_to_wire(manifest.first_layer + first)
+            request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
+            yield wire.with_payload(request.SerializeToString(), views[first:stop])
+            first = stop
 
     def stream(
         self,
@@ -205,8 +211,9 @@ class GrpcStore(ChunkStore):
         request = pb.StreamLayersRequest(
             namespace=namespace,
             keys=[key.digest for key in keys],
-            layer_start=layers.start,
+            layer_start=max(layers.start, 0),
             layer_stop=layers.stop,
+            prior=layers.start == PRIOR_LAYER,
             head_start=heads.start,
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
@@ -329,8 +336,12 @@ class GrpcStore(ChunkStore):
     def transport(self) -> str:
         return "shared-memory" if self._same_host.attached else "grpc"
 
+    def _stats(self) -> pb.StatsResponse:
+        stats: pb.StatsResponse = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
+        return stats
+
     def stats(self) -> StoreStats:
-        stats = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
+        stats = self._stats()
         return StoreStats(
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
@@ -378,6 +389,17 @@ def options_of(query: str) -> GrpcOptions:
             raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
         tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
     return GrpcOptions(**{one.name: getattr(values, one.name) for one in fields(UrlOptions)}, tls=tls)
+
+
+def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:
+    """Where messages of at most `MESSAGE_BYTES_TARGET` end, or of one frame that is larger."""
+    size = 0
+    for index, frame in enumerate(frames):
+        if size and size + len(frame) > wire.MESSAGE_BYTES_TARGET:
+            yield index
+            size = 0
+        size += len(frame)
+    yield len(frames)
 
 
 def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 
 from kintsugi.core.errors import KintsugiError
+from kintsugi.core.layout import PRIOR_LAYER
 from kintsugi.store.client.directory import ShardAddress
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 
@@ -64,7 +65,7 @@ class _Merge:
         self._open_part = open_part
         self._failures = failures
         self._rank = [0] * len(owners)
-        self._done: list[int] = [-1] * len(owners)
+        self._done: list[int] = [PRIOR_LAYER - 1] * len(owners)
         """The last layer that was yielded, for each chunk."""
         self._lost: set[int] = set()
         self._without_owner: list[ChunkLost] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
-from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
+from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_frames
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.protocol.interface import (
@@ -87,9 +87,9 @@ class RamStore(ChunkStore):
             )
         every_head = HeadRange(0, manifest.layout.num_kv_heads)
         copies = tuple(memoryview(bytearray(memoryview(frame).cast("B"))) for frame in frames)
-        for layer, copy in enumerate(copies):
-            if not manifest.frame_is_intact(layer, every_head, copy):
-                raise Corrupted(f"frames[{layer}] does not match the manifest's digest; send it again")
+        for index, copy in enumerate(copies):
+            if not manifest.frame_is_intact(manifest.layers[index], every_head, copy):
+                raise Corrupted(f"frames[{index}] does not match the manifest's digest; send it again")
         address = (manifest.namespace, manifest.key)
         with self._lock:
             if self._touch(address) is not None:
@@ -129,7 +129,9 @@ class RamStore(ChunkStore):
         lost: set[int] = set()
         for layer in layers:
             for index, chunk in enumerate(chunks):
-                if index in lost:
+                if index in lost or (
+                    layer == PRIOR_LAYER and chunk is not None and not chunk.manifest.priors
+                ):
                     continue
                 item = self._frame(index, chunk, layer, heads)
                 if isinstance(item, ChunkLost):
@@ -144,8 +146,8 @@ class RamStore(ChunkStore):
     def _frame(index: int, chunk: _Chunk | None, layer: int, heads: HeadRange) -> LayerFrame | ChunkLost:
         if chunk is None:
             return ChunkLost(index, layer, "absent")
-        start, stop = chunk.manifest.head_range_bytes(heads)
-        data = chunk.frames[layer][start:stop]
+        start, stop = chunk.manifest.head_range_bytes(heads, layer)
+        data = chunk.frames[layer - chunk.manifest.first_layer][start:stop]
         if not chunk.manifest.frame_is_intact(layer, heads, data):
             return ChunkLost(index, layer, "digest mismatch")
         return LayerFrame(index, layer, data)

@@ -29,7 +29,7 @@ class Received:
         """What to yield for a frame that came with its bytes; None if its chunk is lost already."""
 
         def verify(manifest: ChunkManifest) -> memoryview | None:
-            return data if manifest.frame_is_intact(header.layer, self._heads, data) else None
+            return data if manifest.frame_is_intact(wire.layer_of(header), self._heads, data) else None
 
         return self._take(header, verify)
 
@@ -62,12 +62,13 @@ class Received:
         manifest = self._manifests[frame.chunk]
         if frame.chunk in self._lost:
             return None
+        layer = wire.layer_of(frame)
         reason = frame.lost_reason or "absent"
         if manifest is not None and not frame.lost_reason:
-            data = read(manifest) if frame.layer < manifest.layout.num_layers else None
+            data = read(manifest) if layer in manifest.layers else None
             if data is not None:
-                return LayerFrame(frame.chunk, frame.layer, data)
+                return LayerFrame(frame.chunk, layer, data)
             self.damaged.append(manifest)
             reason = "digest mismatch"
         self._lost.add(frame.chunk)
-        return ChunkLost(frame.chunk, frame.layer, reason)
+        return ChunkLost(frame.chunk, layer, reason)

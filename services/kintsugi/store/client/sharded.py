@@ -30,6 +30,7 @@ from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
+from kintsugi.store.client.formats import FormatNotStored
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.interface import (
@@ -204,11 +205,20 @@ class ShardedStore(ChunkStore):
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
+        def put(store: GrpcStore) -> bool | FormatNotStored:
+            try:
+                return store.put(manifest, frames, recompute_ms, tier)
+            except FormatNotStored as error:  # not a failure: the shard serves what it can hold
+                return error
+
         owners = self.shard_map().owners(manifest.key)
-        answers = self._ask_all(owners, lambda store: store.put(manifest, frames, recompute_ms, tier))
-        if all(answer is None for answer in answers):
+        answers = [answer for answer in self._ask_all(owners, put) if answer is not None]
+        if not answers:
             raise Unavailable(f"none of the {len(owners)} shards that own chunk {manifest.key} answers")
-        return any(answers)
+        refusals = [answer for answer in answers if isinstance(answer, FormatNotStored)]
+        if len(refusals) == len(answers):
+            raise refusals[0]
+        return any(answer is True for answer in answers)
 
     def stream(
         self,

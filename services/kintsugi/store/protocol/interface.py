@@ -91,11 +91,11 @@ class ChunkStore(ABC):
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
-        """Store one chunk: `frames[layer]` holds that layer. Returns whether it was new; a chunk that is
-        already there is left alone. `recompute_ms` is the time that computing it took, which placement and
-        eviction weigh; 0: unknown. `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the
-        client's default. Raises `InvalidField` if frames and manifest disagree or the tier does not exist,
-        and `Corrupted` if a digest does not match."""
+        """Store one chunk: `frames` holds its layers in order, behind the prior frame where it has priors.
+        Returns whether it was new; a chunk that is already there is left alone. `recompute_ms` is the time
+        that computing it took, which placement and eviction weigh; 0: unknown. `tier` is where to keep it:
+        `auto`, `ram` or an SSD tier; empty: the client's default. Raises `InvalidField` if frames and
+        manifest disagree or the tier does not exist, and `Corrupted` if a digest does not match."""
 
     @abstractmethod
     def stream(
@@ -107,7 +107,9 @@ class ChunkStore(ABC):
         deadline_s: float,
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
         """Yield frames, verified against their digests, layer by layer: layer i of every chunk comes before
-        layer i + 1 of any.
+        layer i + 1 of any. With `layers` from `PRIOR_LAYER` on, the prior frames come first, of the chunks
+        that have one. `heads` are those of the layer that has most; of the others, the same share is read.
+        Encrypted frames are verified by whoever decrypts them.
 
         Nothing is read before the iterator is advanced; closing it early frees what it holds. Raises
         `DeadlineExceeded` if a layer takes longer than `deadline_s`."""

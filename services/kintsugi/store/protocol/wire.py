@@ -14,8 +14,18 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kintsugi.core.errors import InvalidField, VersionMismatch
-from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
+from kintsugi.core.layout import (
+    FORMATS,
+    LAYERS_MAX,
+    PRIOR_LAYER,
+    ChunkManifest,
+    Codec,
+    KVLayout,
+    LayerGroup,
+    Part,
+    PartKind,
+)
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 
 Header = TypeVar("Header", bound=Message)
@@ -45,6 +55,7 @@ LOOKUP_KEYS_BATCH = 256
 """Keys that this client asks for at once: a manifest of a large model has 128 KiB."""
 
 DIGEST_BYTES = 32
+_PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
 
@@ -60,7 +71,7 @@ the next. A shard does not: it would hold as much for every client that puts."""
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
     layout = manifest.layout
     return pb.Manifest(
-        format_version=FORMAT_VERSION,
+        format_version=manifest.format,
         key=manifest.key.digest,
         space_digest=manifest.space_digest,
         fingerprint=manifest.fingerprint.digest,
@@ -71,18 +82,28 @@ def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
             dtype=layout.dtype,
+            groups=[_group_to_wire(group) for group in layout.groups],
         ),
         codec=int(manifest.codec),
         anchor=manifest.anchor,
         digests=manifest.digests,
+        priors=manifest.priors,
+        key_id=manifest.key_id,
+        salt=manifest.salt,
     )
+
+
+def _group_to_wire(group: LayerGroup) -> pb.LayerGroup:
+    parts = [pb.Part(kind=_PART_KINDS[part.kind], width=part.width) for part in group.parts]
+    return pb.LayerGroup(layers=group.layers, heads=group.heads, parts=parts)
 
 
 def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
     """Raises `VersionMismatch` for a format of another build, `InvalidField` for anything malformed."""
-    if wire.format_version != FORMAT_VERSION:
+    if wire.format_version not in FORMATS:
         raise VersionMismatch(
-            f"manifest.format_version: {wire.format_version} is not {FORMAT_VERSION}, which this build reads"
+            f"manifest.format_version: {wire.format_version} is not one of those that this build reads "
+            f"({', '.join(map(str, FORMATS))})"
         )
     for name in ("space_digest", "fingerprint"):
         size = len(getattr(wire, name))
@@ -95,10 +116,16 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
         fingerprint=ModelFingerprint(wire.fingerprint),
         namespace=wire.namespace,
         num_tokens=wire.num_tokens,
-        layout=_layout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
+        layout=_layout(
+            layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype, _groups(layout.groups)
+        ),
         codec=_codec(wire.codec),
         anchor=wire.anchor if wire.HasField("anchor") else None,
         digests=wire.digests,
+        format=wire.format_version,
+        key_id=wire.key_id,
+        salt=wire.salt,
+        priors=tuple(wire.priors),
     )
     if len(manifest.digests) > DIGESTS_BYTES_MAX:
         raise InvalidField(
@@ -114,9 +141,32 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
 
 
 @lru_cache(maxsize=256)
-def _layout(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
+def _layout(
+    num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, groups: tuple[LayerGroup, ...]
+) -> KVLayout:
     """A catalog of 100,000 chunks has a handful of layouts."""
-    return KVLayout(num_layers, num_kv_heads, head_dim, dtype)
+    return KVLayout(num_layers, num_kv_heads, head_dim, dtype, groups)
+
+
+def _groups(groups: Sequence[pb.LayerGroup]) -> tuple[LayerGroup, ...]:
+    if not groups:
+        return ()
+    if len(groups) > LAYERS_MAX:
+        raise InvalidField("layout.groups", f"{len(groups)} groups; at most {LAYERS_MAX} layers are stored")
+    return tuple(
+        LayerGroup(
+            group.layers, group.heads, tuple(Part(_part_kind(part.kind), part.width) for part in group.parts)
+        )
+        for group in groups
+    )
+
+
+def _part_kind(value: int) -> PartKind:
+    try:
+        return PartKind(value)
+    except ValueError:
+        known = ", ".join(f"{kind.value} ({kind.name.lower()})" for kind in PartKind)
+        raise InvalidField("layout.groups", f"part {value} is unknown; this build knows {known}") from None
 
 
 def _codec(value: int) -> Codec:
@@ -125,6 +175,16 @@ def _codec(value: int) -> Codec:
     except ValueError:
         known = ", ".join(f"{codec.value} ({codec.name.lower()})" for codec in Codec)
         raise InvalidField("manifest.codec", f"{value} is unknown; this build knows {known}") from None
+
+
+def layer_to_wire(layer: int) -> tuple[int, bool]:
+    """A layer's number, and whether it is the prior frame instead."""
+    return (0, True) if layer == PRIOR_LAYER else (layer, False)
+
+
+def layer_of(frame: pb.FrameHeader | pb.FrameDescriptor) -> int:
+    """The layer of a frame, `PRIOR_LAYER` for the prior frame."""
+    return PRIOR_LAYER if frame.prior else frame.layer
 
 
 def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:

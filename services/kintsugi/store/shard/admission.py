@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
-from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange
 from kintsugi.store.shard.entry import ChunkEntry
 
 ROOM_BYTES_MIN = 64 << 20
@@ -78,9 +78,10 @@ def bytes_to_evict(needed_bytes: int, capacity_bytes: int) -> int:
 
 
 def check_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> None:
-    """Raise `InvalidField` unless the chunk has these layers and heads."""
+    """Raise `InvalidField` unless the chunk has these layers and heads. `PRIOR_LAYER` may be asked of any
+    chunk: those without priors just have none to send."""
     layout = manifest.layout
-    if not 0 <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
+    if not PRIOR_LAYER <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
         raise InvalidField("layers", f"[{layers.start}, {layers.stop}) is outside [0, {layout.num_layers})")
     if not 0 <= heads.start < heads.stop <= layout.num_kv_heads:
         raise InvalidField("heads", f"[{heads.start}, {heads.stop}) is outside [0, {layout.num_kv_heads})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,7 @@ from functools import cached_property
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
-from kintsugi.store.shard.tiers.extents import Extent, offsets_of
+from kintsugi.store.shard.tiers.extents import Extent, Strides
 
 Address = tuple[str, ChunkKey]
 """Namespace and key: a chunk cannot be named without its tenant."""
@@ -59,12 +59,12 @@ class Residence:
     tier: CopyTier
     address: Address
     extents: tuple[Extent, ...]
-    stride: int
+    strides: Strides
     readers: int = 0
     condemned: bool = False
     """Its entry let go of it: no new readers; free once the last one is done."""
     unloaded: set[int] = field(default_factory=set)
-    """Layers that a promotion has not read yet."""
+    """Frames, by their place in the chunk, that a promotion has not read yet."""
     lost: str = ""
     """Why the promotion failed; empty if it did not."""
     waiters: list[Callable[[], None]] = field(default_factory=list)
@@ -73,11 +73,15 @@ class Residence:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of every frame. Computed on demand: a catalog names far more chunks than are read."""
-        return offsets_of(self.extents, self.stride)
+        return self.strides.offsets_in(self.extents)
+
+    def places(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Byte offset and padded size of the frames `[start, stop)`."""
+        return zip(self.offsets[start:stop], self.strides.each[start:stop], strict=True)
 
     @property
     def size_bytes(self) -> int:
-        return self.stride * sum(extent.frames for extent in self.extents)
+        return self.strides.size_bytes
 
 
 @dataclass(eq=False)

@@ -51,37 +51,45 @@ class ChunkPut:
         self.tier = tier
         """Tier that the chunk is written to after the commit: `ram`, or an SSD tier's name."""
         self._ram = ram
-        self._layers_written = 0
+        self._next_layer = entry.manifest.first_layer
 
     @property
     def complete(self) -> bool:
-        return self._layers_written == self.entry.manifest.layout.num_layers
+        return self._next_layer == self.entry.manifest.layout.num_layers
 
     def write(self, first_layer: int, payload: memoryview) -> None:
-        """Copy whole frames, the first of them of `first_layer`.
+        """Copy whole frames, the first of them of `first_layer`; `PRIOR_LAYER` is the first of all.
 
         Raises `InvalidField` for frames out of order, too many or cut, `Corrupted` for a wrong digest.
         """
         manifest = self.entry.manifest
-        frame_bytes = manifest.frame_bytes
-        if first_layer != self._layers_written:
-            raise InvalidField("first_layer", f"{first_layer}; layer {self._layers_written} comes next")
-        if len(payload) % frame_bytes:
-            raise InvalidField(
-                "payload", f"{len(payload)} bytes are not a multiple of the manifest's {frame_bytes}"
-            )
-        frames = len(payload) // frame_bytes
-        if first_layer + frames > manifest.layout.num_layers:
-            raise InvalidField(
-                "payload",
-                f"has {frames} frames from layer {first_layer}; there are "
-                f"{manifest.layout.num_layers} layers",
-            )
+        if first_layer != self._next_layer:
+            raise InvalidField("first_layer", f"{first_layer}; layer {self._next_layer} comes next")
+        stop = self._stop_layer(len(payload))
         every_head = HeadRange(0, manifest.layout.num_kv_heads)
-        for index in range(frames):
-            layer = first_layer + index
-            place = self._ram.frame(self.residence, layer, 0, frame_bytes)
-            place[:] = payload[index * frame_bytes : (index + 1) * frame_bytes]
+        for layer in range(first_layer, stop):
+            size, index = manifest.frame_bytes_of(layer), layer - manifest.first_layer
+            place = self._ram.frame(self.residence, index, 0, size)
+            place[:] = payload[:size]
             if not manifest.frame_is_intact(layer, every_head, place):
-                raise Corrupted(f"frames[{layer}] does not match the manifest's digest; send it again")
-            self._layers_written += 1
+                raise Corrupted(f"frames[{index}] does not match the manifest's digest; send it again")
+            payload = payload[size:]
+            self._next_layer += 1
+
+    def _stop_layer(self, payload_bytes: int) -> int:
+        """The layer after those that a payload holds. Raises `InvalidField` where it does not hold whole
+        frames."""
+        manifest = self.entry.manifest
+        layer, left = self._next_layer, payload_bytes
+        while left:
+            if layer == manifest.layout.num_layers:
+                raise InvalidField(
+                    "payload",
+                    f"has {left} bytes too many from layer {self._next_layer}; there are {layer} layers",
+                )
+            size = manifest.frame_bytes_of(layer)
+            if left < size:
+                raise InvalidField("payload", f"ends after {left} of the {size} bytes of layer {layer}")
+            left -= size
+            layer += 1
+        return layer

@@ -28,7 +28,7 @@ class HeldChunk:
 
     def ready(self, layer: int) -> bool:
         """Whether a layer is in RAM; `lost` says whether it ever will be. `EntryTable.await_layer` waits."""
-        return layer not in self.residence.unloaded
+        return layer - self.manifest.first_layer not in self.residence.unloaded
 
     @property
     def lost(self) -> str:
@@ -38,7 +38,8 @@ class HeldChunk:
         """The bytes of one layer's heads, in place."""
         tier = self.residence.tier
         assert isinstance(tier, RamTier)
-        return tier.frame(self.residence, layer, *self.manifest.head_range_bytes(self.heads))
+        index = layer - self.manifest.first_layer
+        return tier.frame(self.residence, index, *self.manifest.head_range_bytes(self.heads, layer))
 
     def read(self, layer: int) -> memoryview:
         """Read the same bytes from the SSD tier, for a chunk that RAM had no room for. Blocks.
@@ -47,22 +48,23 @@ class HeldChunk:
         """
         tier = self.residence.tier
         assert isinstance(tier, DiskTier)
-        frame = memoryview(mmap.mmap(-1, self.residence.stride))
+        index = layer - self.manifest.first_layer
+        frame = memoryview(mmap.mmap(-1, self.residence.strides.each[index]))
         try:
-            tier.read(self.residence, layer, [frame])
+            tier.read(self.residence, index, [frame])
         except OSError as error:
             raise Corrupted(f"{tier.name}: {error}") from error
-        start, stop = self.manifest.head_range_bytes(self.heads)
+        start, stop = self.manifest.head_range_bytes(self.heads, layer)
         return frame[start:stop]
 
     def is_intact(self) -> bool:
-        """Whether every layer can be read and matches its digests. Blocks; one xxh3 pass."""
+        """Whether every frame can be read and matches its digests. Blocks; one xxh3 pass."""
         try:
             return all(
                 self.manifest.frame_is_intact(
                     layer, self.heads, self.frame(layer) if self.in_ram else self.read(layer)
                 )
-                for layer in range(self.manifest.layout.num_layers)
+                for layer in self.manifest.layers
             )
         except Corrupted:
             return False

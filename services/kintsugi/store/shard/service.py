@@ -25,7 +25,7 @@ from kintsugi.core.errors import (
     ResourceExhausted,
     VersionMismatch,
 )
-from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.layout import FORMATS, PRIOR_LAYER, ChunkManifest, HeadRange
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
@@ -209,7 +209,7 @@ class ChunkStoreService:
         """Write one message's frames; True once it commits."""
         request, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
         if payload:
-            put.write(request.first_layer, payload)
+            put.write(PRIOR_LAYER if request.prior else request.first_layer, payload)
         return request.commit
 
     @_answers
@@ -222,7 +222,9 @@ class ChunkStoreService:
     def _open_stream(self, request: pb.StreamLayersRequest) -> Iterator[LayerStream]:
         """Hold the chunks of a request in place for the `with` block."""
         keys = wire.keys_from_wire(request.keys)
-        layers = range(request.layer_start, request.layer_stop)
+        if request.prior and request.layer_start:
+            raise InvalidField("layer_start", f"{request.layer_start}; priors come before layer 0")
+        layers = range(PRIOR_LAYER if request.prior else request.layer_start, request.layer_stop)
         heads = HeadRange(request.head_start, request.head_stop)
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
@@ -401,6 +403,7 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
         shard_id=shard.shard_id,
         protocol_version=wire.PROTOCOL_VERSION,
         format_version=FORMAT_VERSION,
+        formats=FORMATS,
         chunks=len(shard),
         tiers=[
             pb.TierStats(

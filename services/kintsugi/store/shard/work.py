@@ -130,7 +130,7 @@ class Promotion:
 
 @dataclass(frozen=True)
 class LoadStep:
-    """Layers `[start, stop)` of a promotion."""
+    """Frames `[start, stop)` of a promotion, by their place in the chunk."""
 
     load: Promotion
     start: int
@@ -168,10 +168,9 @@ def _split_by_layer(loads: Sequence[Promotion]) -> Iterator[LoadStep]:
     while positions:
         load = min(positions, key=positions.__getitem__)
         start = positions[load]
-        layers = len(load.target.offsets)
-        stop = min(start + max(1, LOAD_STEP_BYTES // load.target.stride), layers)
+        stop = load.target.strides.stop_within(start, LOAD_STEP_BYTES)
         yield LoadStep(load, start, stop)
-        if stop == layers:
+        if stop == len(load.target.strides.each):
             del positions[load]
         else:
             positions[load] = stop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,13 +11,32 @@ from hypothesis import strategies as st
 from kintsugi.core.errors import InvalidField, KintsugiError, VersionMismatch
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
-from tests.contracts.store_contract import make_chunk
+from tests.contracts.store_contract import Chunk, make_chunk, make_encrypted_chunk, make_mixed_chunk
 
 
 def test_a_manifest_survives_the_wire() -> None:
     for tokens in (range(40), range(5)):
         manifest, _ = make_chunk(tokens)
         assert wire.manifest_from_wire(wire.manifest_to_wire(manifest)) == manifest
+
+
+@pytest.mark.parametrize("make", [make_mixed_chunk, make_encrypted_chunk])
+def test_a_manifest_of_format_3_survives_the_wire(make: Callable[[range], Chunk]) -> None:
+    manifest, _ = make(range(40))
+    message = wire.manifest_to_wire(manifest)
+    assert message.format_version == 3
+    assert wire.manifest_from_wire(pb.Manifest.FromString(message.SerializeToString())) == manifest
+
+
+def test_groups_that_cannot_be_are_refused() -> None:
+    manifest, _ = make_mixed_chunk(range(40))
+    unknown, many, other = (wire.manifest_to_wire(manifest) for _ in range(3))
+    unknown.layout.groups[0].parts[0].kind = 77  # type: ignore[assignment]
+    many.layout.groups.extend([many.layout.groups[0]] * 1024)
+    other.layout.num_layers += 1
+    for message, problem in ((unknown, "part 77 is unknown"), (many, "at most 1024"), (other, "disagree")):
+        with pytest.raises(InvalidField, match=problem):
+            wire.manifest_from_wire(message)
 
 
 def test_digests_of_a_model_that_cannot_be_are_refused() -> None:

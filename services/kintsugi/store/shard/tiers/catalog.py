@@ -19,7 +19,8 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from kintsugi.core.errors import VersionMismatch
-from kintsugi.core.spaces import FORMAT_VERSION, KEY_BYTES, ChunkKey
+from kintsugi.core.layout import FORMATS
+from kintsugi.core.spaces import KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.shard.entry import Address
 
@@ -39,7 +40,7 @@ def catalog_key(address: Address) -> bytes:
 
 
 def check_format(path: Path) -> None:
-    """Refuse the catalog at `path` if another version of kintsugi wrote any intact record of it.
+    """Refuse the catalog at `path` if any intact record of it has a format that this version does not read.
 
     Call it before opening the tier, which may take such records for damaged and drop them. It changes no
     file (except to pad one that was cut) and takes no LMDB lock, so the caller must own the folder. Nothing
@@ -54,19 +55,17 @@ def check_format(path: Path) -> None:
         with env.begin() as transaction:
             records = (_decode_catalog_record(key, value) for key, value in transaction.cursor())
             formats = Counter(r.manifest.format_version for r in records if r is not None)
-    if formats.keys() - {FORMAT_VERSION}:
+    if formats.keys() - set(FORMATS):
         raise VersionMismatch(_refusal(path.parent, formats))
 
 
 def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
     """Why a folder with chunks of these formats is refused, and what to do."""
     held = " and ".join(f"{count} chunks of format {version}" for version, count in sorted(formats.items()))
-    remedy = "use the version that wrote them, or name another folder"
-    if len(formats) > 1:
-        remedy = "no version reads both, so name another folder"
+    read = " and ".join(map(str, FORMATS))
     return (
-        f"{folder} holds {held}; this version of kintsugi reads format {FORMAT_VERSION}. "
-        f"Nothing was changed: {remedy}"
+        f"{folder} holds {held}; this version of kintsugi reads formats {read}. "
+        "Nothing was changed: use the version that wrote them, or name another folder"
     )
 
 

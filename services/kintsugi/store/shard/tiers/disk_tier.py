@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.core.layout import PLAIN_FORMAT
 from kintsugi.rpc.v1 import catalog_pb2 as pb
+from kintsugi.rpc.v1.store_pb2 import Manifest
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
-from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, ExtentAllocator, stride_of
+from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, ExtentAllocator, Strides
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.slab import Slab
 from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
@@ -88,11 +90,10 @@ class DiskTier(CopyTier):
 
     def allocate(self, entry: ChunkEntry) -> Residence | None:
         """Room for a chunk, or None where something must leave first."""
-        manifest = entry.manifest
-        stride = stride_of(manifest.frame_bytes)
+        strides = Strides.of(entry.manifest.frame_runs)
         with self._space_lock:
-            extents = self.allocator.allocate(stride, manifest.layout.num_layers)
-        return None if extents is None else Residence(self, entry.address, extents, stride)
+            extents = self.allocator.allocate(strides)
+        return None if extents is None else Residence(self, entry.address, extents, strides)
 
     def unlink(self, residence: Residence) -> None:
         """Have the catalog forget a residence that no entry holds, at the next `bury`."""
@@ -107,7 +108,7 @@ class DiskTier(CopyTier):
     def return_unwritten(self, residence: Residence) -> None:
         """Give back room that no record names."""
         with self._space_lock:
-            self.allocator.free(residence.extents, residence.stride)
+            self.allocator.free(residence.extents)
 
     def bury(self) -> int:
         """Have the catalog forget what left, then free what nobody reads; the bytes that came back.
@@ -134,7 +135,7 @@ class DiskTier(CopyTier):
                 for address in named:
                     del self._recorded[address]
                 for residence in dead:
-                    self.allocator.free(residence.extents, residence.stride)
+                    self.allocator.free(residence.extents)
         return sum(residence.size_bytes for residence in dead)
 
     def commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
@@ -145,27 +146,27 @@ class DiskTier(CopyTier):
                 self._recorded.update((entry.address, residence) for entry, residence in written)
 
     def _record(self, entry: ChunkEntry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
+        manifest = wire.manifest_to_wire(entry.manifest)
+        stride, extents = _extents_to_record(manifest, residence.extents, residence.strides)
         return entry.address, pb.CatalogRecord(
-            manifest=wire.manifest_to_wire(entry.manifest),
-            stride=residence.stride,
-            extents=[pb.CatalogExtent(offset=e.offset, frames=e.frames) for e in residence.extents],
+            manifest=manifest,
+            stride=stride,
+            extents=extents,
             expires_at_s=entry.expires_at_s,
             recompute_ms=entry.recompute_ms,
         )
 
-    def write(self, residence: Residence, frames: Sequence[memoryview]) -> None:
-        """Write every padded frame of a chunk; not synced. Raises `OSError`."""
-        done = 0
-        for extent in residence.extents:
-            self.slab.write(extent.offset, frames[done : done + extent.frames])
-            done += extent.frames
+    def write(self, residence: Residence, frames: Sequence[memoryview], first: int = 0) -> None:
+        """Write padded frames from `first` on; not synced. Raises `OSError`."""
+        for start, stop in runs_of(residence.offsets, residence.strides.each, first, len(frames)):
+            self.slab.write(residence.offsets[start], frames[start - first : stop - first])
 
-    def read(self, residence: Residence, first_layer: int, frames: Sequence[memoryview]) -> None:
-        """Fill padded frames from `first_layer` on. Raises `OSError` and `Corrupted`."""
+    def read(self, residence: Residence, first: int, frames: Sequence[memoryview]) -> None:
+        """Fill padded frames from `first` on. Raises `OSError` and `Corrupted`."""
         began_s = time.perf_counter()
-        for start, stop in runs_of(residence.offsets, residence.stride, first_layer, len(frames)):
-            self.slab.read(residence.offsets[start], frames[start - first_layer : stop - first_layer])
-        rate = residence.stride * len(frames) / max(time.perf_counter() - began_s, 1e-6)
+        for start, stop in runs_of(residence.offsets, residence.strides.each, first, len(frames)):
+            self.slab.read(residence.offsets[start], frames[start - first : stop - first])
+        rate = sum(map(len, frames)) / max(time.perf_counter() - began_s, 1e-6)
         self.read_bytes_per_s += READ_RATE_WEIGHT * (rate - self.read_bytes_per_s)
 
     def recover(self, known: Callable[[Address], bool], uses: Mapping[bytes, Use]) -> Recovered:
@@ -212,15 +213,12 @@ class DiskTier(CopyTier):
                 f"{self.home.path} holds a chunk that this version of kintsugi does not know ({error}). "
                 "No chunk was deleted: use the version that wrote it, or name another folder"
             ) from error
-        stride, extents = record.stride, tuple(Extent(e.offset, e.frames) for e in record.extents)
-        if stride != stride_of(manifest.frame_bytes):
-            return None
-        if sum(extent.frames for extent in extents) != manifest.layout.num_layers:
-            return None
+        strides = Strides.of(manifest.frame_runs)
+        extents = _extents_of_record(record, strides)
         end = min(self.slab.intact_bytes, self.capacity_bytes)
-        if any(e.offset % BLOCK_BYTES or e.offset + e.frames * stride > end for e in extents):
+        if extents is None or any(offset + size > end for offset, size in extents):
             return None
-        residence = Residence(self, (manifest.namespace, manifest.key), extents, stride)
+        residence = Residence(self, (manifest.namespace, manifest.key), extents, strides)
         entry = ChunkEntry(
             manifest,
             record.expires_at_s,
@@ -236,9 +234,7 @@ class DiskTier(CopyTier):
     ) -> tuple[list[tuple[ChunkEntry, Residence]], list[bytes]]:
         """Mark the frames of entries that overlap no other as used. These, and the keys of the rest."""
         runs = sorted(
-            (extent.offset, extent.frames * residence.stride, index)
-            for index, (_, residence) in enumerate(found)
-            for extent in residence.extents
+            (*extent, index) for index, (_, residence) in enumerate(found) for extent in residence.extents
         )
         overlapping: set[int] = set()
         end, owner = 0, -1
@@ -258,12 +254,34 @@ class DiskTier(CopyTier):
         self.home.close()
 
 
-def runs_of(offsets: Sequence[int], stride: int, first: int, count: int) -> list[tuple[int, int]]:
+def _extents_to_record(
+    manifest: Manifest, extents: Sequence[Extent], strides: Strides
+) -> tuple[int, list[pb.CatalogExtent]]:
+    """`stride` and `extents` of a record, as the chunk's format has them."""
+    if manifest.format_version != PLAIN_FORMAT:
+        return 0, [pb.CatalogExtent(offset=offset, size_bytes=size) for offset, size in extents]
+    ((stride, _),) = strides.runs
+    return stride, [pb.CatalogExtent(offset=offset, frames=size // stride) for offset, size in extents]
+
+
+def _extents_of_record(record: pb.CatalogRecord, strides: Strides) -> tuple[Extent, ...] | None:
+    """Where a record says that a chunk's frames lie; None where frames like these cannot lie so."""
+    if record.manifest.format_version != PLAIN_FORMAT:
+        extents = tuple(Extent(e.offset, e.size_bytes) for e in record.extents)
+    elif record.stride == strides.runs[0].stride:
+        extents = tuple(Extent(e.offset, e.frames * record.stride) for e in record.extents)
+    else:
+        return None
+    aligned = all(size and not offset % BLOCK_BYTES for offset, size in extents)
+    return extents if aligned and strides.fill(extents) else None
+
+
+def runs_of(offsets: Sequence[int], strides: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
     """`[start, stop)` runs of frames that lie in a row, within `count` frames from `first`."""
     runs: list[tuple[int, int]] = []
     start = first
     for index in range(first + 1, first + count + 1):
-        if index == first + count or offsets[index] != offsets[index - 1] + stride:
+        if index == first + count or offsets[index] != offsets[index - 1] + strides[index - 1]:
             runs.append((start, index))
             start = index
     return runs

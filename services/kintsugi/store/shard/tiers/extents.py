@@ -1,13 +1,17 @@
-"""Free space of an arena or slab, handed out as runs of whole frames.
+"""Free space of an arena or slab, handed out as extents of whole frames.
 
-A chunk takes one run if one is long enough, else several. So chunks of different sizes can share the space,
-and only holes smaller than one frame are wasted. Cost: constant in the common case, a bounded scan of one
-size class for the best fit, a walk over the largest holes when a chunk is split.
+A chunk takes one extent if there is a hole that is long enough, else several. So chunks of different sizes
+can share the space, and only holes smaller than a frame are wasted. Cost: constant in the common case, a
+bounded scan of one size class for the best fit, a walk over the largest holes when a chunk is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
 BLOCK_BYTES = 4096
@@ -18,9 +22,16 @@ _SCAN_MAX = 32
 
 
 class Extent(NamedTuple):
-    """`frames` frames in a row, the first at byte `offset`."""
+    """`size_bytes` bytes from `offset` on: whole frames in a row, each padded to whole blocks."""
 
     offset: int
+    size_bytes: int
+
+
+class Run(NamedTuple):
+    """`frames` frames in a row, `stride` bytes from one to the next."""
+
+    stride: int
     frames: int
 
 
@@ -29,9 +40,67 @@ def stride_of(frame_bytes: int) -> int:
     return -(-frame_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def offsets_of(extents: Iterable[Extent], stride: int) -> tuple[int, ...]:
-    """Byte offset of every frame, in order."""
-    return tuple(offset + i * stride for offset, frames in extents for i in range(frames))
+@dataclass(frozen=True)
+class Strides:
+    """The padded sizes of a chunk's frames, in order."""
+
+    runs: tuple[Run, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(frame_runs: tuple[tuple[int, int], ...]) -> Strides:
+        """From `ChunkManifest.frame_runs`. Chunks of one length and model share the result."""
+        return Strides(tuple(Run(stride_of(size), frames) for size, frames in frame_runs))
+
+    @cached_property
+    def each(self) -> tuple[int, ...]:
+        """The stride of every frame."""
+        return tuple(chain.from_iterable(repeat(stride, frames) for stride, frames in self.runs))
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """Bytes before each frame, and of all frames."""
+        return tuple(accumulate(self.each, initial=0))
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of all frames."""
+        return sum(stride * frames for stride, frames in self.runs)
+
+    def stop_within(self, start: int, limit_bytes: int) -> int:
+        """The end of the frames from `start` on that have at most `limit_bytes`; at least one frame."""
+        return max(bisect_right(self._starts, self._starts[start] + limit_bytes) - 1, start + 1)
+
+    def offsets_in(self, extents: Iterable[Extent]) -> tuple[int, ...]:
+        """Byte offset of every frame in extents that hold them in order."""
+        offsets: list[int] = []
+        strides = iter(self.each)
+        for offset, size_bytes in extents:
+            end = offset + size_bytes
+            while offset < end:
+                offsets.append(offset)
+                offset += next(strides)
+        return tuple(offsets)
+
+    def fill(self, extents: Iterable[Extent]) -> bool:
+        """Whether the frames fill the extents in order, none of them cut."""
+        left: Sequence[Run] = self.runs
+        for extent in extents:
+            taken, left = _cut(left, extent.size_bytes)
+            if taken != extent.size_bytes:
+                return False
+        return not left
+
+
+def _cut(runs: Sequence[Run], room_bytes: int) -> tuple[int, Sequence[Run]]:
+    """The bytes of the first frames that have room, and the runs that are left."""
+    taken = 0
+    for index, (stride, frames) in enumerate(runs):
+        count = min(frames, (room_bytes - taken) // stride)
+        taken += count * stride
+        if count < frames:
+            return taken, (Run(stride, frames - count), *runs[index + 1 :])
+    return taken, ()
 
 
 class ExtentAllocator:
@@ -57,18 +126,18 @@ class ExtentAllocator:
     def used_bytes(self) -> int:
         return self.capacity_bytes - self.free_bytes
 
-    def allocate(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
-        """Room for `frames` frames; None if they do not fit now."""
-        assert stride > 0
-        assert stride % BLOCK_BYTES == 0
-        assert frames > 0
-        if stride * frames > self.free_bytes:
+    def allocate(self, strides: Strides) -> tuple[Extent, ...] | None:
+        """Room for frames; None if they do not fit now."""
+        size = strides.size_bytes
+        assert size > 0
+        assert size % BLOCK_BYTES == 0
+        if size > self.free_bytes:
             return None
-        start = self._best_fit(stride * frames)
+        start = self._best_fit(size)
         if start is None:
-            return self._allocate_scattered(stride, frames)
-        self._take(start, stride * frames)
-        return (Extent(start, frames),)
+            return self._allocate_scattered(strides)
+        self._take(start, size)
+        return (Extent(start, size),)
 
     def _best_fit(self, size: int) -> int | None:
         """Start of a hole of at least `size`: the smallest that a bounded scan of its size class finds, else
@@ -83,25 +152,26 @@ class ExtentAllocator:
                 return next(iter(larger))
         return None
 
-    def _allocate_scattered(self, stride: int, frames: int) -> tuple[Extent, ...] | None:
+    def _allocate_scattered(self, strides: Strides) -> tuple[Extent, ...] | None:
         """Split the frames over several holes, the largest first. None if they do not fit."""
         plan: list[Extent] = []
-        for holes in reversed(self._bins[stride.bit_length() :]):
+        left: Sequence[Run] = strides.runs
+        smallest = min(stride for stride, _ in left)
+        for holes in reversed(self._bins[smallest.bit_length() :]):
             for start in sorted(holes, key=self._start_to_size.__getitem__, reverse=True):
-                count = min(self._start_to_size[start] // stride, frames)
-                if count:
-                    plan.append(Extent(start, count))
-                    frames -= count
-                if not frames:
+                taken, left = _cut(left, self._start_to_size[start])
+                if taken:
+                    plan.append(Extent(start, taken))
+                if not left:
                     for extent in plan:
-                        self._take(extent.offset, extent.frames * stride)
+                        self._take(*extent)
                     return tuple(plan)
         return None
 
-    def free(self, extents: Iterable[Extent], stride: int) -> None:
+    def free(self, extents: Iterable[Extent]) -> None:
         """Give extents back. Each joins the holes beside it."""
         for extent in extents:
-            self._give(extent.offset, extent.frames * stride)
+            self._give(*extent)
 
     def _give(self, start: int, size: int) -> None:
         before = self._end_to_start.get(start)

@@ -8,7 +8,7 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.shard.entry import ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.arena import Arena
-from kintsugi.store.shard.tiers.extents import ExtentAllocator, stride_of
+from kintsugi.store.shard.tiers.extents import ExtentAllocator, Strides
 
 
 class RamTier(CopyTier):
@@ -29,20 +29,20 @@ class RamTier(CopyTier):
 
     def allocate(self, manifest: ChunkManifest) -> Residence | None:
         """Room for a chunk, or None where something must leave first."""
-        stride = stride_of(manifest.frame_bytes)
-        extents = self.allocator.allocate(stride, manifest.layout.num_layers)
+        strides = Strides.of(manifest.frame_runs)
+        extents = self.allocator.allocate(strides)
         if extents is None:
             return None
-        return Residence(self, (manifest.namespace, manifest.key), extents, stride)
+        return Residence(self, (manifest.namespace, manifest.key), extents, strides)
 
     def free(self, residence: Residence) -> None:
         """Take the bytes back."""
-        self.allocator.free(residence.extents, residence.stride)
+        self.allocator.free(residence.extents)
         self.on_free()
 
-    def frame(self, residence: Residence, layer: int, start: int, stop: int) -> memoryview:
-        """Bytes `[start, stop)` of a layer, in place."""
-        return self.arena.view(residence.offsets[layer] + start, stop - start)
+    def frame(self, residence: Residence, index: int, start: int, stop: int) -> memoryview:
+        """Bytes `[start, stop)` of a frame, in place. `index`: its place in the chunk."""
+        return self.arena.view(residence.offsets[index] + start, stop - start)
 
     def unlink(self, residence: Residence) -> None:
         """Nothing to do: no record names a residence in RAM."""

@@ -49,15 +49,13 @@ class Promoter:
             self._table.fail(error)
 
     def _read(self, step: LoadStep) -> str:
-        """Why the layers cannot be read; empty where they are in place."""
+        """Why the frames cannot be read; empty where they are in place."""
         load, target = step.load, step.load.target
         if target.lost:
             return target.lost
-        offsets = target.offsets[step.start : step.stop]
         try:
-            load.tier.read(
-                load.source, step.start, [self._arena.view(offset, target.stride) for offset in offsets]
-            )
+            frames = [self._arena.view(*place) for place in target.places(step.start, step.stop)]
+            load.tier.read(load.source, step.start, frames)
         except (OSError, Corrupted) as error:
             log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, error)
             return f"{load.tier.name}: {error}"

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import lmdb
 
 from kintsugi.core.errors import Corrupted
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.table import EntryTable
-from kintsugi.store.shard.tiers.disk_tier import DiskTier, runs_of
+from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.work import Eviction
 
 log = logging.getLogger(__name__)
@@ -95,12 +96,14 @@ class TierWriter:
 
 def _copy_frames(tier: DiskTier, source: Residence, other: DiskTier, target: Residence) -> None:
     """From slab to slab through a bounded buffer. Raises `OSError` and `Corrupted`."""
-    stride = source.stride
-    step = max(1, _BOUNCE_BYTES // stride)
-    bounce = memoryview(mmap.mmap(-1, step * stride))
-    for first in range(0, len(source.offsets), step):
-        count = min(step, len(source.offsets) - first)
-        frames = [bounce[i * stride : (i + 1) * stride] for i in range(count)]
+    strides = source.strides
+    frame_bytes_max = max(stride for stride, _ in strides.runs)
+    bounce = memoryview(mmap.mmap(-1, min(max(_BOUNCE_BYTES, frame_bytes_max), strides.size_bytes)))
+    first = 0
+    while first < len(strides.each):
+        stop = strides.stop_within(first, _BOUNCE_BYTES)
+        ends = list(accumulate(strides.each[first:stop], initial=0))
+        frames = [bounce[start:end] for start, end in pairwise(ends)]
         tier.read(source, first, frames)
-        for start, stop in runs_of(target.offsets, stride, first, count):
-            other.slab.write(target.offsets[start], frames[start - first : stop - first])
+        other.write(target, frames, first)
+        first = stop

@@ -109,10 +109,7 @@ class WriteBack:
                     self._fail(job, self._no_room(job.entry))
                     continue
                 placed.append((job, target))
-                source = job.source
-                self._tier.write(
-                    target, [self._arena.view(offset, source.stride) for offset in source.offsets]
-                )
+                self._tier.write(target, [self._arena.view(*place) for place in job.source.places()])
         except BaseException:
             self._give_back(placed)
             raise
