@@ -20,6 +20,10 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, check_n
 
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
+KEY_ID_CHARS_MAX = 64
+
+SALT_BYTES = 16
+"""Random for every put of an encrypted chunk: no two puts share a chunk key."""
 
 TOKENS_MAX = 1 << 20
 LAYERS_MAX = 1024
@@ -147,7 +151,11 @@ class ChunkManifest:
     codec: Codec
     anchor: int | None
     digests: bytes
-    """`[layers, kv_heads]` digests of `DIGEST_BYTES` each, row-major."""
+    """`[layers, kv_heads]` digests of `DIGEST_BYTES` each, row-major; of an encrypted chunk, AES-GCM tags."""
+    key_id: str = ""
+    """Names the namespace key that its bytes are encrypted with. Empty: they are not encrypted."""
+    salt: bytes = b""
+    """`SALT_BYTES` random bytes from which an encrypted chunk's own key is derived."""
 
     @staticmethod
     def of(
@@ -182,6 +190,18 @@ class ChunkManifest:
                 "manifest.digests",
                 f"has {len(self.digests)} bytes; this layout needs {self.layout.digests_bytes}",
             )
+        if len(self.key_id) > KEY_ID_CHARS_MAX:
+            raise InvalidField(
+                "manifest.key_id", f"has {len(self.key_id)} characters; at most {KEY_ID_CHARS_MAX}"
+            )
+        if len(self.salt) != (SALT_BYTES if self.key_id else 0):
+            raise InvalidField(
+                "manifest.salt", f"has {len(self.salt)} bytes; with a key_id it has {SALT_BYTES}, without 0"
+            )
+
+    @property
+    def is_encrypted(self) -> bool:
+        return bool(self.key_id)
 
     @property
     def frame_bytes(self) -> int:
@@ -197,13 +217,18 @@ class ChunkManifest:
         return heads.start * size, heads.stop * size
 
     def frame_is_intact(self, layer: int, heads: HeadRange, frame: memoryview) -> bool:
-        """Whether `frame` (the bytes of `heads` of `layer`) matches its digests. Cost: one xxh3 pass."""
+        """Whether `frame` (the bytes of `heads` of `layer`) matches its digests. Cost: one xxh3 pass. Of an
+        encrypted chunk only the length is checked: who decrypts it checks its tags."""
         assert 0 <= layer < self.layout.num_layers
         assert 0 <= heads.start < heads.stop <= self.layout.num_kv_heads
         size = self.layout.head_bytes(self.codec, self.num_tokens)
+        if frame.nbytes != size * len(heads):
+            return False
+        if self.is_encrypted:
+            return True
         first = layer * self.layout.num_kv_heads + heads.start
         expected = self.digests[first * DIGEST_BYTES : (first + len(heads)) * DIGEST_BYTES]
-        return frame.nbytes == size * len(heads) and digests_of(frame, size) == expected
+        return digests_of(frame, size) == expected
 
 
 def digests_of(frame: memoryview | bytes, head_bytes: int) -> bytes:

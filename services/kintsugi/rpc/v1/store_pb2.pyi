@@ -88,6 +88,8 @@ class Manifest(google.protobuf.message.Message):
     CODEC_FIELD_NUMBER: builtins.int
     ANCHOR_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
+    KEY_ID_FIELD_NUMBER: builtins.int
+    SALT_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     key: builtins.bytes
     space_digest: builtins.bytes
@@ -97,7 +99,11 @@ class Manifest(google.protobuf.message.Message):
     codec: builtins.int
     anchor: builtins.int
     digests: builtins.bytes
-    """xxh3-128 per (layer, kv head), row-major."""
+    """xxh3-128 per (layer, kv head), row-major; of an encrypted chunk, AES-GCM tags."""
+    key_id: builtins.str
+    """Names the namespace's key that the frames are encrypted with; empty: they are not encrypted."""
+    salt: builtins.bytes
+    """16 random bytes, of an encrypted chunk alone."""
     @property
     def layout(self) -> global___Layout: ...
     def __init__(
@@ -113,9 +119,11 @@ class Manifest(google.protobuf.message.Message):
         codec: builtins.int = ...,
         anchor: builtins.int | None = ...,
         digests: builtins.bytes = ...,
+        key_id: builtins.str = ...,
+        salt: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "codec", b"codec", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "space_digest", b"space_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "codec", b"codec", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "key_id", b"key_id", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "salt", b"salt", "space_digest", b"space_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_anchor", b"_anchor"]) -> typing.Literal["anchor"] | None: ...
 
 global___Manifest = Manifest
@@ -779,16 +787,24 @@ class VerifyRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    FAILED_SALTS_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @property
+    def failed_salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Salts of encrypted chunks whose tags a reader found to be wrong. A shard cannot check tags: it
+        quarantines those of the keys that it holds with one of these salts.
+        """
+
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        failed_salts: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed_salts", b"failed_salts", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
 
 global___VerifyRequest = VerifyRequest
 

@@ -75,6 +75,8 @@ def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
         codec=int(manifest.codec),
         anchor=manifest.anchor,
         digests=manifest.digests,
+        key_id=manifest.key_id,
+        salt=manifest.salt,
     )
 
 
@@ -99,6 +101,8 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
         codec=_codec(wire.codec),
         anchor=wire.anchor if wire.HasField("anchor") else None,
         digests=wire.digests,
+        key_id=wire.key_id,
+        salt=wire.salt,
     )
     if len(manifest.digests) > DIGESTS_BYTES_MAX:
         raise InvalidField(
