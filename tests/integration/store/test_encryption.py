@@ -267,7 +267,7 @@ def test_rotation_keeps_every_chunk_and_encrypts_with_the_new_key(
     assert read_all(store, [old.key]) == as_written(old_frames)
     assert read_all(store, [new.key]) == as_written(new_frames)
 
-    assert retire_keys(key_path, "acme") == (found[0],)
+    assert retire_keys(key_path, "acme") == ((found[0],), found[1])
     assert [one is None for one in store.lookup("acme", [old.key, new.key])] == [True, False]
     assert store.tiers("acme", [old.key]) == [None]
     assert read_all(store, [old.key]) == [(0, 0, None)]

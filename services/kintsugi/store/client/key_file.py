@@ -157,12 +157,13 @@ def rotate_keys(path: Path, namespace: str) -> NamespaceKeys:
     return keys
 
 
-def retire_keys(path: Path, namespace: str) -> tuple[str, ...]:
-    """Destroy every data key but the newest: their chunks are erased. Returns the ids of the destroyed keys.
-    Raises `InvalidField` and `NotFound`."""
+def retire_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
+    """Destroy every data key but the newest: their chunks are erased. Returns the ids of the destroyed keys,
+    and the id of the newest. Raises `InvalidField` and `NotFound`."""
     entries, keys = _find_keys(path, namespace)
     _write(path, {**entries, namespace: KeyEntry(replace(keys, data_keys=keys.data_keys[:1]))})
-    return tuple(keys.by_id)[1:]
+    newest, *retired = keys.by_id
+    return tuple(retired), newest
 
 
 def destroy_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:

@@ -61,9 +61,9 @@ def test_a_rotated_key_encrypts_and_the_old_ones_decrypt_until_they_are_retired(
     assert second.name_key == first.name_key
     assert second.newest_id != first.newest_id
     assert list(second.by_id) == [second.newest_id, first.newest_id]
-    assert retire_keys(path, "acme") == (first.newest_id,)
+    assert retire_keys(path, "acme") == ((first.newest_id,), second.newest_id)
     assert source.find("acme") == NamespaceKeys(first.name_key, second.data_keys[:1])
-    assert retire_keys(path, "acme") == ()
+    assert retire_keys(path, "acme") == ((), second.newest_id)
 
 
 def test_there_is_an_end_to_rotation(path: Path) -> None:
