@@ -219,6 +219,9 @@ class Store(StoreSettings, ManifestSettings):
     empty: plaintext."""
     tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
     """DNS name that tls.crt is issued for. All shards show the same certificate."""
+    keys_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """Name of a Secret whose key `keys.json` is a key file of encrypted namespaces (see `kintsugi keys`).
+    Engines, gateways and jobs mount it, shards do not; empty: no namespace is encrypted."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
     placement: ShardPlacement = ShardPlacement.APART

@@ -26,6 +26,7 @@ from kintsugi_operator.api.common import Image
 from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifest
 from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name, selector
 from kintsugi_operator.objects.pods import (
+    STORE_KEYS,
     STORE_TLS,
     TLS,
     TOKENS,
@@ -132,13 +133,20 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         # Engines are in other pods, which share no memory.
         share_arena=False,
         tls_name=store.tls_name if store.tls_secret else "",
+        keys_file=f"{STORE_KEYS}/keys.json" if store.keys_secret else "",
         **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
     )
 
 
 def store_tls_volumes(spec: BlendServiceSpec) -> list[Volume]:
-    """The store's certificates for a shard or one of its clients, where there are some."""
+    """The store's certificates for a shard, or for a client that moves no chunks, where there are some."""
     return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
+
+
+def store_client_volumes(spec: BlendServiceSpec) -> list[Volume]:
+    """What a pod mounts that reads or stores chunks: certificates, and the keys of encrypted namespaces."""
+    keys = spec.store.keys_secret
+    return [*store_tls_volumes(spec), *([secret("store-keys", STORE_KEYS, keys)] if keys else [])]
 
 
 def heads_apart(service: str) -> Manifest:

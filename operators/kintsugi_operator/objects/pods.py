@@ -32,6 +32,7 @@ TMP = "/tmp"
 SCRATCH = "/scratch"
 TLS = "/etc/kintsugi/tls"
 STORE_TLS = "/etc/kintsugi/store-tls"
+STORE_KEYS = "/etc/kintsugi/store-keys"
 TOKENS = "/etc/kintsugi/tokens"
 MODELS = "/models"
 

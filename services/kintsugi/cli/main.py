@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kintsugi import __version__
+from kintsugi.cli.commands.keys import app as keys_app
 from kintsugi.cli.commands.size import size
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.options import CalibrateTask, DemoTask, EvaluateTask, GenerateTask, ServeTask
@@ -107,6 +108,7 @@ def token(
 
 
 command(app)(size)
+app.add_typer(keys_app, name="keys")
 
 if find_spec("lmdb") is not None:  # the extra `store` is installed
     from kintsugi.cli.commands.store import app as store_app

@@ -202,6 +202,8 @@ class StoreSpec(StoreSettings):
     """Let engines on a shard's host read its RAM directly; otherwise chunks travel over gRPC there, too."""
     drain_s: float = setting(60.0, minimum=0)
     """How long a shard that has to stop may write back what only RAM holds."""
+    keys_file: str = ""
+    """File with the keys of encrypted namespaces, for engines and gateways; shards never read it."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,9 @@ def serve_config(
     }
 
 
+_NOT_FOR_SHARDS = ("shards", "shards_max", "replication", "ramp_s", "cpus", "keys_file")
+
+
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
     """The shards. Depends on `spec.store` alone, so that nothing else restarts them."""
     store = spec.store
@@ -321,7 +326,7 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
     return _application(
         STORE_APP,
         STORE_BUILDER,
-        {"store": non_default_fields(store, "shards", "shards_max", "replication", "ramp_s", "cpus")},
+        {"store": non_default_fields(store, *_NOT_FOR_SHARDS)},
         shard,
     )
 
@@ -375,12 +380,12 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
 
 def directory_url(store: StoreSpec, host: str = "") -> str:
     """The URL by which engines and clients know the shards, with the head node's address as ``host``."""
-    query = ""
+    given = {"keys": store.keys_file}
     if store.tls_ca:
-        given = {name: getattr(store, name) for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}
-        query = "?" + urlencode({name: value for name, value in given.items() if value}, safe="/")
+        given = {name: getattr(store, name) for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")} | given
+    query = urlencode({name: value for name, value in given.items() if value}, safe="/")
     host = host or store.host
-    return f"shards://{f'[{host}]' if ':' in host else host}:{store.directory_port}{query}"
+    return f"shards://{f'[{host}]' if ':' in host else host}:{store.directory_port}{'?' * bool(query)}{query}"
 
 
 def _application(

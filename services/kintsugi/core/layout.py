@@ -38,6 +38,7 @@ PRIOR_LAYER = -1
 """The place of the prior frame among the layers: before the first."""
 PRIORS_MAX = 16
 SALT_BYTES = 16
+"""Random for every put of an encrypted chunk: no two puts share a chunk key."""
 
 TOKENS_MAX = 1 << 20
 LAYERS_MAX = 1024
@@ -356,7 +357,7 @@ class ChunkManifest:
     """The namespace key that the frames are encrypted with; the digests are then AES-GCM tags, which only
     its holder can check. Empty: not encrypted."""
     salt: bytes = b""
-    """`SALT_BYTES` random bytes for an encrypted chunk, else none."""
+    """`SALT_BYTES` random bytes from which an encrypted chunk's own key is derived; else none."""
     priors: tuple[str, ...] = ()
     """Names of the rows of the prior frame; without any, there is none."""
 
@@ -402,6 +403,10 @@ class ChunkManifest:
             raise InvalidField(
                 "manifest.digests", f"has {len(self.digests)} bytes; this layout needs {needed}"
             )
+
+    @property
+    def is_encrypted(self) -> bool:
+        return bool(self.key_id)
 
     def without_priors(self) -> ChunkManifest:
         """The chunk without its prior frame, in the oldest format that holds it."""

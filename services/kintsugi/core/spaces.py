@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import blake3
@@ -25,6 +25,11 @@ and a shard refuses a tier that holds some."""
 ANCHOR_TOKENS = 32
 """Length of the window whose hash finds known chunks at any offset of a plain prompt."""
 
+ANCHOR_BYTES = 8
+
+NAME_KEY_BYTES = 32
+"""Length of the secret that names an encrypted namespace's chunks."""
+
 NAMESPACE_BYTES_MAX = 128
 NAMESPACE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 
@@ -32,6 +37,11 @@ NAMESPACE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """`token_ids` as little-endian u32, the form that every digest reads. Raises `InvalidField`."""
     return TokenIds.of(token_ids).data
+
+
+def _hash(data: bytes | memoryview, name_key: bytes) -> blake3.blake3:
+    """blake3 over `data`, keyed unless `name_key` is empty."""
+    return blake3.blake3(data, key=name_key) if name_key else blake3.blake3(data)
 
 
 def check_namespace(namespace: str) -> str:
@@ -93,9 +103,14 @@ class ChunkSpace:
     """Whether its chunks may be used behind a prompt that does not start with the prefix."""
     context_token_ids: tuple[int, ...] = ()
     """Natural text between the prefix and each chunk: the same for all chunks, and not part of prompts."""
+    name_key: bytes = field(default=b"", repr=False)
+    """Secret from which digest, chunk keys and anchors of an encrypted namespace are derived, so that nobody
+    without it can confirm a guessed text. Empty: the namespace has no key."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
+        if len(self.name_key) not in (0, NAME_KEY_BYTES):
+            raise InvalidField("name_key", f"has {len(self.name_key)} bytes; it must have {NAME_KEY_BYTES}")
         token_bytes(self.prefix_token_ids)
         token_bytes(self.context_token_ids)
 
@@ -115,12 +130,13 @@ class ChunkSpace:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes over every field. Without a context it is what it was before contexts existed."""
+        """32 bytes over every field. Without a context it is what it was before contexts existed; without a
+        name key, what it was before name keys existed."""
         if self.context_token_ids:
             context = token_bytes(self.context_token_ids)
-            return blake3.blake3(b"kintsugi-context\0" + self.plain.digest + context).digest()
+            return _hash(b"kintsugi-context\0" + self.plain.digest + context, self.name_key).digest()
         name = self.namespace.encode()
-        hasher = blake3.blake3(b"kintsugi-space\0" + self.fingerprint.digest)
+        hasher = _hash(b"kintsugi-space\0" + self.fingerprint.digest, self.name_key)
         hasher.update(len(name).to_bytes(4, "little") + name + bytes([self.portable]))
         hasher.update(token_bytes(self.prefix_token_ids))
         return hasher.digest()
@@ -144,7 +160,7 @@ class ChunkSpace:
 
 @dataclass(frozen=True, order=True)
 class ChunkKey:
-    """blake3(chunk space ‖ token ids), 32 bytes."""
+    """blake3(chunk space ‖ token ids), keyed with the space's name key where it has one; 32 bytes."""
 
     digest: bytes
 
@@ -159,12 +175,12 @@ class ChunkKey:
     @staticmethod
     def of_bytes(space: ChunkSpace, tokens: bytes) -> ChunkKey:
         """From what `token_bytes` makes."""
-        return ChunkKey.in_space(space.digest, tokens)
+        return ChunkKey.in_space(space.digest, tokens, space.name_key)
 
     @staticmethod
-    def in_space(space_digest: bytes, tokens: bytes) -> ChunkKey:
-        """Where only the digest of the chunk space is known."""
-        return ChunkKey(blake3.blake3(space_digest + tokens).digest())
+    def in_space(space_digest: bytes, tokens: bytes, name_key: bytes = b"") -> ChunkKey:
+        """Where only the digest and the name key of the chunk space are known."""
+        return ChunkKey(_hash(space_digest + tokens, name_key).digest())
 
     @staticmethod
     def from_hex(text: str) -> ChunkKey:
@@ -181,18 +197,21 @@ class ChunkKey:
         return self.hex[:16]
 
 
-def anchor_of(token_ids: Sequence[int]) -> int | None:
-    """xxh3-64 of the first `ANCHOR_TOKENS` ids; None for a shorter chunk, which only spans can name."""
-    if len(token_ids) < ANCHOR_TOKENS:
-        return None
-    return xxhash.xxh3_64_intdigest(token_bytes(token_ids[:ANCHOR_TOKENS]))
+def anchor_of(token_ids: Sequence[int], name_key: bytes = b"") -> int | None:
+    """xxh3-64 of the first `ANCHOR_TOKENS` ids, or 64 bits of their keyed blake3 in a space with a name key;
+    None for a shorter chunk, which only spans can name."""
+    anchors = anchors_at_every_offset(token_ids[:ANCHOR_TOKENS], name_key)
+    return anchors[0] if anchors else None
 
 
-def anchors_at_every_offset(token_ids: Sequence[int]) -> list[int]:
-    """The anchor of each window of `ANCHOR_TOKENS` ids. Cost: one 128-byte xxh3 per offset."""
+def anchors_at_every_offset(token_ids: Sequence[int], name_key: bytes = b"") -> list[int]:
+    """The anchor of each window of `ANCHOR_TOKENS` ids. Cost: one 128-byte xxh3 or blake3 per offset."""
     data = memoryview(token_bytes(token_ids))
     width, count = 4 * ANCHOR_TOKENS, len(token_ids) - ANCHOR_TOKENS + 1
-    return [xxhash.xxh3_64_intdigest(data[4 * i : 4 * i + width]) for i in range(max(count, 0))]
+    windows = (data[4 * i : 4 * i + width] for i in range(max(count, 0)))
+    if not name_key:
+        return [xxhash.xxh3_64_intdigest(window) for window in windows]
+    return [int.from_bytes(_hash(window, name_key).digest(ANCHOR_BYTES), "little") for window in windows]
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,14 @@ class AsyncEngine(EngineBackend):
 
     def space(self, namespace: str) -> ChunkSpace:
         """The chunk space of a namespace's requests."""
-        return ChunkSpace(self.binding.model, namespace, self.prefix_token_ids, self._portable, self._context)
+        return ChunkSpace(
+            self.binding.model,
+            namespace,
+            self.prefix_token_ids,
+            self._portable,
+            self._context,
+            self.store.name_key(namespace),
+        )
 
     def stats(self) -> LoadStats:
         return self._load.stats()
@@ -406,10 +413,7 @@ class AsyncEngine(EngineBackend):
         self.check_health()
         check_namespace(namespace)
         kept_in = "" if tier == "auto" else tier
-        space = ChunkSpace(
-            self.binding.model, namespace, self.prefix_token_ids, self._portable, self._context
-        )
-        copies = space.copies(self._spec.config.plain_copies)
+        copies = self.space(namespace).copies(self._spec.config.plain_copies)
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
         async def one(index: int, chunk: TokenIds) -> SaveOutcome:

@@ -257,7 +257,12 @@ class LocalEngine:
         """The chunk space of a namespace's requests."""
         config = self._scheduler.config
         return ChunkSpace(
-            self.binding.model, namespace, self.prefix_token_ids, config.portable, self.context_token_ids
+            self.binding.model,
+            namespace,
+            self.prefix_token_ids,
+            config.portable,
+            self.context_token_ids,
+            self._scheduler.store.name_key(namespace),
         )
 
     @property

@@ -124,7 +124,7 @@ class Gateway:
         self.known = KnownChunks() if known is None else known  # an empty one is false
         self.metrics = GatewayMetrics()
         self.recent_info = RecentInfo(lambda: self.backend.info())
-        self.spaces = Spaces(self.recent_info, tokenizer)
+        self.spaces = Spaces(self.recent_info, tokenizer, store.name_key)
         self._documents = documents
         self._resolver = SegmentResolver(tokenize, self.known, documents, token_chars_max)
         self.prompts = Prompts(

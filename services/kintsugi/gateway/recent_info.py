@@ -89,9 +89,15 @@ class RecentInfo:
 class Spaces:
     """The chunk spaces of the model that the engines serve. For one event loop."""
 
-    def __init__(self, recent_info: RecentInfo, tokenizer: str = "") -> None:
+    def __init__(
+        self,
+        recent_info: RecentInfo,
+        tokenizer: str = "",
+        name_key: Callable[[str], bytes] = lambda namespace: b"",
+    ) -> None:
         """``tokenizer``: the digest of ours; engines with another one are ignored. Empty: every engine's is
-        accepted."""
+        accepted. ``name_key``: `ChunkStore.name_key`."""
+        self._name_key = name_key
         self._recent_info = recent_info
         self._tokenizer = tokenizer
         self._own_info: EngineInfo | None = None
@@ -110,7 +116,14 @@ class Spaces:
         """The namespace's chunk space. Raises `Unavailable`."""
         info = await self.info()
         context = tuple(info.context_token_ids)
-        return _make_space(info.fingerprint, namespace, tuple(info.prefix_token_ids), info.portable, context)
+        return _make_space(
+            info.fingerprint,
+            namespace,
+            tuple(info.prefix_token_ids),
+            info.portable,
+            context,
+            self._name_key(namespace),
+        )
 
 
 @lru_cache(SPACES_MAX)
@@ -120,6 +133,7 @@ def _make_space(
     prefix_token_ids: tuple[int, ...],
     portable: bool,
     context_token_ids: tuple[int, ...],
+    name_key: bytes,
 ) -> ChunkSpace:
     model = ModelFingerprint(bytes.fromhex(fingerprint))
-    return ChunkSpace(model, namespace, prefix_token_ids, portable, context_token_ids)
+    return ChunkSpace(model, namespace, prefix_token_ids, portable, context_token_ids, name_key)

@@ -189,7 +189,7 @@ class Job:
         self.progress.documents_vanished = self._ledger.end_scan(
             edition, run, clean, sorted(self._failed_urls)
         )
-        for page in self._ledger.claim_unchecked(edition, run):
+        for page in self._ledger.claim_unchecked(edition, run, self.facts.space.name_key):
             self._queue_missing(page)
         self.progress.share_read = 1.0
         while self._batches.num_tokens or (self._pool is not None and self._pool.in_flight):
@@ -234,7 +234,8 @@ class Job:
         """Record one block of the scan in the ledger and queue its new chunks."""
         documents = [item for item in block if isinstance(item, ScannedDocument)]
         failures = [item for item in block if isinstance(item, Failure)]
-        recorded = self._ledger.record(edition, run, self.spec.namespace, documents)
+        space = self.facts.space
+        recorded = self._ledger.record(edition, run, space.namespace, documents, space.name_key)
         progress = self.progress
         progress.documents += len(documents) - len(recorded.duplicates)
         progress.documents_unchanged += recorded.unchanged
@@ -439,7 +440,7 @@ class Job:
         if not self.progress.chunks_filled:
             return
         missing = 0
-        for keys in self._ledger.keys(edition):
+        for keys in self._ledger.keys(edition, self.facts.space.name_key):
             missing += self._look_up(keys).count(None)
             self._check_cancelled()
         self.progress.chunks_evicted = max(0, missing - self.progress.chunks_failed)

@@ -244,9 +244,16 @@ class Ledger(DocumentIndex):
         return kept
 
     def record(
-        self, edition: int, run: int, namespace: str, documents: Sequence[ScannedDocument]
+        self,
+        edition: int,
+        run: int,
+        namespace: str,
+        documents: Sequence[ScannedDocument],
+        name_key: bytes = b"",
     ) -> Recorded:
-        """Record documents. Of two with the same id, the one that comes first in the source stays."""
+        """Record documents. Of two with the same id, the one that comes first in the source stays.
+
+        ``name_key``, here and below: that of the edition's chunk space; the ledger does not keep it."""
         fresh: list[PendingChunk] = []
         duplicates: list[Failure] = []
         unchanged = chunks = 0
@@ -259,7 +266,7 @@ class Ledger(DocumentIndex):
                 if failure is None or failure.url != document.url or failure.place != document.place:
                     chunks += len(document.chunks)
                     fresh += _claim_document_chunks(db, run, namespace, document)
-        return Recorded(_add_copies(fresh, plain), duplicates, unchanged, chunks)
+        return Recorded(_add_copies(fresh, plain, name_key), duplicates, unchanged, chunks)
 
     def _record_one(
         self, db: sqlite3.Connection, edition: int, run: int, document: ScannedDocument
@@ -329,7 +336,7 @@ class Ledger(DocumentIndex):
             db.executemany("INSERT OR REPLACE INTO file VALUES (?,?,?)", rows)
         return int(vanished)
 
-    def claim_unchecked(self, edition: int, run: int) -> Iterator[list[PendingChunk]]:
+    def claim_unchecked(self, edition: int, run: int, name_key: bytes = b"") -> Iterator[list[PendingChunk]]:
         """Yield pages of the edition's chunks that the run has not checked yet, each with its plain copy, and
         mark them as checked."""
         last = 0
@@ -346,9 +353,9 @@ class Ledger(DocumentIndex):
                 return
             last = rows[-1][0]
             chunks = [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
-            yield _add_copies(chunks, plain)
+            yield _add_copies(chunks, plain, name_key)
 
-    def keys(self, edition: int) -> Iterator[list[ChunkKey]]:
+    def keys(self, edition: int, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
         """Yield pages of the keys of the edition's distinct chunks and of their plain copies."""
         last = b""
         while True:
@@ -363,10 +370,10 @@ class Ledger(DocumentIndex):
                 return
             last = rows[-1][0]
             chunks = [PendingChunk(ChunkKey(key), tokens, 0) for key, tokens in rows]
-            yield [chunk.key for chunk in _add_copies(chunks, plain)]
+            yield [chunk.key for chunk in _add_copies(chunks, plain, name_key)]
 
     @contextmanager
-    def orphans(self, namespace: str) -> Iterator[list[ChunkKey]]:
+    def orphans(self, namespace: str, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
         """A page of chunks that no document of any corpus has, and of their plain copies.
 
         They are deleted when the body ends without an error. The page is empty only when none are left.
@@ -382,7 +389,11 @@ class Ledger(DocumentIndex):
                     " (SELECT 1 FROM span WHERE span.key=chunk.key) LIMIT ?",
                     (namespace, PAGE),
                 ).fetchall()
-                orphans = [key for row in rows for key in _find_orphaned_copies(db, spaces, *row)]
+                orphans = [
+                    one
+                    for key, tokens in rows
+                    for one in _find_orphaned_copies(db, spaces, key, tokens, name_key)
+                ]
                 if orphans or not rows:
                     yield orphans
                 db.executemany("DELETE FROM chunk WHERE key=?", [(key,) for key, _ in rows])
@@ -467,7 +478,7 @@ def _find_plain_space(db: sqlite3.Connection, edition: int) -> bytes | None:
     return None if row is None else bytes(row[0])
 
 
-def _add_copies(chunks: Sequence[PendingChunk], plain: bytes | None) -> list[PendingChunk]:
+def _add_copies(chunks: Sequence[PendingChunk], plain: bytes | None, name_key: bytes) -> list[PendingChunk]:
     """The chunks, each with its plain copy behind it where there is a space for them."""
     if plain is None:
         return list(chunks)
@@ -476,20 +487,25 @@ def _add_copies(chunks: Sequence[PendingChunk], plain: bytes | None) -> list[Pen
         for chunk in chunks
         for copy in (
             chunk,
-            replace(chunk, key=ChunkKey.in_space(plain, zlib.decompress(chunk.tokens))),
+            replace(chunk, key=ChunkKey.in_space(plain, zlib.decompress(chunk.tokens), name_key)),
         )
     ]
 
 
 def _find_orphaned_copies(
-    db: sqlite3.Connection, spaces: Sequence[tuple[bytes, bytes, int]], key: bytes, tokens: bytes
+    db: sqlite3.Connection,
+    spaces: Sequence[tuple[bytes, bytes, int]],
+    key: bytes,
+    tokens: bytes,
+    name_key: bytes,
 ) -> list[ChunkKey]:
     """The keys to delete with an orphan: its own, and that of its plain copy, except what is in use.
 
     An orphan may itself be the plain copy of a chunk in use. ``spaces``: the rows of `prepared_space`."""
     text = zlib.decompress(tokens) if spaces else b""
     keys = [
-        (ChunkKey.in_space(space, text), ChunkKey.in_space(plain, text), has) for space, plain, has in spaces
+        (ChunkKey.in_space(space, text, name_key), ChunkKey.in_space(plain, text, name_key), has)
+        for space, plain, has in spaces
     ]
     mine = ChunkKey(key)
     candidates = [mine, *{plain for prepared, plain, _ in keys if prepared == mine}]

@@ -21,7 +21,7 @@ from kintsugi.models.reference import is_reference
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.sources.files import Format
 from kintsugi.precompute.sources.readers import Columns
-from kintsugi.store.client.registry import is_process_local
+from kintsugi.store.client.registry import is_process_local, name_key_of
 
 POSITIONS_UNKNOWN = 1 << 20
 """Context length to assume if neither the engine's arguments nor the checkpoint state one."""
@@ -169,7 +169,8 @@ class ModelFacts:
                 f"{spec.chunking.tokens_max} exceeds {longest}, the longest chunk that the model can read",
             )
         context = tuple(spec.context_token_ids)
-        space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable, context)
+        name_key = name_key_of(spec.store, spec.namespace)
+        space = ChunkSpace(fingerprint, spec.namespace, tuple(prefix), spec.portable, context, name_key)
         return ModelFacts(dtype, space, layout, codec_named(spec.codec))
 
 

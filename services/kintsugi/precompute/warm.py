@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
-from kintsugi.core.errors import NotFound
+from kintsugi.core.errors import NotFound, PermissionDenied
 from kintsugi.precompute.ledger import Edition, Ledger
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
@@ -28,7 +28,7 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> tuple[in
     edition = newest_complete_edition(ledger, corpus)
     with closing(open_store(store_url)) as store:
         chunks = pinned = 0
-        for page in ledger.keys(edition.id):
+        for page in ledger.keys(edition.id, store.name_key(edition.namespace)):
             chunks += len(page)
             pinned += store.pin(edition.namespace, page, lease_s).chunks
         return chunks, pinned
@@ -69,7 +69,11 @@ def delete_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
 
 def delete_some_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
     """Like `delete_orphans`, but at most one page. Returns 0 once there are none left."""
-    with ledger.orphans(namespace) as keys:
+    try:
+        name_key = store.name_key(namespace)
+    except PermissionDenied:  # its keys were destroyed, and nobody can name its plain copies any more
+        name_key = b""
+    with ledger.orphans(namespace, name_key) as keys:
         if keys:
             store.delete(namespace, keys)
     return len(keys)

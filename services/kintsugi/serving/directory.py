@@ -24,7 +24,7 @@ from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import format_address, is_wildcard, tls_of
 from kintsugi.serving.directory_service import DirectoryService
 from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.grpc_store import options_of
+from kintsugi.store.client.grpc_store import tls_files_of
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ def split_store_url(store_url: str) -> tuple[str, TlsFiles | None]:
     parts = urlsplit(store_url)
     if parts.scheme != "shards" or not parts.netloc:
         raise InvalidField("store_url", f"{store_url!r} must name a directory as shards://host:port")
-    return parts.netloc, options_of(parts.query).tls
+    return parts.netloc, tls_files_of(parts.query)
 
 
 class Announcer:

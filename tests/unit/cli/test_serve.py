@@ -45,6 +45,14 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     assert spec.gateway.grpc_port == 0
 
 
+def test_a_key_file_is_named_absolutely_and_read_before_anything_starts(tmp_path: Path) -> None:
+    spec = build_service_spec(ServeTask(keys_file=Path("keys.json")))
+    assert spec.store.keys_file == str(Path("keys.json").resolve())
+    done = CliRunner().invoke(app, ["serve", "--keys-file", str(tmp_path / "none.json")])
+    assert done.exit_code == ExitCode.BAD_INPUT
+    assert "none.json cannot be read" in done.stderr
+
+
 def test_options_of_the_gateway_win_over_the_file_and_name_files_absolutely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,13 @@ def test_serve_accepts_every_configuration(spec: ServiceSpec, groups: bool) -> N
 def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
     store = load(StoreSpec, store_application(spec)["args"]["store"])
     assert store == dataclasses.replace(
-        spec.store, shards=1, shards_max=None, replication=1, ramp_s=StoreSpec().ramp_s, cpus=StoreSpec().cpus
+        spec.store,
+        shards=1,
+        shards_max=None,
+        replication=1,
+        ramp_s=StoreSpec().ramp_s,
+        cpus=StoreSpec().cpus,
+        keys_file="",
     )
     told = deployments(store_application(spec))[SHARD_DEPLOYMENT]["user_config"]
     assert told == {"replication": spec.store.replication, "ramp_s": spec.store.ramp_s}
@@ -158,6 +164,15 @@ def test_paths_arrive_as_they_were_written() -> None:
     store = StoreSpec(tls_ca="/a+b/ca", tls_cert="/a&b/50%25.crt", tls_key="/a#b/ä key=", tls_name="a b")
     query = parse_qs(urlsplit(directory_url(store)).query, strict_parsing=True)
     assert query == {name: [getattr(store, name)] for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}
+
+
+def test_engines_and_gateways_get_keys_and_shards_none() -> None:
+    keyed = dataclasses.replace(SMALL, store=dataclasses.replace(SMALL.store, keys_file="/k/a b.json"))
+    assert store_application(keyed) == store_application(SMALL)
+    url = service_application(keyed)["args"]["store_url"]
+    assert parse_qs(urlsplit(url).query, strict_parsing=True) == {"keys": ["/k/a b.json"]}
+    with_tls = dataclasses.replace(keyed.store, tls_ca="/a", tls_cert="/c", tls_key="/t")
+    assert directory_url(with_tls).endswith("?tls_ca=/a&tls_cert=/c&tls_key=/t&keys=/k/a+b.json")
 
 
 def test_replicas_may_use_all_of_their_drain_time() -> None:

@@ -27,6 +27,7 @@ from kintsugi.core.spaces import (
 
 FINGERPRINT = ModelFingerprint.of({"weights": "abc", "rope": "theta=10000"})
 SPACE = ChunkSpace(FINGERPRINT, "acme/docs", (1, 2, 3))
+NAME_KEY = bytes(range(32))
 PREPARED = dataclasses.replace(SPACE, context_token_ids=(4, 5))
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=100)
@@ -52,6 +53,16 @@ class TestGoldenVectors:
 
     def test_anchor(self) -> None:
         assert anchor_of(range(40)) == 3769686076003069549
+
+    def test_names_in_an_encrypted_namespace(self) -> None:
+        keyed = dataclasses.replace(PREPARED, name_key=NAME_KEY)
+        assert keyed.digest.hex() == "5d2f420f86e42b947508207ced00b0ab9b61771099a693462d92d900cf02a41c"
+        assert keyed.plain.digest.hex() == "3a1cf4c2b125df2c90f6a8beac4870e678bb35f42acaef222129e2fc3b05d1bf"
+        assert (
+            ChunkKey.of(keyed, [0, 1]).hex
+            == "66a5d775010ea11c8790b6eb1c8a67cd25c7d3faab16f804d66997c7d21602cb"
+        )
+        assert anchor_of(range(40), NAME_KEY) == 16829030648031898888
 
     def test_token_bytes(self) -> None:
         assert token_bytes([1, 256, 2**32 - 1]).hex() == "0100000000010000ffffffff"
@@ -82,6 +93,7 @@ class TestSpace:
             {"prefix_token_ids": ()},
             {"portable": False},
             {"context_token_ids": (4,)},
+            {"name_key": NAME_KEY},
         ],
     )
     def test_every_field_decides_the_key(self, change: dict[str, Any]) -> None:
@@ -114,6 +126,22 @@ class TestSpace:
         ]
         assert len({space.digest for space in spaces}) == 3
         assert len({space.lead_token_ids for space in spaces}) == 1
+
+    def test_with_a_name_key_nothing_that_is_stored_confirms_a_guess(self) -> None:
+        keyed = dataclasses.replace(PREPARED, name_key=NAME_KEY)
+        stolen_digest = keyed.digest
+        assert ChunkKey.of(keyed, [7]) == ChunkKey.in_space(stolen_digest, token_bytes([7]), NAME_KEY)
+        assert ChunkKey.of(keyed, [7]) != ChunkKey.in_space(stolen_digest, token_bytes([7]))
+        assert keyed.plain.name_key == NAME_KEY
+        assert anchor_of(range(40), NAME_KEY) not in (anchor_of(range(40)), anchor_of(range(40), bytes(32)))
+
+    def test_a_name_key_is_not_shown(self) -> None:
+        assert repr(NAME_KEY) not in repr(dataclasses.replace(SPACE, name_key=NAME_KEY))
+
+    @pytest.mark.parametrize("size", [1, 31, 33])
+    def test_a_name_key_of_another_length_is_refused(self, size: int) -> None:
+        with pytest.raises(InvalidField, match="name_key"):
+            dataclasses.replace(SPACE, name_key=bytes(size))
 
     def test_a_chunk_has_two_copies_where_there_is_a_context(self) -> None:
         assert PREPARED.copies() == (PREPARED, SPACE)

@@ -120,6 +120,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         },
         "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
         "tlsSecret": draw(optional),
+        "keysSecret": draw(optional),
         "insecure": True,
         "podTemplate": draw(pod_templates),
         "env": draw(variables()),

@@ -530,3 +530,19 @@ def test_the_store_speaks_tls_where_a_secret_is_named() -> None:
     for template in pod_templates(objects):
         mounts = template["spec"]["containers"][0]["volumeMounts"]
         assert any(mount["mountPath"] == "/etc/kintsugi/store-tls" for mount in mounts)
+
+
+def test_keys_of_namespaces_reach_those_who_read_chunks_and_no_shard() -> None:
+    spec = spec_of(store={"keysSecret": "keys"})
+    objects, plain = objects_of(spec), objects_of(spec_of())
+    service = named(objects, "RayService", f"acme-{EngineRevision.of(spec).name}")
+    args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert args["store_url"].endswith("?keys=/etc/kintsugi/store-keys/keys.json")
+    assert named(objects, "RayService", "acme-store") == named(plain, "RayService", "acme-store")
+    roles = {
+        template["metadata"]["labels"]["kintsugi.dev/role"]
+        for template in pod_templates([service])
+        for mount in template["spec"]["containers"][0]["volumeMounts"]
+        if mount["mountPath"] == "/etc/kintsugi/store-keys"
+    }
+    assert roles == {"engine", "gateway"}

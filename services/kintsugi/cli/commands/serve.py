@@ -35,6 +35,7 @@ from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
 from kintsugi.serving.service import DeploymentProgress, Service, start_ray
+from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0
@@ -89,6 +90,8 @@ def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
         changes["data_dir"] = str(task.data_dir.resolve())
     if task.shards is not None:
         changes["shards"] = task.shards
+    if task.keys_file is not None:
+        changes["keys_file"] = str(task.keys_file.resolve())
     return dataclasses.replace(store, **changes)
 
 
@@ -158,6 +161,8 @@ def _check_here(spec: ServiceSpec) -> None:
             "--print-config prints on a Ray cluster",
         )
     open_access(gateway.tokens_file)
+    if spec.store.keys_file:
+        KeyFile(Path(spec.store.keys_file))
     files = load_gateway_tls(gateway)
     if files is not None:
         files.read()

@@ -58,7 +58,7 @@ def match_content(store: ChunkStore, space: ChunkSpace, prompt_token_ids: Sequen
     Cost: one anchor per offset, one batched lookup (two with a context), one blake3 per candidate. An anchor
     only proposes: a candidate counts when the key of the prompt's own tokens is its key.
     """
-    anchors = anchors_at_every_offset(prompt_token_ids)
+    anchors = anchors_at_every_offset(prompt_token_ids, space.name_key)
     first = space.first_place(prompt_token_ids)
     wanted = {space: list(dict.fromkeys(anchors))}
     if space.context_token_ids and first is not None:

@@ -198,9 +198,9 @@ class SchedulerSide:
             state.lookup = self._lookups.start(match_content, state.space, prompt)
 
     def _space(self, namespace: str) -> ChunkSpace:
-        config = self.config
-        context = tuple(config.context_token_ids)
-        return ChunkSpace(self.fingerprint, namespace, self.prefix_token_ids, config.portable, context)
+        portable, context = self.config.portable, tuple(self.config.context_token_ids)
+        name_key = self.store.name_key(namespace)
+        return ChunkSpace(self.fingerprint, namespace, self.prefix_token_ids, portable, context, name_key)
 
     def _codecs(self) -> frozenset[Codec] | None:
         """The codecs in which a chunk counts as found: the calibrated one and `raw`; None: all."""
@@ -465,7 +465,7 @@ class SchedulerSide:
             JobTokens(request.request_id, list(request.all_token_ids[start : span.end]), start, block_ids),
             state.space,
             span.key,
-            anchor_of(chunk),
+            anchor_of(chunk, state.space.name_key),
             span.start,
             span.end,
             state.params.tier,

@@ -896,16 +896,24 @@ class VerifyRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    FAILED_SALTS_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @property
+    def failed_salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Salts of encrypted chunks whose tags a reader found to be wrong. A shard cannot check tags: it
+        quarantines those of the keys that it holds with one of these salts.
+        """
+
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        failed_salts: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed_salts", b"failed_salts", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
 
 global___VerifyRequest = VerifyRequest
 

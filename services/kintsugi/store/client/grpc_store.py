@@ -31,7 +31,9 @@ from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.calls import ShardCalls
+from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
 from kintsugi.store.client.formats import StoredFormats
+from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
@@ -44,6 +46,7 @@ from kintsugi.store.protocol.interface import (
     PinLease,
     StoreStats,
 )
+from kintsugi.store.protocol.keys import KeySource, NamespaceKeys
 from kintsugi.store.protocol.tls import TlsFiles
 
 MANIFESTS_MAX = 4096
@@ -80,6 +83,17 @@ class GrpcOptions(UrlOptions):
     put_timeout_s: float = 120.0
     tls: TlsFiles | None = None
     """None: without encryption, which a shard beyond loopback refuses."""
+    keys: KeySource | None = None
+    """Where the keys of encrypted namespaces come from. None: no namespace is encrypted."""
+
+    def find_keys(self, namespace: str) -> NamespaceKeys | None:
+        """The namespace's keys; None where it is not encrypted. Raises what `KeySource.find` raises."""
+        return None if self.keys is None else self.keys.find(namespace)
+
+    def name_key(self, namespace: str) -> bytes:
+        """As `ChunkStore.name_key`."""
+        found = self.find_keys(namespace)
+        return b"" if found is None else found.name_key
 
 
 class _Manifests:
@@ -127,6 +141,16 @@ class GrpcStore(ChunkStore):
         return [None if found is None else found.source.tier for found in self.find(namespace, keys)]
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        found = self.find_stored(namespace, keys)
+        if self._options.keys is not None:
+            held = self._options.find_keys(namespace)
+            found = [one if one is not None and is_readable(held, one.manifest) else None for one in found]
+        for entry in filter(None, found):
+            self._manifests.remember(entry.manifest)
+        return found
+
+    def find_stored(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        """Like `find`, but also returns chunks that this client's keys cannot decrypt."""
         answers: list[pb.Found] = []
         for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
             part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
@@ -134,10 +158,10 @@ class GrpcStore(ChunkStore):
             answers += self.call("Lookup", request, pb.LookupResponse).found
         if len(answers) != len(keys):
             raise Unavailable(f"{self.address}: answered {len(answers)} of {len(keys)} keys")
-        found = [self._read_found(answer) for answer in answers]
-        for entry in filter(None, found):
-            self._manifests.remember(entry.manifest)
-        return found
+        return [self._read_found(answer) for answer in answers]
+
+    def name_key(self, namespace: str) -> bytes:
+        return self._options.name_key(namespace)
 
     def _read_found(self, found: pb.Found) -> Found | None:
         """None for a miss, and for a chunk that another build wrote."""
@@ -148,6 +172,7 @@ class GrpcStore(ChunkStore):
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
         found: dict[int, list[ChunkManifest]] = {}
+        keys = self._options.find_keys(namespace)
         for start in range(0, len(anchors), wire.KEYS_MAX):
             request = pb.LookupAnchorsRequest(
                 namespace=namespace,
@@ -157,7 +182,9 @@ class GrpcStore(ChunkStore):
             response = self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
             for candidates in response.candidates:
                 manifests = [wire.readable_manifest(manifest) for manifest in candidates.manifests]
-                readable = [manifest for manifest in manifests if manifest is not None]
+                readable = [
+                    manifest for manifest in manifests if manifest is not None and is_readable(keys, manifest)
+                ]
                 for manifest in readable:
                     self._manifests.remember(manifest)
                 if readable:
@@ -170,12 +197,30 @@ class GrpcStore(ChunkStore):
         """As `ChunkStore.put`. Raises `FormatNotStored` for a chunk that a shard of an earlier version cannot
         hold."""
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
-        manifest, frames = self._formats.fit(self.address, manifest, frames)
-        views = [memoryview(frame).cast("B") for frame in frames]
         if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
+        keys = self._options.find_keys(manifest.namespace)
+        if keys is not None and not manifest.is_encrypted:
+            manifest, frames = encrypt_chunk(keys, manifest, frames)
+        # Behind encryption, which needs a later format.
+        manifest, frames = self._formats.fit(self.address, manifest, frames)
+        views = [memoryview(frame).cast("B") for frame in frames]
+        inserted = self._send(manifest, views, recompute_ms, tier)
+        if keys is None or inserted:
+            return inserted
+        (held,) = self.find_stored(manifest.namespace, [manifest.key])
+        if held is None or is_readable(keys, held.manifest):
+            return False
+        # It was encrypted with a key that is gone: nobody can read it, and nobody else would remove it.
+        self.delete(manifest.namespace, [manifest.key])
+        return self._send(manifest, views, recompute_ms, tier)
+
+    def _send(
+        self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float, tier: str
+    ) -> bool:
+        """Put a chunk as it is to be stored; whether it was new."""
         messages = self._put_messages(manifest, views, recompute_ms, tier)
         return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
 
@@ -218,7 +263,9 @@ class GrpcStore(ChunkStore):
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),
         )
-        received = Received(self.address, manifests, heads)
+        received = Received(
+            self.address, manifests, heads, self._options.find_keys(namespace), self._look_up_again
+        )
         with closing(self._frames(received, request, deadline_s)) as items:
             for item in items:
                 while received.damaged:
@@ -273,17 +320,32 @@ class GrpcStore(ChunkStore):
 
     def _resolve_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         known = [self._manifests.get(namespace, key) for key in keys]
-        unknown = [index for index, manifest in enumerate(known) if manifest is None]
+        held = self._options.find_keys(namespace)
+        # One whose data key was retired since is looked up again, because the chunk may have been replaced.
+        unknown = [
+            index
+            for index, manifest in enumerate(known)
+            if manifest is None or not is_readable(held, manifest)
+        ]
         if unknown:
             found = self.lookup(namespace, [keys[index] for index in unknown])
             for index, manifest in zip(unknown, found, strict=True):
                 known[index] = manifest
         return known
 
+    def _look_up_again(self, manifest: ChunkManifest) -> ChunkManifest | None:
+        with suppress(KintsugiError):  # then the chunk is lost, as it is without
+            return self.lookup(manifest.namespace, [manifest.key])[0]
+        return None
+
     def _report_damage(self, manifest: ChunkManifest) -> None:
         """Have the shard verify the chunk: it quarantines what is damaged there, not on the way."""
         self._manifests.forget(manifest)
-        request = pb.VerifyRequest(namespace=manifest.namespace, keys=[manifest.key.digest])
+        request = pb.VerifyRequest(
+            namespace=manifest.namespace,
+            keys=[manifest.key.digest],
+            failed_salts=[manifest.salt] if manifest.is_encrypted else [],
+        )
         with suppress(KintsugiError):  # this stream loses it either way; the scrubber finds it later
             self.call("Verify", request, pb.VerifyResponse)
 
@@ -375,6 +437,8 @@ class _Query(UrlOptions):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_name: str = ""
+    keys: Path | None = None
+    """Key file, see `store.client.key_file`."""
 
 
 def options_of(query: str) -> GrpcOptions:
@@ -382,13 +446,32 @@ def options_of(query: str) -> GrpcOptions:
 
     Raises `InvalidField` and `UnknownField`.
     """
-    values = load(_Query, dict(parse_qsl(query, keep_blank_values=True)), where="store")
-    tls = None
-    if values.tls_ca or values.tls_cert or values.tls_key:
-        if not (values.tls_ca and values.tls_cert and values.tls_key):
-            raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
-        tls = TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
-    return GrpcOptions(**{one.name: getattr(values, one.name) for one in fields(UrlOptions)}, tls=tls)
+    values = _read_query(query)
+    given = {one.name: getattr(values, one.name) for one in fields(UrlOptions)}
+    return GrpcOptions(**given, tls=_tls_of(values), keys=keys_of(query))
+
+
+def keys_of(query: str) -> KeySource | None:
+    """The keys that a URL's query names. Raises as `options_of` does."""
+    path = _read_query(query).keys
+    return None if path is None else KeyFile(path)
+
+
+def tls_files_of(query: str) -> TlsFiles | None:
+    """The TLS files in a URL's query, for those who need no keys. Raises as `options_of` does."""
+    return _tls_of(_read_query(query))
+
+
+def _read_query(query: str) -> _Query:
+    return load(_Query, dict(parse_qsl(query, keep_blank_values=True)), where="store")
+
+
+def _tls_of(values: _Query) -> TlsFiles | None:
+    if not (values.tls_ca or values.tls_cert or values.tls_key):
+        return None
+    if not (values.tls_ca and values.tls_cert and values.tls_key):
+        raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
+    return TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
 
 
 def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:

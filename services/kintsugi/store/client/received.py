@@ -1,4 +1,4 @@
-"""The frames of one request for layers: verified as they arrive, or lost."""
+"""The frames of one request for layers: verified, and decrypted where they are encrypted, or lost."""
 
 from __future__ import annotations
 
@@ -7,21 +7,40 @@ from collections.abc import Callable, Sequence
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.client.chunk_cipher import ChunkCipher, is_readable
 from kintsugi.store.client.same_host import FrameLease
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
+from kintsugi.store.protocol.keys import NamespaceKeys
+
+LookUpAgain = Callable[[ChunkManifest], ChunkManifest | None]
+_ReadFrame = Callable[[ChunkManifest], memoryview | None]
 
 
 class Received:
     """The state of one request."""
 
-    def __init__(self, address: str, manifests: Sequence[ChunkManifest | None], heads: HeadRange) -> None:
-        """`manifests`: one per requested chunk, None for a chunk that the shard does not have."""
+    def __init__(
+        self,
+        address: str,
+        manifests: Sequence[ChunkManifest | None],
+        heads: HeadRange,
+        keys: NamespaceKeys | None = None,
+        look_up_again: LookUpAgain = lambda manifest: None,
+    ) -> None:
+        """`manifests`: one per requested chunk, None for a chunk that the shard does not have. `keys`: the
+        namespace's; None where it is not encrypted. `look_up_again` returns the manifest that the shard has
+        by now."""
         self.damaged: list[ChunkManifest] = []
         """Chunks whose bytes did not match their digests, to be reported and then removed."""
         self._address = address
-        self._manifests = manifests
+        self._manifests = list(manifests)
         self._heads = heads
+        self._keys = keys
+        self._look_up_again = look_up_again
+        self._ciphers: dict[int, ChunkCipher] = {}
+        self._intact: set[int] = set()
+        """Chunks of which a frame was yielded."""
         self._lost: set[int] = set()
         self._buffer = memoryview(bytearray())
 
@@ -29,7 +48,11 @@ class Received:
         """What to yield for a frame that came with its bytes; None if its chunk is lost already."""
 
         def verify(manifest: ChunkManifest) -> memoryview | None:
-            return data if manifest.frame_is_intact(wire.layer_of(header), self._heads, data) else None
+            layer, cipher = wire.layer_of(header), self._ciphers.get(header.chunk)
+            if cipher is None:
+                return data if manifest.frame_is_intact(layer, self._heads, data) else None
+            into = self._room(len(data))
+            return into if cipher.decrypt(layer, self._heads, data, into) else None
 
         return self._take(header, verify)
 
@@ -42,17 +65,19 @@ class Received:
         def copy(manifest: ChunkManifest) -> memoryview | None:
             if frame.size_bytes > wire.FRAME_BYTES_MAX:
                 return None
-            if len(self._buffer) < frame.size_bytes:
-                self._buffer = memoryview(bytearray(frame.size_bytes))
-            data = self._buffer[: frame.size_bytes]
-            return data if lease.copy(frame, data, manifest, self._heads) else None
+            data, cipher = self._room(frame.size_bytes), self._ciphers.get(frame.chunk)
+            return data if lease.copy(frame, data, manifest, self._heads, cipher) else None
 
         return self._take(frame, copy)
 
+    def _room(self, size: int) -> memoryview:
+        """A buffer that the next frame uses again."""
+        if len(self._buffer) < size:
+            self._buffer = memoryview(bytearray(size))
+        return self._buffer[:size]
+
     def _take(
-        self,
-        frame: pb.FrameHeader | pb.FrameDescriptor,
-        read: Callable[[ChunkManifest], memoryview | None],
+        self, frame: pb.FrameHeader | pb.FrameDescriptor, read: _ReadFrame
     ) -> LayerFrame | ChunkLost | None:
         """``read`` returns the frame's bytes; None where they do not match their digests."""
         if frame.chunk >= len(self._manifests):
@@ -65,10 +90,38 @@ class Received:
         layer = wire.layer_of(frame)
         reason = frame.lost_reason or "absent"
         if manifest is not None and not frame.lost_reason:
-            data = read(manifest) if layer in manifest.layers else None
-            if data is not None:
-                return LayerFrame(frame.chunk, layer, data)
-            self.damaged.append(manifest)
-            reason = "digest mismatch"
+            if is_readable(self._keys, manifest):
+                data = self._read(frame, manifest, read)
+                if data is not None:
+                    self._intact.add(frame.chunk)
+                    return LayerFrame(frame.chunk, layer, data)
+                reason = "digest mismatch"
+            else:
+                reason = "no key to read it with"
         self._lost.add(frame.chunk)
         return ChunkLost(frame.chunk, layer, reason)
+
+    def _read(
+        self, frame: pb.FrameHeader | pb.FrameDescriptor, manifest: ChunkManifest, read: _ReadFrame
+    ) -> memoryview | None:
+        """The frame's bytes; None where they are damaged."""
+        layer = wire.layer_of(frame)
+        self._decrypt_by(frame.chunk, manifest)
+        data = read(manifest) if layer in manifest.layers else None
+        if data is None and manifest.is_encrypted and frame.chunk not in self._intact:
+            # It may have been put again, and then it has another salt and other tags than we remember.
+            newer = self._look_up_again(manifest)
+            if newer is not None and newer.salt != manifest.salt and is_readable(self._keys, newer):
+                manifest = newer
+                self._decrypt_by(frame.chunk, manifest)
+                data = read(manifest) if layer in manifest.layers else None
+        if data is None:
+            self.damaged.append(manifest)
+        return data
+
+    def _decrypt_by(self, chunk: int, manifest: ChunkManifest) -> None:
+        """Make the cipher of an encrypted chunk, unless this manifest's is in use."""
+        if manifest.is_encrypted and (chunk not in self._ciphers or manifest is not self._manifests[chunk]):
+            assert self._keys is not None
+            self._manifests[chunk] = manifest
+            self._ciphers[chunk] = ChunkCipher(self._keys.by_id[manifest.key_id], manifest)

@@ -83,6 +83,17 @@ def open_store(url: str) -> ChunkStore:
     return opener(url)
 
 
+def name_key_of(url: str, namespace: str) -> bytes:
+    """`ChunkStore.name_key` of the store that `url` names, without a connection to it."""
+    if is_process_local(url):
+        return b""
+    from kintsugi.store.client.grpc_store import keys_of
+
+    keys = keys_of(urlsplit(url).query)
+    found = None if keys is None else keys.find(namespace)
+    return b"" if found is None else found.name_key
+
+
 def is_process_local(url: str) -> bool:
     """Whether the store cannot be reached from another process."""
     return urlsplit(url).scheme == "ram"

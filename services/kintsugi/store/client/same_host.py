@@ -14,6 +14,7 @@ from kintsugi.core.errors import DeadlineExceeded
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import GENERATION_BYTES, ArenaMap
+from kintsugi.store.client.chunk_cipher import ChunkCipher
 from kintsugi.store.protocol import wire
 
 log = logging.getLogger(__name__)
@@ -32,16 +33,25 @@ class FrameLease:
         self._first = first
 
     def copy(
-        self, frame: pb.FrameDescriptor, into: memoryview, manifest: ChunkManifest, heads: HeadRange
+        self,
+        frame: pb.FrameDescriptor,
+        into: memoryview,
+        manifest: ChunkManifest,
+        heads: HeadRange,
+        cipher: ChunkCipher | None = None,
     ) -> bool:
-        """Copy a frame and return whether its digests match. Raises `DeadlineExceeded` after the lease."""
+        """Copy a frame, or decrypt it with `cipher`, and return whether its digests or tags match. Raises
+        `DeadlineExceeded` after the lease."""
         layer = wire.layer_of(frame)
         start, stop = manifest.head_range_bytes(heads, layer)
         held = self._arena.holds(frame.offset, frame.size_bytes)
         has_generation = self._arena.holds(self._first.generation_offset, GENERATION_BYTES)
         if frame.size_bytes != stop - start or not held or not has_generation:
             return False
-        intact = self._arena.copy_frame(frame.offset, into, manifest, layer, heads)
+        if cipher is None:
+            intact = self._arena.copy_frame(frame.offset, into, manifest, layer, heads)
+        else:
+            intact = self._arena.decrypt_frame(frame.offset, into, cipher, layer, heads)
         if self._arena.generation(self._first.generation_offset) != self._first.generation:
             raise DeadlineExceeded(f"the lease of {self._first.lease_s:.0f} s ended while it was read")
         return intact

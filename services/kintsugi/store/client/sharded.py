@@ -25,10 +25,11 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.breaker import CircuitBreaker
+from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.formats import FormatNotStored
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
@@ -71,7 +72,7 @@ class ShardedStore(ChunkStore):
 
     def __init__(self, directory: ShardDirectory, options: GrpcOptions | None = None) -> None:
         self._directory = directory
-        self._options = options
+        self._options = options or GrpcOptions()
         self._pool = ThreadPoolExecutor(CALLS_MAX, "kintsugi-shards")
         self._lock = threading.Lock()
         self._shards: dict[ShardAddress, _Shard] = {}
@@ -140,10 +141,21 @@ class ShardedStore(ChunkStore):
 
         return self._run_side_by_side([partial(ask, *item) for item in parts.items()])
 
+    def name_key(self, namespace: str) -> bytes:
+        return self._options.name_key(namespace)
+
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> builtins.list[ChunkManifest | None]:
         return [None if found is None else found.manifest for found in self.find(namespace, keys)]
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> builtins.list[Found | None]:
+        return self._find(namespace, keys, GrpcStore.find)
+
+    def _find(
+        self,
+        namespace: str,
+        keys: Sequence[ChunkKey],
+        ask: Callable[[GrpcStore, str, Sequence[ChunkKey]], builtins.list[Found | None]],
+    ) -> builtins.list[Found | None]:
         shards = self.shard_map()
         owners = [shards.owners(key) for key in keys]
         found: list[Found | None] = [None] * len(keys)
@@ -153,7 +165,7 @@ class ShardedStore(ChunkStore):
                 if found[index] is None and rank < len(ranked):
                     missing.setdefault(ranked[rank], []).append(index)
             answers = self._ask_parts(
-                missing, lambda store, indices: store.find(namespace, [keys[index] for index in indices])
+                missing, lambda store, indices: ask(store, namespace, [keys[index] for index in indices])
             )
             for indices, answer in zip(missing.values(), answers, strict=True):
                 for index, entry in zip(indices, answer or [], strict=False):
@@ -212,6 +224,10 @@ class ShardedStore(ChunkStore):
                 return error
 
         owners = self.shard_map().owners(manifest.key)
+        keys = self._options.find_keys(manifest.namespace)
+        if keys is not None and not manifest.is_encrypted:
+            check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
+            manifest, frames = encrypt_chunk(keys, manifest, frames)  # once for all replicas
         answers = [answer for answer in self._ask_all(owners, put) if answer is not None]
         if not answers:
             raise Unavailable(f"none of the {len(owners)} shards that own chunk {manifest.key} answers")
@@ -288,7 +304,8 @@ class ShardedStore(ChunkStore):
         return sum(filter(None, self._ask_parts(leases, lambda store, lease: store.unpin(lease))))
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        present = sum(manifest is not None for manifest in self.lookup(namespace, keys))
+        found = self._find(namespace, keys, GrpcStore.find_stored)
+        present = sum(one is not None for one in found)
         # Every shard, not only the owners: one that owned a chunk before the map changed may hold it, too.
         shards = self.shard_map()
         answers = self._ask_all(shards.shards, lambda store: store.delete(namespace, keys))

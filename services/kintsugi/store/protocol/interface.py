@@ -63,6 +63,11 @@ class ChunkStore(ABC):
     Errors: `Unavailable`, `DeadlineExceeded`, `ResourceExhausted`, `InvalidField`, `VersionMismatch`.
     """
 
+    def name_key(self, namespace: str) -> bytes:
+        """`ChunkSpace.name_key` of a namespace's spaces: empty where it is not encrypted. Raises what
+        `KeySource.find` raises."""
+        return b""
+
     @abstractmethod
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         """The manifest of each key, None for a miss. A hit counts as a use of the chunk."""

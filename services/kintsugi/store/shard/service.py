@@ -353,7 +353,10 @@ class ChunkStoreService:
     @_answers
     async def verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         keys = wire.keys_from_wire(request.keys)
-        verifying = partial(self.shard.verify, request.namespace, keys)
+        if len(request.failed_salts) > len(keys):
+            raise InvalidField("failed_salts", f"{len(request.failed_salts)} for {len(keys)} keys")
+        failed_salts = frozenset(request.failed_salts)
+        verifying = partial(self.shard.verify, request.namespace, keys, failed_salts)
         intact = await asyncio.get_running_loop().run_in_executor(self._verifiers, verifying)
         return pb.VerifyResponse(
             intact=sum(intact.values()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 from kintsugi.core.errors import InvalidField
@@ -165,11 +165,14 @@ class Shard:
         """Start to bring chunks into RAM; how many are there or on their way."""
         return self.table.prefetch(self._addresses(namespace, keys))
 
-    def verify(self, namespace: str, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
+    def verify(
+        self, namespace: str, keys: Sequence[ChunkKey], failed_salts: Collection[bytes] = ()
+    ) -> dict[ChunkKey, bool]:
         """Read chunks from every tier that holds them; copies whose digests are wrong are quarantined.
 
         Key -> whether all its copies are intact; absent ones are left out. Blocks; one xxh3 pass over the
-        bytes.
+        bytes. Of encrypted chunks only the length is checked here. `failed_salts`: those of encrypted chunks
+        whose tags were wrong where they were decrypted, of which every copy is quarantined.
         """
         check_namespace(namespace)
         intact: dict[ChunkKey, bool] = {}
@@ -179,7 +182,8 @@ class Shard:
                 continue
             entry, reading = opened
             held = [chunk for chunk in reading.chunks if chunk is not None]
-            damaged = [chunk.residence for chunk in held if not chunk.is_intact()]
+            has_failed = entry.manifest.is_encrypted and entry.manifest.salt in failed_salts
+            damaged = [chunk.residence for chunk in held if has_failed or not chunk.is_intact()]
             self.close_reading(reading)
             intact[key] = not damaged
             if damaged:

@@ -1,0 +1,68 @@
+"""`kintsugi keys`: makes, rotates and destroys the keys of encrypted namespaces in a key file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kintsugi.cli.runner import command
+from kintsugi.cli.screen import Screen
+from kintsugi.store.client import key_file
+
+app = typer.Typer(help="Manage the keys of encrypted namespaces.", no_args_is_help=True)
+
+Namespace = Annotated[str, typer.Argument(help="Namespace whose keys are meant.")]
+File = Annotated[Path, typer.Option(help="The key file, which store clients name as ?keys=FILE.")]
+
+
+@command(app)
+def create(screen: Screen, namespace: Namespace, file: File) -> None:
+    """Create keys for a namespace: from then on, its chunks are encrypted. A missing file is created."""
+    keys = key_file.create_keys(file, namespace)
+    _show(screen, namespace, keys.newest_id, ())
+    screen.note("chunks stored before are not found any more; delete them, or let them leave by eviction")
+
+
+@command(app)
+def rotate(screen: Screen, namespace: Namespace, file: File) -> None:
+    """Add a data key, which encrypts new chunks. Chunks of the older keys stay readable until `retire`."""
+    keys = key_file.rotate_keys(file, namespace)
+    _show(screen, namespace, keys.newest_id, ())
+
+
+@command(app)
+def retire(screen: Screen, namespace: Namespace, file: File) -> None:
+    """Destroy all data keys but the newest: the chunks encrypted with them are erased, and become misses."""
+    retired, newest = key_file.retire_keys(file, namespace)
+    _show(screen, namespace, newest, retired)
+
+
+@command(app)
+def destroy(
+    screen: Screen,
+    namespace: Namespace,
+    file: File,
+    yes: Annotated[bool, typer.Option("--yes", help="Destroy without asking.")] = False,
+) -> None:
+    """Destroy all keys of a namespace: its chunks are erased, and its requests are refused from then on."""
+    if not yes:
+        typer.confirm(f"Erase all chunks of {namespace!r} for ever?", abort=True, err=True)
+    destroyed, at = key_file.destroy_keys(file, namespace)
+    _show(screen, namespace, "", destroyed, at)
+    screen.note(
+        "copies of the file, such as backups and mounted Secrets, still hold these keys: destroy them"
+    )
+
+
+def _show(
+    screen: Screen, namespace: str, newest: str, destroyed: tuple[str, ...], destroyed_at: str = ""
+) -> None:
+    """Print the ids of keys, never a key."""
+    values = {"namespace": namespace, "key_id": newest, "destroyed": list(destroyed)}
+    if destroyed_at:
+        values["destroyed_at"] = destroyed_at
+    lines = [f"encrypts with {newest}"] if newest else []
+    lines += [f"destroyed {key_id}" for key_id in destroyed]
+    screen.show(values, lambda console: console.print("\n".join(lines), highlight=False, markup=False))

@@ -1,0 +1,139 @@
+"""Encrypts chunks before they leave a client; decrypts and verifies what comes back.
+
+Each head range is encrypted with AES-256-GCM, so a tensor-parallel rank decrypts only what it reads. The tag
+stands in the manifest where an unencrypted chunk has the head's digest; sizes and offsets are the same. A
+chunk's own key is derived from the namespace's data key, a random salt, the chunk key, the codec, the number
+of tokens and the layout, so a shard cannot pass off one chunk or encoding as another. The nonce is the number
+of the head range within the chunk: no two puts share a salt, so no nonce is used twice under one key. The
+prior frame has a number of its own, so that a chunk may lose it; the names of its rows are authenticated with
+it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from kintsugi.core.errors import Corrupted
+from kintsugi.core.layout import (
+    DIGEST_BYTES,
+    FORMAT,
+    PRIOR_LAYER,
+    SALT_BYTES,
+    ChunkManifest,
+    HeadRange,
+    Part,
+)
+from kintsugi.store.protocol.interface import Buffer
+from kintsugi.store.protocol.keys import DATA_KEY_BYTES, NamespaceKeys
+
+NONCE_BYTES = 12
+PRIOR_NUMBER = (1 << 8 * NONCE_BYTES) - 1
+"""The prior frame's number: no head range has it."""
+
+
+class ChunkCipher:
+    """Encrypts and decrypts the frames of one chunk. Holds only the chunk's own key."""
+
+    def __init__(self, data_key: bytes, manifest: ChunkManifest) -> None:
+        """`manifest`: of an encrypted chunk. Cost: one HKDF."""
+        assert manifest.is_encrypted
+        self._manifest = manifest
+        layout = manifest.layout
+        shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype)
+        groups = (f"{one.layers},{one.heads},{_describe(one.parts)}" for one in layout.groups)
+        facts = "\0".join(
+            map(str, ("kintsugi-chunk", int(manifest.codec), manifest.num_tokens, *shape, *groups))
+        )
+        info = manifest.key.digest + facts.encode()
+        kdf = HKDF(algorithm=SHA256(), length=DATA_KEY_BYTES, salt=manifest.salt, info=info)
+        self._aes = AES(kdf.derive(data_key))
+
+    def encrypt_frame(self, layer: int, frame: memoryview, into: memoryview) -> bytes:
+        """Encrypt a whole frame into a buffer of the same size. Returns the tags of its heads."""
+        heads = HeadRange(0, self._manifest.layout.num_kv_heads)
+        tags = bytearray()
+        for number, part in self._parts(layer, heads):
+            encryptor = Cipher(self._aes, GCM(_nonce_of(number))).encryptor()
+            encryptor.authenticate_additional_data(self._name(layer))
+            encryptor.update_into(frame[part], into[part])
+            encryptor.finalize()
+            tags += encryptor.tag
+        return bytes(tags)
+
+    def decrypt(self, layer: int, heads: HeadRange, data: memoryview, into: memoryview) -> bool:
+        """Decrypt the bytes of `heads` of a layer into a buffer of the same size. Returns whether every tag
+        matches; if not, the contents of `into` must not be used."""
+        start, stop = self._manifest.head_range_bytes(heads, layer)
+        if not data.nbytes == into.nbytes == stop - start:
+            return False
+        _, tags = self._manifest.head_digests(layer, heads)
+        for place, (number, part) in enumerate(self._parts(layer, heads)):
+            tag = tags[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            decryptor = Cipher(self._aes, GCM(_nonce_of(number), tag)).decryptor()
+            decryptor.authenticate_additional_data(self._name(layer))
+            decryptor.update_into(data[part], into[part])
+            try:
+                decryptor.finalize()
+            except InvalidTag:
+                return False
+        return True
+
+    def _parts(self, layer: int, heads: HeadRange) -> list[tuple[int, slice]]:
+        """The number of each head range within the chunk, and where it lies in the bytes of `heads`."""
+        manifest = self._manifest
+        if layer == PRIOR_LAYER:
+            return [(PRIOR_NUMBER, slice(0, manifest.prior_bytes))]
+        heads = manifest.layout.heads_of(layer, heads)
+        size = manifest.layout.head_bytes(manifest.codec, manifest.num_tokens, layer)
+        first = manifest.layout.first_head(layer) + heads.start
+        return [(first + head, slice(head * size, (head + 1) * size)) for head in range(len(heads))]
+
+    def _name(self, layer: int) -> bytes:
+        """What is authenticated with a frame and not part of it."""
+        return "\0".join(self._manifest.priors).encode() if layer == PRIOR_LAYER else b""
+
+
+def _describe(parts: Sequence[Part]) -> str:
+    return ",".join(f"{int(part.kind)}:{part.width}" for part in parts)
+
+
+def _nonce_of(number: int) -> bytes:
+    return number.to_bytes(NONCE_BYTES, "big")
+
+
+def encrypt_chunk(
+    keys: NamespaceKeys, manifest: ChunkManifest, frames: Sequence[Buffer]
+) -> tuple[ChunkManifest, list[memoryview]]:
+    """The chunk as it is stored: the manifest with tags for digests, and encrypted copies of the frames.
+
+    Cost: one xxh3 and one AES-GCM pass, and memory for another copy of the chunk. Raises `Corrupted` if a
+    digest does not match: its tag would match for ever.
+    """
+    every_head = HeadRange(0, manifest.layout.num_kv_heads)
+    for layer, frame in zip(manifest.layers, frames, strict=True):
+        if not manifest.frame_is_intact(layer, every_head, memoryview(frame).cast("B")):
+            raise Corrupted(f"the frame of layer {layer} does not match the manifest's digest; send it again")
+    key_id = keys.newest_id
+    salted = replace(manifest, format=FORMAT, key_id=key_id, salt=os.urandom(SALT_BYTES))
+    cipher = ChunkCipher(keys.by_id[key_id], salted)
+    encrypted = [memoryview(bytearray(memoryview(frame).nbytes)) for frame in frames]
+    tags = [
+        cipher.encrypt_frame(layer, memoryview(frame).cast("B"), into)
+        for layer, frame, into in zip(manifest.layers, frames, encrypted, strict=True)
+    ]
+    return replace(salted, digests=b"".join(tags)), encrypted
+
+
+def is_readable(keys: NamespaceKeys | None, manifest: ChunkManifest) -> bool:
+    """Whether a client with these keys may read the chunk. In a namespace with keys, an unencrypted chunk is
+    not read: anybody could have written it."""
+    return manifest.key_id in keys.by_id if keys is not None else not manifest.is_encrypted

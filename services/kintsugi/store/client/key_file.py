@@ -1,0 +1,226 @@
+"""Keys in a file, which `kintsugi keys` writes. Changes of the file take effect within a second.
+
+The file is JSON. Each key is 64 hexadecimal digits; data keys stand newest first:
+
+    {"namespaces": {
+      "acme": {"name_key": "...", "data_keys": ["...", "..."]},
+      "gone": {"destroyed": "2026-11-22T18:00:00Z"}}}
+
+A namespace that the file does not name is not encrypted. A namespace whose keys were destroyed stays in the
+file, so that its requests are refused and not stored unencrypted. Error messages never quote the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
+from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
+from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES_MAX = 8 << 20
+FILE_CHECK_S = 1.0
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """What the file says of one namespace: either keys, or when they were destroyed."""
+
+    keys: NamespaceKeys | None
+    destroyed: str = ""
+
+
+Entries = Mapping[str, KeyEntry]
+
+
+class KeyFile(KeySource):
+    """The keys in the file at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `InvalidField` for a file that cannot be read or parsed."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._stamp = _stamp_of(path)
+        self._entries = read_entries(path)
+        self._checked_s = time.monotonic()
+
+    def find(self, namespace: str) -> NamespaceKeys | None:
+        entry = self._current().get(namespace)
+        if entry is None:
+            return None
+        if entry.keys is None:
+            raise PermissionDenied(
+                f"the keys of namespace {namespace!r} were destroyed at {entry.destroyed}; "
+                "create new ones with kintsugi keys create to use it again"
+            )
+        return entry.keys
+
+    def _current(self) -> Entries:
+        with self._lock:
+            if time.monotonic() - self._checked_s >= FILE_CHECK_S:
+                self._checked_s = time.monotonic()
+                stamp = _stamp_of(self.path)
+                if stamp != self._stamp:
+                    try:
+                        self._entries = read_entries(self.path)
+                    except InvalidField as error:
+                        log.warning("the key file is invalid; the previous keys stay in use: %s", error)
+                    self._stamp = stamp
+            return self._entries
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    """Changes whenever the file does; zeros if there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+def read_entries(path: Path) -> dict[str, KeyEntry]:
+    """The file's entries by namespace. Raises `InvalidField`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidField(
+            "keys", f"{path} cannot be read ({error.strerror}); make one with kintsugi keys create"
+        ) from None
+    if len(text) > FILE_BYTES_MAX:
+        raise InvalidField("keys", f"{path} has more than {FILE_BYTES_MAX} bytes")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):  # whose messages would repeat a part of the file
+        raise InvalidField("keys", f"{path} is no JSON; make one with kintsugi keys create") from None
+    namespaces = values.get("namespaces") if isinstance(values, dict) and len(values) == 1 else None
+    if not isinstance(namespaces, dict):
+        raise InvalidField("keys", f'{path} must hold one object: {{"namespaces": {{…}}}}')
+    try:
+        return {check_namespace(name): _parse_entry(name, entry) for name, entry in namespaces.items()}
+    except InvalidField as error:
+        raise InvalidField("keys", f"{path}: {error}") from None
+
+
+def _parse_entry(namespace: str, entry: Any) -> KeyEntry:
+    names = set(entry) if isinstance(entry, dict) else set()
+    if names == {"destroyed"} and isinstance(entry["destroyed"], str):
+        return KeyEntry(None, entry["destroyed"])
+    if names != {"name_key", "data_keys"} or not isinstance(entry["data_keys"], list):
+        raise InvalidField(namespace, "must have name_key and a list data_keys, or destroyed alone")
+    try:
+        data_keys = tuple(_parse_key(key) for key in entry["data_keys"])
+        return KeyEntry(NamespaceKeys(_parse_key(entry["name_key"]), data_keys))
+    except InvalidField as error:
+        raise InvalidField(f"{namespace}.{error.field}", error.problem) from None
+
+
+def _parse_key(text: Any) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except (TypeError, ValueError):
+        raise InvalidField("key", "is not hexadecimal digits") from None
+
+
+def create_keys(path: Path, namespace: str) -> NamespaceKeys:
+    """Add new keys for a namespace; a missing file is created, readable by its owner alone. Raises
+    `InvalidField` for an invalid file, and for a namespace that has keys."""
+    check_namespace(namespace)
+    entries = read_entries(path) if path.exists() else {}
+    before = entries.get(namespace)
+    if before is not None and before.keys is not None:
+        raise InvalidField("namespace", f"{namespace!r} has keys in {path}; rotate them instead")
+    keys = NamespaceKeys(secrets.token_bytes(NAME_KEY_BYTES), (secrets.token_bytes(DATA_KEY_BYTES),))
+    _write(path, {**entries, namespace: KeyEntry(keys)})
+    return keys
+
+
+def rotate_keys(path: Path, namespace: str) -> NamespaceKeys:
+    """Add a data key, which encrypts from now on. Chunks of the older ones stay readable. Raises
+    `InvalidField` and `NotFound`."""
+    entries, keys = _find_keys(path, namespace)
+    keys = replace(keys, data_keys=(secrets.token_bytes(DATA_KEY_BYTES), *keys.data_keys))
+    _write(path, {**entries, namespace: KeyEntry(keys)})
+    return keys
+
+
+def retire_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
+    """Destroy every data key but the newest: their chunks are erased. Returns the ids of the destroyed keys,
+    and the id of the newest. Raises `InvalidField` and `NotFound`."""
+    entries, keys = _find_keys(path, namespace)
+    _write(path, {**entries, namespace: KeyEntry(replace(keys, data_keys=keys.data_keys[:1]))})
+    newest, *retired = keys.by_id
+    return tuple(retired), newest
+
+
+def destroy_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
+    """Destroy all keys of a namespace: its chunks are erased, and nobody can confirm what they were. Returns
+    the ids of the destroyed data keys, and when that was. Raises `InvalidField` and `NotFound`."""
+    entries, keys = _find_keys(path, namespace)
+    destroyed = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    _write(path, {**entries, namespace: KeyEntry(None, destroyed)})
+    return tuple(keys.by_id), destroyed
+
+
+def _find_keys(path: Path, namespace: str) -> tuple[Entries, NamespaceKeys]:
+    entries = read_entries(path)
+    entry = entries.get(namespace)
+    if entry is None or entry.keys is None:
+        raise NotFound(
+            f"namespace {namespace!r} has no keys in {path}; create some with kintsugi keys create"
+        )
+    return entries, entry.keys
+
+
+def _write(path: Path, entries: Entries) -> None:
+    """Replace the file atomically and durably, then overwrite what it was with zeros: a destroyed key must
+    not stay readable in freed blocks. A file system that copies on write may still hold them."""
+    values = {name: _to_json(entry) for name, entry in sorted(entries.items())}
+    path = path.resolve()  # a link stays one
+    try:
+        old = os.open(path, os.O_RDWR) if path.exists() else None
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # mode 0600
+                file.write(json.dumps({"namespaces": values}, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(file.name, path)
+            _sync_folder(path.parent)
+            if old is not None:
+                os.pwrite(old, bytes(os.fstat(old).st_size), 0)
+                os.fsync(old)
+        finally:
+            if old is not None:
+                os.close(old)
+    except OSError as error:
+        raise InvalidField("file", f"{path} cannot be written ({error.strerror})") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _to_json(entry: KeyEntry) -> dict[str, Any]:
+    if entry.keys is None:
+        return {"destroyed": entry.destroyed}
+    return {
+        "name_key": entry.keys.name_key.hex(),
+        "data_keys": [key.hex() for key in entry.keys.data_keys],
+    }
