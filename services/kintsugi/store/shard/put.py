@@ -50,6 +50,8 @@ class ChunkPut:
         self.residence = residence
         self.tier = tier
         """Tier that the chunk is written to after the commit: `ram`, or an SSD tier's name."""
+        self.is_erased = False
+        """Whether its chunk was deleted since it began: its commit has no effect."""
         self._ram = ram
         self._layers_written = 0
 
@@ -82,6 +84,7 @@ class ChunkPut:
             layer = first_layer + index
             place = self._ram.frame(self.residence, layer, 0, frame_bytes)
             place[:] = payload[index * frame_bytes : (index + 1) * frame_bytes]
+            self._ram.clear_padding(self.residence, layer, frame_bytes)
             if not manifest.frame_is_intact(layer, every_head, place):
                 raise Corrupted(f"frames[{layer}] does not match the manifest's digest; send it again")
             self._layers_written += 1

@@ -37,6 +37,7 @@ class RamTier(CopyTier):
 
     def free(self, residence: Residence) -> None:
         """Take the bytes back."""
+        self.lingering.discard(residence)
         self.allocator.free(residence.extents, residence.stride)
         self.on_free()
 
@@ -44,5 +45,12 @@ class RamTier(CopyTier):
         """Bytes `[start, stop)` of a layer, in place."""
         return self.arena.view(residence.offsets[layer] + start, stop - start)
 
+    def clear_padding(self, residence: Residence, layer: int, frame_bytes: int) -> None:
+        """Zero what lies behind a frame, where bytes of an earlier chunk may be."""
+        padding = residence.stride - frame_bytes
+        if padding:
+            self.frame(residence, layer, frame_bytes, residence.stride)[:] = bytes(padding)
+
     def unlink(self, residence: Residence) -> None:
-        """Nothing to do: no record names a residence in RAM."""
+        """No record names a residence in RAM; it is merely read to the end."""
+        self.lingering.add(residence)
