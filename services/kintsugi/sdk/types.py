@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kintsugi.core.erasure import ErasedPlace as ErasedPlace
+from kintsugi.core.exchange import ErasedPlace as ErasedPlace
 from kintsugi.core.exchange import Usage as Usage
 
 

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from kintsugi.core.erasure import ErasedPlace as ErasedPlace
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.exchange import ErasedPlace as ErasedPlace
 from kintsugi.core.layout import ChunkLost as ChunkLost
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.layout import LayerFrame as LayerFrame
