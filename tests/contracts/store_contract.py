@@ -26,7 +26,7 @@ from kintsugi.core.layout import (
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Search, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
-from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
+from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, Erasure, LayerFrame
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
@@ -111,6 +111,22 @@ def read_all(
 
 class StoreContract:
     """Subclasses provide a fixture `store`: an empty store with room for a few megabytes."""
+
+    def test_an_erased_chunk_is_gone_and_caches_are_told(self, store: ChunkStore) -> None:
+        chunks = [make_chunk(range(8 + i)) for i in range(3)]
+        for manifest, frames in chunks:
+            store.put(manifest, frames)
+        keys = [manifest.key for manifest, _ in chunks]
+        cursor = store.erasures("").cursor
+        assert sum(place.items for place in store.erase("acme", keys[:1], 7.0)) >= 1
+        assert store.lookup("acme", keys) == [None, chunks[1][0], chunks[2][0]]
+        page = store.erasures(cursor)
+        assert list(page.erasures) == [Erasure("acme", keys[0], 7.0)]
+        assert not store.erasures(page.cursor).erasures
+        assert store.put(*chunks[0]), "it may be stored again"
+        assert sum(place.items for place in store.erase("acme", None, 8.0)) >= 3
+        assert store.list("acme") == []
+        assert list(store.erasures(page.cursor).erasures) == [Erasure("acme", None, 8.0)]
 
     def test_a_chunk_is_put_where_it_is_to_be_kept(self, store: ChunkStore) -> None:
         for tokens, tier in ((range(8), "auto"), (range(9), "ram")):

@@ -1,4 +1,4 @@
-"""What a gateway and an engine say to each other.
+"""What a gateway and an engine say to each other, and what both count for their callers.
 
 Plain values, so that they pass through Ray, through one process, or through a test alike. A gateway sends
 constraints (`KintsugiParams`), never a plan; tokens, never tensors.
@@ -41,6 +41,20 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that the engine did not compute itself: prefix cache and chunks."""
+
+
+@dataclass(frozen=True)
+class ErasedPlace:
+    """A place where something erased was."""
+
+    place: str
+    """Such as `shard 6f1c…/ssd0`, `known texts`, `ledger`, `caches`."""
+    items: int
+    """Copies of chunks that were there; 0 where nothing was, or where nobody counts."""
+    size_bytes: int
+    """0 where nobody counts."""
+    gone_at_s: float
+    """Unix seconds."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
 from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.parking import Parking
+from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
 from kintsugi.engine.worker.support import find_unsupported, has_windows
@@ -80,6 +81,7 @@ class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 store=store,
                 planner=_planner_of(config),
                 gate=open_gate(config, store, binding),
+                salts=Salts(store).start(),
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),
                 hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,

@@ -13,7 +13,7 @@ from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.recent_info import Spaces
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.threaded_store import ThreadedStore
-from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX, ChunkStore
+from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX, ChunkStore, ErasedPlace
 
 PAGE = 1000
 """Chunks in one page of a namespace, which is searched where an anchor does not find a chunk's copies."""
@@ -37,21 +37,24 @@ class Copies:
         tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
         return [chunk for index, chunk in enumerate(chunks) if None in tiers[index :: len(chunks)]]
 
-    async def delete(self, namespace: str, key: ChunkKey, tokens: TokenIds | None) -> int:
-        """Delete all copies of a chunk, which is named by the key of any; returns how many there were.
+    async def erase(
+        self, namespace: str, key: ChunkKey, tokens: TokenIds | None, asked_at_s: float
+    ) -> tuple[list[ChunkKey], list[ErasedPlace]]:
+        """Erase all copies of a chunk, which is named by the key of any; returns their keys and where they
+        were.
 
         Without its ``tokens``, the other copy is looked for by anchor and length in the store, and every
         candidate counts. Raises `Unavailable`.
         """
         space = await self._spaces.find(namespace)
 
-        def delete(store: ChunkStore) -> int:
+        def erase(store: ChunkStore) -> tuple[list[ChunkKey], list[ErasedPlace]]:
             others = _find_others(store, space, key, tokens)
             # The named copy last: while it is there, a call that failed can be repeated.
-            deleted = store.delete(namespace, others) if others else 0
-            return deleted + store.delete(namespace, [key])
+            places = list(store.erase(namespace, others, asked_at_s)) if others else []
+            return [*others, key], [*places, *store.erase(namespace, [key], asked_at_s)]
 
-        return await self._store.run(delete)
+        return await self._store.run(erase)
 
 
 def _find_others(

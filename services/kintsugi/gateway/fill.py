@@ -149,6 +149,10 @@ class FillQueue:
         """Ends a chunk that was taken and found no room. It has not failed: its next miss queues it."""
         self._running.discard(address)
 
+    def known(self) -> set[Address]:
+        """The chunks that wait, and those whose misses are counted."""
+        return {*self._waiting, *self._sighted}
+
     def forget(self, address: Address) -> None:
         """Forgets a chunk that was deleted, and its misses."""
         if address in self._waiting:
@@ -207,6 +211,11 @@ class Filler:
         for key in keys:
             self._unchecked_tokens -= len(self._unchecked.pop((namespace, key), TokenIds()))
             self.queue.forget((namespace, key))
+
+    def forget_namespace(self, namespace: str) -> None:
+        """Forget all chunks of a namespace that were missed."""
+        known = {*self._unchecked, *self.queue.known()}
+        self.forget(namespace, [key for name, key in known if name == namespace])
 
     async def _run(self) -> None:
         while True:

@@ -22,6 +22,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.access import Access, Caller, open_access
 from kintsugi.gateway.answers import AnswerPipeline
 from kintsugi.gateway.copies import Copies
+from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved
@@ -150,6 +151,10 @@ class Gateway:
             self.metrics.add_gauge(
                 "fill_queue_chunks", "Missed chunks that wait to be filled", lambda: len(queue)
             )
+        remembered = Remembered(
+            self.known, self._resolver, self._saver, self._filler, documents, self._learner
+        )
+        self._eraser = Eraser(self._store, self._copies, remembered)
         self.answers = AnswerPipeline(backend, self._filler)
         self.metrics.add_gauge("active_requests", "Answers under way", lambda: self.answers.under_way)
         self.metrics.add_gauge("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
@@ -172,7 +177,7 @@ class Gateway:
             documents = Ledger(Path(spec.ledger))
         chunker = Chunker.of_model(model_folder)
         folder = Path(spec.data_dir) / "known_chunks" if spec.data_dir else None
-        return Gateway(
+        gateway = Gateway(
             backend,
             open_store(store_url),
             chunker.token_ids,
@@ -186,6 +191,12 @@ class Gateway:
             tokenizer=tokenizer_digest(model_folder),
             token_chars_max=chunker.token_chars_max,
         )
+        gateway.follow_erasures()
+        return gateway
+
+    def follow_erasures(self) -> None:
+        """Forgets from now on what others erase from the store."""
+        self._eraser.start()
 
     def generate(
         self, caller: Caller, call: GenerateCall
@@ -246,18 +257,28 @@ class Gateway:
             raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
         return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
 
-    async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> bool:
-        """Deletes every copy of a chunk and forgets its tokens; whether the store had any. Raises
-        `Unavailable` if a shard that may hold some does not answer."""
+    async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> Receipt:
+        """Erases every copy of a chunk, and its tokens. Raises `Unavailable` if a shard that may hold some
+        does not answer."""
         caller.authorize(namespace)
         self._check_writable("chunks cannot be deleted")
-        try:
-            tokens = await asyncio.to_thread(self.known.token_ids, namespace, key)
-            return await self._copies.delete(namespace, key, tokens) > 0
-        finally:  # even if a shard still holds it: it must not be found or filled meanwhile
-            await asyncio.to_thread(self.known.forget, namespace, [key])
-            if self._filler is not None:
-                self._filler.forget(namespace, [key])
+        return await self._eraser.erase_chunk(namespace, key)
+
+    async def delete_document(
+        self, caller: Caller, namespace: str, corpus: str, document_id: str
+    ) -> tuple[bool, Receipt]:
+        """Erases a document, and the chunks that no other document has; whether it was there. Raises
+        `NotFound` without a ledger, and `Unavailable`."""
+        caller.authorize(namespace)
+        self._check_writable("documents cannot be deleted")
+        return await self._eraser.erase_document(namespace, corpus, document_id)
+
+    async def erase_namespace(self, caller: Caller, namespace: str) -> Receipt:
+        """Erases everything that is stored of a namespace. Raises `Unavailable` if a shard does not
+        answer."""
+        caller.authorize(namespace)
+        self._check_writable("namespaces cannot be erased")
+        return await self._eraser.erase_namespace(namespace)
 
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
@@ -293,6 +314,7 @@ class Gateway:
         """Idempotent. The backend stays open: its owner closes it."""
         await self.answers.close()
         await self.recent_info.close()
+        await self._eraser.close()
         if self._learner is not None:
             await self._learner.close()
         if self._filler is not None:

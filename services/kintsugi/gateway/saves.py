@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
@@ -38,6 +39,10 @@ class Saver:
         self._waiting_tokens = 0
         self._slots = asyncio.Semaphore(RUNNING_MAX)
         self._futures: dict[_Address, asyncio.Future[SaveOutcome]] = {}
+        self._submitted_s: dict[_Address, float] = {}
+        """Unix seconds, of each future."""
+        self._running: set[_Address] = set()
+        """Those that an engine has."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(
@@ -60,6 +65,7 @@ class Saver:
         loop = asyncio.get_running_loop()
         for key in fresh:
             self._futures[namespace, key] = loop.create_future()
+            self._submitted_s[namespace, key] = time.time()
         for batch in _batches(list(fresh.items())):
             task = asyncio.create_task(self._run(namespace, batch, priority, tier))
             self._tasks.add(task)
@@ -72,14 +78,38 @@ class Saver:
         # Shielded: other callers may wait for the same chunk.
         return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
 
+    async def forget(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> bool:
+        """Drop chunks that wait, all of the namespace for None, and wait for those that are being saved, if
+        they were submitted before ``asked_at_s`` (Unix seconds). Returns whether any was being saved: the
+        store may have it now."""
+        wanted = [
+            address
+            for address, since_s in self._submitted_s.items()
+            if address[0] == namespace and (keys is None or address[1] in keys) and since_s <= asked_at_s
+        ]
+        running = []
+        for address in wanted:
+            if address in self._running:
+                running.append(self._futures[address])
+            elif not self._futures[address].done():
+                self._futures[address].set_result(SaveOutcome(SaveState.FAILED, "it was erased meanwhile"))
+        if running:
+            await asyncio.wait(running)
+        return bool(running)
+
     async def _run(self, namespace: str, batch: Sequence[ToSave], priority: int, tier: str) -> None:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
             async with self._slots:
-                ids = [tokens for _, tokens in batch]
-                outcomes = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
-                if len(outcomes) != len(batch):
-                    raise Unavailable(f"the engine answered {len(outcomes)} of {len(batch)} chunks")
+                waiting = [one for one in batch if not self._futures[namespace, one[0]].done()]
+                self._running.update((namespace, key) for key, _ in waiting)
+                ids = [tokens for _, tokens in waiting]
+                if ids:
+                    saved = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
+                    if len(saved) != len(waiting):
+                        raise Unavailable(f"the engine answered {len(saved)} of {len(waiting)} chunks")
+                    by_key = {key: outcome for (key, _), outcome in zip(waiting, saved, strict=True)}
+                    outcomes = [by_key.get(key, outcomes[0]) for key, _ in batch]
         except KintsugiError as error:
             outcomes = [SaveOutcome(SaveState.FAILED, str(error))] * len(batch)
         except Exception as defect:
@@ -88,6 +118,8 @@ class Saver:
         finally:
             for (key, tokens), outcome in zip(batch, outcomes, strict=True):
                 self._waiting_tokens -= len(tokens)
+                self._running.discard((namespace, key))
+                del self._submitted_s[namespace, key]
                 future = self._futures.pop((namespace, key))
                 if not future.done():
                     future.set_result(outcome)

@@ -35,6 +35,10 @@ class ThreadedStore:
             raise Unavailable("this gateway is closed") from None
         return await running
 
+    def run_here(self, call: Callable[[ChunkStore], Result]) -> Result:
+        """As `run`, in the caller's thread, which is none of an event loop."""
+        return call(self._store)
+
     async def close(self) -> None:
         """Close the store, which ends calls under way, and wait for them. Idempotent."""
         await asyncio.to_thread(self._close)

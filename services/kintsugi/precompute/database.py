@@ -18,6 +18,8 @@ from kintsugi.core.errors import (
 )
 
 BUSY_S = 60.0
+_DELETES_SECURELY = 0x4B534431
+"""SQLite's `application_id` of a file in which nothing deleted was left by earlier versions of Kintsugi."""
 
 
 class Database:
@@ -43,10 +45,13 @@ class Database:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA cache_size=-32768")
+            self._db.execute("PRAGMA secure_delete=ON")  # what is deleted is overwritten
             (written,) = self._db.execute("PRAGMA user_version").fetchone()
             if written not in (0, version):
                 kind = VersionMismatch if written > version else Corrupted
                 raise kind(f"{path} was written by another version (schema {written}); {remedy}")
+            if not written:
+                self._db.execute(f"PRAGMA application_id={_DELETES_SECURELY}")
             self._db.executescript(f"{schema} PRAGMA user_version={version};")
             self._file = None if path is None else _identify_file(path)
 
@@ -69,6 +74,23 @@ class Database:
                 if self._db.in_transaction:  # SQLite rolls back by itself when the disk is full
                     self._db.execute("ROLLBACK")
                 raise
+
+    def scrub(self) -> None:
+        """Leave nothing of deleted rows in the file and its log. Raises `Unavailable` while somebody reads,
+        `ResourceExhausted` and `Corrupted`.
+
+        A file from before rows were overwritten is rewritten once, which takes as much room again."""
+        if self.path is None:
+            return
+        with self._lock, self._translate_errors("written"):
+            self._check_file()
+            (made_by,) = self._db.execute("PRAGMA application_id").fetchone()
+            if made_by != _DELETES_SECURELY:
+                self._db.execute("VACUUM")
+                self._db.execute(f"PRAGMA application_id={_DELETES_SECURELY}")
+            (busy, _, _) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise Unavailable(f"{self.path} is being read, so its log may hold what was deleted; erase again")
 
     def _check_file(self) -> None:
         """Raise `Unavailable` if the file was deleted: SQLite would go on writing to it unseen."""

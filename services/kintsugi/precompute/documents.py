@@ -7,7 +7,7 @@ one, and a gateway asks it for segments that name a document.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
@@ -65,6 +65,23 @@ class DocumentIndex(ABC):
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
         """Up to `limit` chunks made for a model (its fingerprint in hexadecimal) with numbers above `after`,
         in order."""
+
+    def erase_chunks(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        """Forget the tokens of chunks, which documents may still refer to; they are not found any more.
+        Returns how many there were. Nothing of them is left in files."""
+        return 0
+
+    def erase_document(
+        self, namespace: str, corpus: str, document_id: str, erase: Callable[[Sequence[ChunkKey]], None]
+    ) -> bool:
+        """Forget a document of a corpus of the namespace, and the chunks that no other document has;
+        ``erase`` is called with their keys before. Returns whether it was there. Nothing of them is left in
+        files. A call that failed continues with the next."""
+        return False
+
+    def erase_namespace(self, namespace: str) -> int:
+        """Forget every corpus of the namespace. Returns the number of chunks. Nothing is left in files."""
+        return 0
 
     @abstractmethod
     def close(self) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -399,6 +399,49 @@ class Ledger(DocumentIndex):
                 db.executemany("DELETE FROM chunk WHERE key=?", [(key,) for key, _ in rows])
                 if orphans or not rows:
                     return
+
+    def erase_chunks(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
+        with self._database.transaction() as db:
+            erased = sum(
+                db.execute("DELETE FROM chunk WHERE namespace=? AND key=?", (namespace, key.digest)).rowcount
+                for key in keys
+            )
+        self._database.scrub()
+        return erased
+
+    def erase_document(
+        self, namespace: str, corpus: str, document_id: str, erase: Callable[[Sequence[ChunkKey]], None]
+    ) -> bool:
+        with self._database.transaction() as db:
+            editions = "(SELECT id FROM edition WHERE namespace=? AND corpus=?)"
+            which = (document_id, namespace, corpus)
+            numbers = db.execute(
+                f"SELECT id FROM document WHERE document_id=? AND edition IN {editions}", which
+            ).fetchall()
+            db.executemany("DELETE FROM span WHERE document=?", numbers)
+            db.executemany("DELETE FROM document WHERE id=?", numbers)
+            runs = f"(SELECT id FROM run WHERE edition IN {editions})"
+            db.execute(f"DELETE FROM failure WHERE document_id=? AND run IN {runs}", which)
+        has_orphans = True
+        while has_orphans:
+            with self.orphans(namespace) as keys:
+                has_orphans = bool(keys)
+                if keys:
+                    erase(keys)
+        self._database.scrub()
+        return bool(numbers)
+
+    def erase_namespace(self, namespace: str) -> int:
+        with self._database.transaction() as db:
+            numbers = db.execute("SELECT id FROM edition WHERE namespace=?", (namespace,)).fetchall()
+            failures = "DELETE FROM failure WHERE run IN (SELECT id FROM run WHERE edition=?)"
+            db.executemany(failures, numbers)
+            for table in ("span", "document", "file", "run"):
+                db.executemany(f"DELETE FROM {table} WHERE edition=?", numbers)
+            db.executemany("DELETE FROM edition WHERE id=?", numbers)
+            erased = db.execute("DELETE FROM chunk WHERE namespace=?", (namespace,)).rowcount
+        self._database.scrub()
+        return int(erased)
 
     def empty(self, edition: int) -> None:
         """Delete an edition's documents. Chunks that no other edition has become orphans."""

@@ -40,6 +40,7 @@ from kintsugi.sdk.transport import Transport, iterate, run_to_completion
 from kintsugi.sdk.types import (
     Answer,
     Delta,
+    ErasureReceipt,
     Prefetched,
     PutChunk,
     Sampling,
@@ -50,6 +51,7 @@ from kintsugi.sdk.types import (
 )
 
 PAGE = 1000
+ERASE_TIMEOUT_S = 600.0
 LAST_ATTEMPT_S = 0.001
 """gRPC refuses a deadline that has passed."""
 RETRY_WAIT_S = 0.1
@@ -149,11 +151,28 @@ class _Calls:
         return messages.chunk_of_wire(response.chunk)
 
     async def delete_chunk(self, key: str) -> bool:
-        """Delete a chunk and return whether it was there. Raises `Unavailable` where a shard that may hold it
+        """Erase a chunk and return whether it was there. Raises `Unavailable` where a shard that may hold it
         does not answer: try again once it does."""
         request = pb.DeleteChunkRequest(namespace=self._namespace, key=key)
         response = await self._unary("DeleteChunk", request, pb.DeleteChunkResponse)
         return bool(response.deleted)
+
+    async def delete_document(
+        self, corpus: str, document_id: str, *, timeout_s: float | None = None
+    ) -> ErasureReceipt:
+        """Erase a document of a precomputed corpus, and every chunk of it that no other document has. Raises
+        `NotFound` where the gateway has no ledger, and `Unavailable` as `delete_chunk` does."""
+        request = pb.DeleteDocumentRequest(namespace=self._namespace, corpus=corpus, document_id=document_id)
+        wait_s = timeout_s or ERASE_TIMEOUT_S
+        response = await self._unary("DeleteDocument", request, pb.DeleteDocumentResponse, wait_s)
+        return messages.receipt_of_wire(response.receipt, response.deleted)
+
+    async def erase_namespace(self, *, timeout_s: float | None = None) -> ErasureReceipt:
+        """Erase everything that is stored of the namespace. Raises `Unavailable` as `delete_chunk` does."""
+        request = pb.EraseNamespaceRequest(namespace=self._namespace)
+        wait_s = timeout_s or ERASE_TIMEOUT_S
+        response = await self._unary("EraseNamespace", request, pb.EraseNamespaceResponse, wait_s)
+        return messages.receipt_of_wire(response.receipt)
 
     def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
         """Every chunk of the namespace, in key order."""
@@ -306,6 +325,16 @@ class Client:
     def delete_chunk(self, key: str) -> bool:
         """As `AsyncClient.delete_chunk`."""
         return run_to_completion(self._calls.delete_chunk(key))
+
+    def delete_document(
+        self, corpus: str, document_id: str, *, timeout_s: float | None = None
+    ) -> ErasureReceipt:
+        """As `AsyncClient.delete_document`."""
+        return run_to_completion(self._calls.delete_document(corpus, document_id, timeout_s=timeout_s))
+
+    def erase_namespace(self, *, timeout_s: float | None = None) -> ErasureReceipt:
+        """As `AsyncClient.erase_namespace`."""
+        return run_to_completion(self._calls.erase_namespace(timeout_s=timeout_s))
 
     def close(self) -> None:
         """Idempotent."""

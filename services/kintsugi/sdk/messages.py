@@ -13,6 +13,8 @@ from kintsugi.sdk.types import (
     Answer,
     Delta,
     DocumentChunk,
+    ErasedPlace,
+    ErasureReceipt,
     Key,
     PlacedSegment,
     Plain,
@@ -157,3 +159,10 @@ def _value(value: Any) -> Any:
     if kind == "number_value" and value.number_value.is_integer():
         return int(value.number_value)
     return None if kind == "null_value" else getattr(value, kind)
+
+
+def receipt_of_wire(wire: pb.ErasureReceipt, deleted: bool | None = None) -> ErasureReceipt:
+    """`deleted` None: whether any place held something."""
+    places = tuple(ErasedPlace(one.place, one.items, one.size_bytes, one.gone_at_s) for one in wire.places)
+    there = any(place.items for place in places) if deleted is None else deleted
+    return ErasureReceipt(wire.namespace, there, wire.asked_at_s, wire.gone_at_s, places)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kintsugi.core.exchange import ErasedPlace as ErasedPlace
 from kintsugi.core.exchange import Usage as Usage
 
 
@@ -74,6 +75,20 @@ class StoredChunk:
     """Fastest tier that holds it; empty for chunks that were listed rather than looked up."""
     known: bool
     """Whether the gateway can build a prompt from the key alone."""
+
+
+@dataclass(frozen=True)
+class ErasureReceipt:
+    """Where something erased was, and when it was gone there."""
+
+    namespace: str
+    deleted: bool
+    """Whether it was there."""
+    asked_at_s: float
+    """Unix seconds."""
+    gone_at_s: float
+    """When the last place was gone."""
+    places: tuple[ErasedPlace, ...]
 
 
 @dataclass(frozen=True)

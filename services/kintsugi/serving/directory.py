@@ -250,6 +250,14 @@ def ensure_directory(store: dict[str, Any]) -> Any:
     return handle
 
 
+def directory_address(store: dict[str, Any]) -> str:
+    """The directory's `host:port`. Raises `Unavailable` where it does not start."""
+    import ray
+
+    address: str = ray.get(ensure_directory(store).address.remote(), timeout=CALL_TIMEOUT_S)
+    return address
+
+
 def remove_directory() -> None:
     """End the actor for good, once no shard is left; where there is none, nothing."""
     import ray
@@ -283,9 +291,16 @@ class Announcer:
     """Tells the directory of one shard, from a thread, until `close`."""
 
     def __init__(
-        self, store: dict[str, Any], shard_id: str, address: str, is_empty: Callable[[], bool]
+        self,
+        store: dict[str, Any],
+        shard_id: str,
+        address: str,
+        is_empty: Callable[[], bool],
+        before_return: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns once the directory has heard of it. Raises `Unavailable`."""
+        """Returns once the directory has heard of it. `before_return` is called whenever the shard has been
+        out of the map for a while, before it is in it again. Raises `Unavailable`."""
+        self._before_return = before_return
         self._store = store
         self._is_empty = is_empty
         self._shard_id = shard_id
@@ -309,12 +324,15 @@ class Announcer:
             self._shard_id, self._address, self._instance, self._is_empty(), self._configured
         )
         ray.get(told, timeout=CALL_TIMEOUT_S)
+        self._told_s = time.monotonic()
 
     def _run(self) -> None:
         from ray.exceptions import RayError
 
         while not self._closed.wait(HEARTBEAT_S):
             try:
+                if time.monotonic() - self._told_s > LEASE_S:
+                    self._before_return()
                 self._tell()
             except RayError as error:
                 log.warning("the directory does not answer (%s); it is told again", error)

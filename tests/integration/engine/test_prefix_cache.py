@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.core.request import KintsugiParams
+from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.engine.local import LocalEngine, Prompt
 from tests.integration.engine.conftest import (
     NAMESPACE,
@@ -15,6 +15,7 @@ from tests.integration.engine.conftest import (
     chunks_of,
     max_dlogprob,
     rag,
+    ram_store,
     random_tokens,
 )
 
@@ -123,3 +124,25 @@ def test_saving_again_computes_again_but_stores_once(engine: LocalEngine) -> Non
         (generation,) = engine.save(PREFIX, [chunk], NAMESPACE)
         assert generation.accounting is not None
         assert generation.accounting["outcome"] == "saved"
+
+
+def test_an_erased_namespace_is_computed_anew(engine: LocalEngine, chunks: list[list[int]]) -> None:
+    """Neither its blends nor its plain requests find what was cached before; another namespace still does."""
+    prompt = rag(*chunks)
+    plain = KintsugiParams(NAMESPACE, op=Op.OFF)
+    other = KintsugiParams("other", op=Op.OFF)
+    engine.reset_prefix_cache()
+    for params in (plain, other):
+        ask(engine, prompt.token_ids, params)
+        assert ask(engine, prompt.token_ids, params).num_cached_tokens > 0
+    store = ram_store("tiny-llama")
+    salts = engine._scheduler.salts
+    salts.refresh()
+    store.erase(NAMESPACE, None, 1.0)
+    salts.refresh()
+    assert ask(engine, prompt.token_ids, plain).num_cached_tokens == 0
+    assert ask(engine, prompt.token_ids, other).num_cached_tokens > 0
+    answer = ask(engine, prompt.token_ids, prompt.params(0.0))
+    assert answer.accounting is not None
+    assert answer.accounting["chunks_hit"] == 0
+    engine.save(PREFIX, chunks, NAMESPACE)

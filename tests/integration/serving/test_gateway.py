@@ -117,7 +117,7 @@ def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytes
 def test_what_could_not_be_deleted_is_neither_found_nor_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FILLING) as gateway, Client(gateway.address, NAMESPACE) as client:
 
-        def silent(namespace: str, keys: Sequence[ChunkKey]) -> int:
+        def silent(namespace: str, keys: Sequence[ChunkKey], at_s: float) -> None:
             raise Unavailable("a shard does not answer")
 
         gateway.backend.delays = StubDelays(token_s=0.02)
@@ -130,7 +130,7 @@ def test_what_could_not_be_deleted_is_neither_found_nor_filled(monkeypatch: pyte
         (text,) = client.tokenize(PASSAGES[:1])
         key = ChunkKey.from_hex(text.key)
         assert gateway.gateway.known.knows(NAMESPACE, key)
-        monkeypatch.setattr(gateway.store, "delete", silent)
+        monkeypatch.setattr(gateway.store, "erase", silent)
         with pytest.raises(Unavailable, match="a shard does not answer"):
             client.delete_chunk(text.key)
         assert not gateway.gateway.known.knows(NAMESPACE, key)

@@ -38,6 +38,7 @@ from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
 from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
 from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.parking import Parking, is_parked
+from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.spans import add_span_keys, check_save, saved_copy
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
@@ -103,6 +104,7 @@ class SchedulerSide:
     store: ChunkStore
     planner: Planner
     gate: Gate
+    salts: Salts
     fingerprint: ModelFingerprint
     prefix_token_ids: tuple[int, ...]
     hash_block_size: int
@@ -138,6 +140,7 @@ class SchedulerSide:
             return
         try:
             params = KintsugiParams.from_mapping(values)
+            self.salts.apply(request, params.namespace)
             if params.op is not Op.OFF:
                 self._admit(request, params)
         except (InvalidField, NotBlendable) as error:
@@ -152,8 +155,7 @@ class SchedulerSide:
         self._check_blendable(request)
         if params.op is Op.AUDIT and not self.config.audits:
             raise NotBlendable("no_audits", "this engine audits nothing for its callers")
-        if request.cache_salt not in (None, params.namespace):
-            raise InvalidField("cache_salt", f"must be the namespace {params.namespace!r}, or left out")
+        self.salts.check(request, params.namespace)
         if self._lookups.num_waiting >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = self._space(params.namespace)
@@ -184,7 +186,7 @@ class SchedulerSide:
             if state.params.spans is not None:
                 self._fork(request, state, state.params.spans)
             else:
-                hashing.set_salt(request, params.namespace)
+                hashing.set_salt(request, self.salts.of(params.namespace))
             self._look_up(request, state)
 
     def _look_up(self, request: Request, state: _State) -> None:
@@ -235,7 +237,7 @@ class SchedulerSide:
         """Give blocks their own names from the first one on that is not all exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
         state.forked_at = first_block * self.hash_block_size
-        hashing.fork(request, first_block, tag, self.hash_block_size, state.space.namespace)
+        hashing.fork(request, first_block, tag, self.hash_block_size, self.salts.of(state.params.namespace))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
@@ -573,13 +575,14 @@ class SchedulerSide:
             return None
         if ttft is not None:
             predicted_ms = None if ttft.predicted_s is None else round(ttft.predicted_s * 1e3, 3)
-            measured_ms = round(ttft.measured_s * 1e3, 3)
-            accounting = dataclasses.replace(accounting, ttft_ms=measured_ms, predicted_ttft_ms=predicted_ms)
+            ttft_ms = round(ttft.measured_s * 1e3, 3)
+            accounting = dataclasses.replace(accounting, ttft_ms=ttft_ms, predicted_ttft_ms=predicted_ms)
         self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
 
     def close(self) -> None:
         self.gate.close()
+        self.salts.close()
         self._lookups.close()
 
 
@@ -594,5 +597,5 @@ def _check_calibrated(state: _State, hits: tuple[ChunkHit, ...], num_tokens: int
 def _decline(error: Exception) -> Accounting:
     """The accounting of a request that `error` keeps from being blended."""
     reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
-    is_defect = not isinstance(error, InvalidField | NotBlendable)
-    return Accounting(Outcome.DECLINED, reason=f"defect: {reason}" if is_defect else reason)
+    defect = "" if isinstance(error, InvalidField | NotBlendable) else "defect: "
+    return Accounting(Outcome.DECLINED, reason=defect + reason)

@@ -59,6 +59,8 @@ class KintsugiService:
             "PutChunks": (pb.PutChunksRequest, self.put_chunks),
             "GetChunk": (pb.GetChunkRequest, self.get_chunk),
             "DeleteChunk": (pb.DeleteChunkRequest, self.delete_chunk),
+            "DeleteDocument": (pb.DeleteDocumentRequest, self.delete_document),
+            "EraseNamespace": (pb.EraseNamespaceRequest, self.erase_namespace),
             "ListChunks": (pb.ListChunksRequest, self.list_chunks),
             "Prefetch": (pb.PrefetchChunksRequest, self.prefetch),
             "Tokenize": (pb.TokenizeRequest, self.tokenize),
@@ -145,8 +147,22 @@ class KintsugiService:
 
     async def delete_chunk(self, caller: Caller, request: pb.DeleteChunkRequest) -> pb.DeleteChunkResponse:
         key = wire.key_of(request.key, "key")
-        deleted = await self.gateway.delete_chunk(caller, request.namespace, key)
-        return pb.DeleteChunkResponse(deleted=deleted)
+        receipt = await self.gateway.delete_chunk(caller, request.namespace, key)
+        return pb.DeleteChunkResponse(deleted=receipt.was_there, receipt=wire.receipt_to_wire(receipt))
+
+    async def delete_document(
+        self, caller: Caller, request: pb.DeleteDocumentRequest
+    ) -> pb.DeleteDocumentResponse:
+        deleted, receipt = await self.gateway.delete_document(
+            caller, request.namespace, request.corpus, request.document_id
+        )
+        return pb.DeleteDocumentResponse(deleted=deleted, receipt=wire.receipt_to_wire(receipt))
+
+    async def erase_namespace(
+        self, caller: Caller, request: pb.EraseNamespaceRequest
+    ) -> pb.EraseNamespaceResponse:
+        receipt = await self.gateway.erase_namespace(caller, request.namespace)
+        return pb.EraseNamespaceResponse(receipt=wire.receipt_to_wire(receipt))
 
     async def list_chunks(self, caller: Caller, request: pb.ListChunksRequest) -> pb.ListChunksResponse:
         after = wire.key_of(request.page_token, "page_token") if request.page_token else None

@@ -14,6 +14,7 @@ from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway.erasing import Receipt
 from kintsugi.gateway.gateway import GatewayChunk, Put
 from kintsugi.gateway.prompts import Finished, GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment
@@ -153,6 +154,15 @@ def put_to_wire(put: Put) -> pb.PutResult:
         new=put.new,
         state=pb.PutState.Value(f"PUT_STATE_{put.state.name}"),
         reason=put.reason,
+    )
+
+
+def receipt_to_wire(receipt: Receipt) -> pb.ErasureReceipt:
+    return pb.ErasureReceipt(
+        namespace=receipt.namespace,
+        asked_at_s=receipt.asked_at_s,
+        gone_at_s=receipt.gone_at_s,
+        places=[pb.ErasedPlace(**vars(place)) for place in receipt.places],
     )
 
 

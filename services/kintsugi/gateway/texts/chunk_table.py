@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import xxhash
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.texts.known_texts import ChunkText
-from kintsugi.gateway.texts.lmdb_folder import read_lmdb_folder
+from kintsugi.gateway.texts.lmdb_folder import read_lmdb_folder, remove_lmdb_folder
 from kintsugi.precompute.database import Database
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunk BEGIN
     DELETE FROM share WHERE namespace = old.namespace AND chunks = 0;
 END;
 CREATE TABLE IF NOT EXISTS imported (source TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS followed (id INTEGER PRIMARY KEY CHECK (id = 0), cursor TEXT NOT NULL);
 """
 _LARGEST = """
 SELECT namespace, max(1.0 * chunks / ?, 1.0 * tokens / ?) AS held FROM (
@@ -89,6 +90,7 @@ class ChunkTable:
     def __init__(self, folder: Path | None, chunks_max: int, tokens_max: int) -> None:
         """Open or create the file in `folder`; without a folder the table lives in memory."""
         path = None if folder is None else folder / FILE_NAME
+        self._folder = folder
         self._chunks_max = chunks_max
         self._tokens_max = tokens_max
         self._writes = Database(path, _SCHEMA, SCHEMA_VERSION, _REMEDY)
@@ -150,6 +152,35 @@ class ChunkTable:
             for address, record in changes:
                 removed += self._replace(db, address, record)
             return removed + self._evict(db)
+
+    def erase(
+        self, namespace: str, keys: Collection[ChunkKey] | None, spared: Collection[ChunkKey]
+    ) -> list[Removed]:
+        """Delete chunks, all of the namespace for None, except those spared, and leave nothing of them in
+        files, nor of what was deleted before. Returns their texts."""
+        removed: list[Removed] = []
+        with self._writes.transaction() as db:
+            if keys is None:
+                rows = db.execute("SELECT key FROM chunk WHERE namespace = ?", (namespace,)).fetchall()
+                keys = [ChunkKey(key) for (key,) in rows]
+            for key in keys:
+                if key not in spared:
+                    removed += self._replace(db, (namespace, key), None)
+            self._evict(db)
+        self._writes.scrub()
+        if self._folder is not None:
+            remove_lmdb_folder(self._folder)
+        return removed
+
+    def read_cursor(self) -> str:
+        """Which erasures were followed so far; empty: none yet."""
+        with self._reads.open_read() as db:
+            row = db.execute("SELECT cursor FROM followed").fetchone()
+        return "" if row is None else str(row[0])
+
+    def write_cursor(self, cursor: str) -> None:
+        with self._writes.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO followed VALUES (0, ?)", (cursor,))
 
     def _replace(self, db: sqlite3.Connection, address: Address, record: Record | None) -> list[Removed]:
         where = (address[0], address[1].digest)

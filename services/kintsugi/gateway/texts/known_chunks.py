@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from kintsugi.core.errors import KintsugiError
@@ -30,6 +31,8 @@ CHUNKS_MAX = 200_000
 tokens: on disk, or in memory without a folder."""
 TOKENS_MAX = 128 << 20
 """Maximum number of tokens in all chunks together, 512 MiB: chunks may be long."""
+RECENT_MAX = 10_000
+"""Chunks whose time of the last `remember` is known. Erasures are heard of within seconds."""
 TOUCHED_MAX = 10_000
 """Maximum number of uses that wait for the next write; beyond it the oldest are dropped."""
 
@@ -54,6 +57,8 @@ class KnownChunks:
         """How many chunks have a text: each model's chunk of it has another key."""
         self._touched: OrderedDict[Address, None] = OrderedDict()
         """Chunks used since the last write, the oldest use first."""
+        self._recent: OrderedDict[Address, float] = OrderedDict()
+        """When chunks were remembered last, the latest last: an erasure spares what came after it."""
         self._table = ChunkTable(folder, chunks_max, tokens_max)
         for namespace, text in self._table.texts():
             self._add_text(namespace, text)
@@ -79,6 +84,11 @@ class KnownChunks:
     ) -> None:
         """Remember a chunk, and its text if that is what it was tokenised from. A later text replaces it."""
         address, known = (namespace, key), None if text is None else ChunkText.of(text)
+        with self._lock:
+            self._recent[address] = time.time()
+            self._recent.move_to_end(address)
+            if len(self._recent) > RECENT_MAX:
+                self._recent.popitem(last=False)
         before = self._get(address)
         if before is not None and known in (None, before.text):
             self._touch(address)
@@ -110,6 +120,34 @@ class KnownChunks:
 
     def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:
         self._write([((namespace, key), None) for key in keys])
+
+    def erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
+        """Forget chunks, all of the namespace for None, and leave nothing of them in files. Chunks that were
+        remembered after ``asked_at_s`` (Unix seconds) stay. Returns how many went. Raises as `ChunkTable`
+        does: then some may be left."""
+        with self._writing:
+            with self._lock:
+                spared = {
+                    key
+                    for (name, key), at_s in self._recent.items()
+                    if name == namespace and at_s > asked_at_s
+                }
+                for address in [one for one in self._touched if one[0] == namespace]:
+                    del self._touched[address]
+            before = len(self)
+            removed = self._table.erase(namespace, keys, spared)
+            with self._lock:
+                for name, text in removed:
+                    self._remove_text(name, text)
+            return before - len(self)
+
+    @property
+    def cursor(self) -> str:
+        """Which of the store's erasures were followed; empty: none yet. Raises as `ChunkTable` does."""
+        return self._table.read_cursor()
+
+    def set_cursor(self, cursor: str) -> None:
+        self._table.write_cursor(cursor)
 
     def _get(self, address: Address) -> Record | None:
         try:

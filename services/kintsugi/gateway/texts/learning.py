@@ -45,6 +45,8 @@ class Learner:
         self._fingerprint = ""
         self._after = 0
         self._task: asyncio.Task[None] | None = None
+        self.pause = asyncio.Lock()
+        """Held while a page is learnt: whoever erases from the index holds it meanwhile."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="kintsugi-learn")
@@ -65,7 +67,8 @@ class Learner:
         info = await self._info()
         if info.fingerprint != self._fingerprint:
             self._fingerprint, self._after = info.fingerprint, 0
-        return await asyncio.to_thread(self._learn_page)
+        async with self.pause:
+            return await asyncio.to_thread(self._learn_page)
 
     def _learn_page(self) -> int:
         if self._known.room <= 0:  # what clients use now is worth more than what a corpus holds besides

@@ -42,6 +42,12 @@ def read_lmdb_folder(folder: Path) -> Iterator[tuple[str, ChunkKey, bytes, Chunk
         raise Corrupted(f"{folder} holds no index of chunks ({error}); remove its data.mdb") from error
 
 
+def remove_lmdb_folder(folder: Path) -> None:
+    """Delete the files, which hold the tokens of chunks and have been imported."""
+    for name in ("data.mdb", "lock.mdb"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def _decode_record(name: bytes, value: bytes) -> tuple[int, ChunkText | None, bytes] | None:
     """Sequence number, text and tokens; None for a record that is damaged or of another program."""
     checked = name + value[8:]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -38,8 +38,8 @@ CACHED_TOKENS_MAX = 8 << 20
 """Maximum number of tokens of cached texts, 32 MiB."""
 
 Tokenize = Callable[[str], Sequence[int]]
-_Address = tuple[bytes, bytes]
-"""A chunk space and the digest of a text."""
+_Address = tuple[str, bytes, bytes]
+"""A namespace, a chunk space and the digest of a text."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,16 @@ class SegmentResolver:
         if new:
             await asyncio.to_thread(remember)
 
+    def forget(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
+        """Drop cached texts of chunks, all of the namespace for None."""
+        gone = [
+            address
+            for address, piece in self._pieces.items()
+            if address[0] == namespace and (keys is None or piece.key in keys)
+        ]
+        for address in gone:
+            self._cached_tokens -= self._pieces.pop(address).num_tokens
+
     async def _resolve_segments(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
     ) -> list[ResolvedSegment]:
@@ -270,7 +280,7 @@ class SegmentResolver:
 
 
 def _address(space: ChunkSpace, text: str) -> _Address:
-    return space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+    return space.namespace, space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 
 def _piece_of(

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkintsugi/rpc/v1/gateway.proto\x12\x0fkintsugi.rpc.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Q\n\x07\x43ontent\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x06tokens\x18\x02 \x01(\x0b\x32\x19.kintsugi.rpc.v1.TokenIdsH\x00\x42\t\n\x07\x63ontent\"s\n\tPutResult\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0b\n\x03new\x18\x03 \x01(\x08\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.kintsugi.rpc.v1.PutState\x12\x0e\n\x06reason\x18\x05 \x01(\t\"i\n\x0fPutChunkRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.kintsugi.rpc.v1.Content\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0c\n\x04wait\x18\x04 \x01(\x08\">\n\x10PutChunkResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.kintsugi.rpc.v1.PutResult\"k\n\x10PutChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12(\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Content\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"@\n\x11PutChunksResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.kintsugi.rpc.v1.PutResult\"{\n\tChunkInfo\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\r\n\x05known\x18\x07 \x01(\x08\"1\n\x0fGetChunkRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\"=\n\x10GetChunkResponse\x12)\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.kintsugi.rpc.v1.ChunkInfo\"4\n\x12\x44\x65leteChunkRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\"&\n\x13\x44\x65leteChunkResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"M\n\x11ListChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"Y\n\x12ListChunksResponse\x12*\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1a.kintsugi.rpc.v1.ChunkInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"e\n\rDocumentChunk\x12\x0e\n\x06\x63orpus\x18\x01 \x01(\t\x12\x13\n\x0b\x64ocument_id\x18\x02 \x01(\t\x12\x14\n\x07version\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05index\x18\x04 \x01(\rB\n\n\x08_version\"\xa9\x01\n\x07Segment\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x06tokens\x18\x02 \x01(\x0b\x32\x19.kintsugi.rpc.v1.TokenIdsH\x00\x12\x13\n\tchunk_key\x18\x03 \x01(\tH\x00\x12\x32\n\x08\x64ocument\x18\x04 \x01(\x0b\x32\x1e.kintsugi.rpc.v1.DocumentChunkH\x00\x12\r\n\x05plain\x18\x05 \x01(\x08\x42\t\n\x07\x63ontent\"V\n\x15PrefetchChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12*\n\x08segments\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Segment\"8\n\x16PrefetchChunksResponse\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\"\xc2\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12\x12\n\nextra_json\x18\r \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eos\"\xbc\x02\n\x0fGenerateRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12*\n\x08segments\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Segment\x12*\n\x08question\x18\x03 \x01(\x0b\x32\x18.kintsugi.rpc.v1.Content\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kintsugi.rpc.v1.Sampling\x12\x12\n\x05ratio\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08selector\x18\x06 \x01(\t\x12\x1a\n\radaptive_mass\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07\x65xplain\x18\x08 \x01(\x08\x12\x10\n\x08no_blend\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x42\x08\n\x06_ratioB\x10\n\x0e_adaptive_mass\":\n\x0fResolvedSegment\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\t\"i\n\x08Resolved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x08segments\x18\x02 \x03(\x0b\x32 .kintsugi.rpc.v1.ResolvedSegment\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"(\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xde\x01\n\x0c\x45xecutedPlan\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08selector\x18\x03 \x01(\t\x12\x12\n\x05ratio\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x63ost\x18\x05 \x01(\x01\x12\x12\n\nchunks_hit\x18\x06 \x01(\r\x12\x15\n\rchunks_missed\x18\x07 \x01(\r\x12\x12\n\ntokens_hit\x18\x08 \x01(\r\x12\x15\n\rtokens_missed\x18\t \x01(\r\x12\x19\n\x11tokens_recomputed\x18\n \x01(\rB\x08\n\x06_ratio\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb3\x01\n\x08\x46inished\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x1d.kintsugi.rpc.v1.ExecutedPlan\x12+\n\naccounting\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12%\n\x05usage\x18\x04 \x01(\x0b\x32\x16.kintsugi.rpc.v1.Usage\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x01\"\xa2\x01\n\x10GenerateResponse\x12-\n\x08resolved\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.ResolvedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.kintsugi.rpc.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.kintsugi.rpc.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"3\n\x0fTokenizeRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\"/\n\rTokenizedText\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0b\n\x03key\x18\x02 \x01(\t\"A\n\x10TokenizeResponse\x12-\n\x05texts\x18\x01 \x03(\x0b\x32\x1e.kintsugi.rpc.v1.TokenizedText*\x80\x01\n\x08PutState\x12\x19\n\x15PUT_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11PUT_STATE_PRESENT\x10\x01\x12\x14\n\x10PUT_STATE_STORED\x10\x02\x12\x16\n\x12PUT_STATE_ACCEPTED\x10\x03\x12\x14\n\x10PUT_STATE_FAILED\x10\x04\x32\xb2\x05\n\x08Kintsugi\x12O\n\x08PutChunk\x12 .kintsugi.rpc.v1.PutChunkRequest\x1a!.kintsugi.rpc.v1.PutChunkResponse\x12R\n\tPutChunks\x12!.kintsugi.rpc.v1.PutChunksRequest\x1a\".kintsugi.rpc.v1.PutChunksResponse\x12O\n\x08GetChunk\x12 .kintsugi.rpc.v1.GetChunkRequest\x1a!.kintsugi.rpc.v1.GetChunkResponse\x12X\n\x0b\x44\x65leteChunk\x12#.kintsugi.rpc.v1.DeleteChunkRequest\x1a$.kintsugi.rpc.v1.DeleteChunkResponse\x12U\n\nListChunks\x12\".kintsugi.rpc.v1.ListChunksRequest\x1a#.kintsugi.rpc.v1.ListChunksResponse\x12[\n\x08Prefetch\x12&.kintsugi.rpc.v1.PrefetchChunksRequest\x1a\'.kintsugi.rpc.v1.PrefetchChunksResponse\x12Q\n\x08Generate\x12 .kintsugi.rpc.v1.GenerateRequest\x1a!.kintsugi.rpc.v1.GenerateResponse0\x01\x12O\n\x08Tokenize\x12 .kintsugi.rpc.v1.TokenizeRequest\x1a!.kintsugi.rpc.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkintsugi/rpc/v1/gateway.proto\x12\x0fkintsugi.rpc.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Q\n\x07\x43ontent\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x06tokens\x18\x02 \x01(\x0b\x32\x19.kintsugi.rpc.v1.TokenIdsH\x00\x42\t\n\x07\x63ontent\"s\n\tPutResult\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0b\n\x03new\x18\x03 \x01(\x08\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.kintsugi.rpc.v1.PutState\x12\x0e\n\x06reason\x18\x05 \x01(\t\"i\n\x0fPutChunkRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.kintsugi.rpc.v1.Content\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0c\n\x04wait\x18\x04 \x01(\x08\">\n\x10PutChunkResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.kintsugi.rpc.v1.PutResult\"k\n\x10PutChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12(\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Content\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"@\n\x11PutChunksResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.kintsugi.rpc.v1.PutResult\"{\n\tChunkInfo\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\r\n\x05known\x18\x07 \x01(\x08\"1\n\x0fGetChunkRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\"=\n\x10GetChunkResponse\x12)\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.kintsugi.rpc.v1.ChunkInfo\"4\n\x12\x44\x65leteChunkRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\"X\n\x13\x44\x65leteChunkResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\x12\x30\n\x07receipt\x18\x02 \x01(\x0b\x32\x1f.kintsugi.rpc.v1.ErasureReceipt\"R\n\x0b\x45rasedPlace\x12\r\n\x05place\x18\x01 \x01(\t\x12\r\n\x05items\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x11\n\tgone_at_s\x18\x04 \x01(\x01\"x\n\x0e\x45rasureReceipt\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\nasked_at_s\x18\x02 \x01(\x01\x12\x11\n\tgone_at_s\x18\x03 \x01(\x01\x12,\n\x06places\x18\x04 \x03(\x0b\x32\x1c.kintsugi.rpc.v1.ErasedPlace\"O\n\x15\x44\x65leteDocumentRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06\x63orpus\x18\x02 \x01(\t\x12\x13\n\x0b\x64ocument_id\x18\x03 \x01(\t\"[\n\x16\x44\x65leteDocumentResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\x12\x30\n\x07receipt\x18\x02 \x01(\x0b\x32\x1f.kintsugi.rpc.v1.ErasureReceipt\"*\n\x15\x45raseNamespaceRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\"J\n\x16\x45raseNamespaceResponse\x12\x30\n\x07receipt\x18\x01 \x01(\x0b\x32\x1f.kintsugi.rpc.v1.ErasureReceipt\"M\n\x11ListChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"Y\n\x12ListChunksResponse\x12*\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1a.kintsugi.rpc.v1.ChunkInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"e\n\rDocumentChunk\x12\x0e\n\x06\x63orpus\x18\x01 \x01(\t\x12\x13\n\x0b\x64ocument_id\x18\x02 \x01(\t\x12\x14\n\x07version\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05index\x18\x04 \x01(\rB\n\n\x08_version\"\xa9\x01\n\x07Segment\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x06tokens\x18\x02 \x01(\x0b\x32\x19.kintsugi.rpc.v1.TokenIdsH\x00\x12\x13\n\tchunk_key\x18\x03 \x01(\tH\x00\x12\x32\n\x08\x64ocument\x18\x04 \x01(\x0b\x32\x1e.kintsugi.rpc.v1.DocumentChunkH\x00\x12\r\n\x05plain\x18\x05 \x01(\x08\x42\t\n\x07\x63ontent\"V\n\x15PrefetchChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12*\n\x08segments\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Segment\"8\n\x16PrefetchChunksResponse\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\"\xc2\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12\x12\n\nextra_json\x18\r \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eos\"\xbc\x02\n\x0fGenerateRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12*\n\x08segments\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Segment\x12*\n\x08question\x18\x03 \x01(\x0b\x32\x18.kintsugi.rpc.v1.Content\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kintsugi.rpc.v1.Sampling\x12\x12\n\x05ratio\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08selector\x18\x06 \x01(\t\x12\x1a\n\radaptive_mass\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07\x65xplain\x18\x08 \x01(\x08\x12\x10\n\x08no_blend\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x42\x08\n\x06_ratioB\x10\n\x0e_adaptive_mass\":\n\x0fResolvedSegment\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\t\"i\n\x08Resolved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x08segments\x18\x02 \x03(\x0b\x32 .kintsugi.rpc.v1.ResolvedSegment\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"(\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xde\x01\n\x0c\x45xecutedPlan\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08selector\x18\x03 \x01(\t\x12\x12\n\x05ratio\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x63ost\x18\x05 \x01(\x01\x12\x12\n\nchunks_hit\x18\x06 \x01(\r\x12\x15\n\rchunks_missed\x18\x07 \x01(\r\x12\x12\n\ntokens_hit\x18\x08 \x01(\r\x12\x15\n\rtokens_missed\x18\t \x01(\r\x12\x19\n\x11tokens_recomputed\x18\n \x01(\rB\x08\n\x06_ratio\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb3\x01\n\x08\x46inished\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x1d.kintsugi.rpc.v1.ExecutedPlan\x12+\n\naccounting\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12%\n\x05usage\x18\x04 \x01(\x0b\x32\x16.kintsugi.rpc.v1.Usage\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x01\"\xa2\x01\n\x10GenerateResponse\x12-\n\x08resolved\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.ResolvedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.kintsugi.rpc.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.kintsugi.rpc.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"3\n\x0fTokenizeRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\"/\n\rTokenizedText\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0b\n\x03key\x18\x02 \x01(\t\"A\n\x10TokenizeResponse\x12-\n\x05texts\x18\x01 \x03(\x0b\x32\x1e.kintsugi.rpc.v1.TokenizedText*\x80\x01\n\x08PutState\x12\x19\n\x15PUT_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11PUT_STATE_PRESENT\x10\x01\x12\x14\n\x10PUT_STATE_STORED\x10\x02\x12\x16\n\x12PUT_STATE_ACCEPTED\x10\x03\x12\x14\n\x10PUT_STATE_FAILED\x10\x04\x32\xf8\x06\n\x08Kintsugi\x12O\n\x08PutChunk\x12 .kintsugi.rpc.v1.PutChunkRequest\x1a!.kintsugi.rpc.v1.PutChunkResponse\x12R\n\tPutChunks\x12!.kintsugi.rpc.v1.PutChunksRequest\x1a\".kintsugi.rpc.v1.PutChunksResponse\x12O\n\x08GetChunk\x12 .kintsugi.rpc.v1.GetChunkRequest\x1a!.kintsugi.rpc.v1.GetChunkResponse\x12X\n\x0b\x44\x65leteChunk\x12#.kintsugi.rpc.v1.DeleteChunkRequest\x1a$.kintsugi.rpc.v1.DeleteChunkResponse\x12\x61\n\x0e\x44\x65leteDocument\x12&.kintsugi.rpc.v1.DeleteDocumentRequest\x1a\'.kintsugi.rpc.v1.DeleteDocumentResponse\x12\x61\n\x0e\x45raseNamespace\x12&.kintsugi.rpc.v1.EraseNamespaceRequest\x1a\'.kintsugi.rpc.v1.EraseNamespaceResponse\x12U\n\nListChunks\x12\".kintsugi.rpc.v1.ListChunksRequest\x1a#.kintsugi.rpc.v1.ListChunksResponse\x12[\n\x08Prefetch\x12&.kintsugi.rpc.v1.PrefetchChunksRequest\x1a\'.kintsugi.rpc.v1.PrefetchChunksResponse\x12Q\n\x08Generate\x12 .kintsugi.rpc.v1.GenerateRequest\x1a!.kintsugi.rpc.v1.GenerateResponse0\x01\x12O\n\x08Tokenize\x12 .kintsugi.rpc.v1.TokenizeRequest\x1a!.kintsugi.rpc.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kintsugi.rpc.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUTSTATE']._serialized_start=3380
-  _globals['_PUTSTATE']._serialized_end=3508
+  _globals['_PUTSTATE']._serialized_start=3930
+  _globals['_PUTSTATE']._serialized_end=4058
   _globals['_TOKENIDS']._serialized_start=80
   _globals['_TOKENIDS']._serialized_end=103
   _globals['_CONTENT']._serialized_start=105
@@ -57,43 +57,55 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETECHUNKREQUEST']._serialized_start=890
   _globals['_DELETECHUNKREQUEST']._serialized_end=942
   _globals['_DELETECHUNKRESPONSE']._serialized_start=944
-  _globals['_DELETECHUNKRESPONSE']._serialized_end=982
-  _globals['_LISTCHUNKSREQUEST']._serialized_start=984
-  _globals['_LISTCHUNKSREQUEST']._serialized_end=1061
-  _globals['_LISTCHUNKSRESPONSE']._serialized_start=1063
-  _globals['_LISTCHUNKSRESPONSE']._serialized_end=1152
-  _globals['_DOCUMENTCHUNK']._serialized_start=1154
-  _globals['_DOCUMENTCHUNK']._serialized_end=1255
-  _globals['_SEGMENT']._serialized_start=1258
-  _globals['_SEGMENT']._serialized_end=1427
-  _globals['_PREFETCHCHUNKSREQUEST']._serialized_start=1429
-  _globals['_PREFETCHCHUNKSREQUEST']._serialized_end=1515
-  _globals['_PREFETCHCHUNKSRESPONSE']._serialized_start=1517
-  _globals['_PREFETCHCHUNKSRESPONSE']._serialized_end=1573
-  _globals['_SAMPLING']._serialized_start=1576
-  _globals['_SAMPLING']._serialized_end=2026
-  _globals['_GENERATEREQUEST']._serialized_start=2029
-  _globals['_GENERATEREQUEST']._serialized_end=2345
-  _globals['_RESOLVEDSEGMENT']._serialized_start=2347
-  _globals['_RESOLVEDSEGMENT']._serialized_end=2405
-  _globals['_RESOLVED']._serialized_start=2407
-  _globals['_RESOLVED']._serialized_end=2512
-  _globals['_DELTA']._serialized_start=2514
-  _globals['_DELTA']._serialized_end=2554
-  _globals['_EXECUTEDPLAN']._serialized_start=2557
-  _globals['_EXECUTEDPLAN']._serialized_end=2779
-  _globals['_USAGE']._serialized_start=2781
-  _globals['_USAGE']._serialized_end=2861
-  _globals['_FINISHED']._serialized_start=2864
-  _globals['_FINISHED']._serialized_end=3043
-  _globals['_GENERATERESPONSE']._serialized_start=3046
-  _globals['_GENERATERESPONSE']._serialized_end=3208
-  _globals['_TOKENIZEREQUEST']._serialized_start=3210
-  _globals['_TOKENIZEREQUEST']._serialized_end=3261
-  _globals['_TOKENIZEDTEXT']._serialized_start=3263
-  _globals['_TOKENIZEDTEXT']._serialized_end=3310
-  _globals['_TOKENIZERESPONSE']._serialized_start=3312
-  _globals['_TOKENIZERESPONSE']._serialized_end=3377
-  _globals['_KINTSUGI']._serialized_start=3511
-  _globals['_KINTSUGI']._serialized_end=4201
+  _globals['_DELETECHUNKRESPONSE']._serialized_end=1032
+  _globals['_ERASEDPLACE']._serialized_start=1034
+  _globals['_ERASEDPLACE']._serialized_end=1116
+  _globals['_ERASURERECEIPT']._serialized_start=1118
+  _globals['_ERASURERECEIPT']._serialized_end=1238
+  _globals['_DELETEDOCUMENTREQUEST']._serialized_start=1240
+  _globals['_DELETEDOCUMENTREQUEST']._serialized_end=1319
+  _globals['_DELETEDOCUMENTRESPONSE']._serialized_start=1321
+  _globals['_DELETEDOCUMENTRESPONSE']._serialized_end=1412
+  _globals['_ERASENAMESPACEREQUEST']._serialized_start=1414
+  _globals['_ERASENAMESPACEREQUEST']._serialized_end=1456
+  _globals['_ERASENAMESPACERESPONSE']._serialized_start=1458
+  _globals['_ERASENAMESPACERESPONSE']._serialized_end=1532
+  _globals['_LISTCHUNKSREQUEST']._serialized_start=1534
+  _globals['_LISTCHUNKSREQUEST']._serialized_end=1611
+  _globals['_LISTCHUNKSRESPONSE']._serialized_start=1613
+  _globals['_LISTCHUNKSRESPONSE']._serialized_end=1702
+  _globals['_DOCUMENTCHUNK']._serialized_start=1704
+  _globals['_DOCUMENTCHUNK']._serialized_end=1805
+  _globals['_SEGMENT']._serialized_start=1808
+  _globals['_SEGMENT']._serialized_end=1977
+  _globals['_PREFETCHCHUNKSREQUEST']._serialized_start=1979
+  _globals['_PREFETCHCHUNKSREQUEST']._serialized_end=2065
+  _globals['_PREFETCHCHUNKSRESPONSE']._serialized_start=2067
+  _globals['_PREFETCHCHUNKSRESPONSE']._serialized_end=2123
+  _globals['_SAMPLING']._serialized_start=2126
+  _globals['_SAMPLING']._serialized_end=2576
+  _globals['_GENERATEREQUEST']._serialized_start=2579
+  _globals['_GENERATEREQUEST']._serialized_end=2895
+  _globals['_RESOLVEDSEGMENT']._serialized_start=2897
+  _globals['_RESOLVEDSEGMENT']._serialized_end=2955
+  _globals['_RESOLVED']._serialized_start=2957
+  _globals['_RESOLVED']._serialized_end=3062
+  _globals['_DELTA']._serialized_start=3064
+  _globals['_DELTA']._serialized_end=3104
+  _globals['_EXECUTEDPLAN']._serialized_start=3107
+  _globals['_EXECUTEDPLAN']._serialized_end=3329
+  _globals['_USAGE']._serialized_start=3331
+  _globals['_USAGE']._serialized_end=3411
+  _globals['_FINISHED']._serialized_start=3414
+  _globals['_FINISHED']._serialized_end=3593
+  _globals['_GENERATERESPONSE']._serialized_start=3596
+  _globals['_GENERATERESPONSE']._serialized_end=3758
+  _globals['_TOKENIZEREQUEST']._serialized_start=3760
+  _globals['_TOKENIZEREQUEST']._serialized_end=3811
+  _globals['_TOKENIZEDTEXT']._serialized_start=3813
+  _globals['_TOKENIZEDTEXT']._serialized_end=3860
+  _globals['_TOKENIZERESPONSE']._serialized_start=3862
+  _globals['_TOKENIZERESPONSE']._serialized_end=3927
+  _globals['_KINTSUGI']._serialized_start=4061
+  _globals['_KINTSUGI']._serialized_end=4949
 # @@protoc_insertion_point(module_scope)

@@ -304,16 +304,154 @@ class DeleteChunkResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DELETED_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
     deleted: builtins.bool
     """Whether it was there."""
+    @property
+    def receipt(self) -> global___ErasureReceipt: ...
     def __init__(
         self,
         *,
         deleted: builtins.bool = ...,
+        receipt: global___ErasureReceipt | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deleted", b"deleted"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deleted", b"deleted", "receipt", b"receipt"]) -> None: ...
 
 global___DeleteChunkResponse = DeleteChunkResponse
+
+@typing.final
+class ErasedPlace(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    GONE_AT_S_FIELD_NUMBER: builtins.int
+    place: builtins.str
+    """Such as `shard 6f1c…/ssd0`, `known texts`, `ledger`, `caches`."""
+    items: builtins.int
+    """Copies of chunks; 0 where nothing was, or where nobody counts."""
+    size_bytes: builtins.int
+    """0 where nobody counts."""
+    gone_at_s: builtins.float
+    """Unix seconds."""
+    def __init__(
+        self,
+        *,
+        place: builtins.str = ...,
+        items: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        gone_at_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gone_at_s", b"gone_at_s", "items", b"items", "place", b"place", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___ErasedPlace = ErasedPlace
+
+@typing.final
+class ErasureReceipt(google.protobuf.message.Message):
+    """Where something was, and when it was gone there. See docs/ERASURE.md for what it does not speak of."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    ASKED_AT_S_FIELD_NUMBER: builtins.int
+    GONE_AT_S_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    asked_at_s: builtins.float
+    """Unix seconds."""
+    gone_at_s: builtins.float
+    """When the last place was gone, in Unix seconds. Caches of other gateways and of engines follow within
+    seconds: for DeleteChunk this may lie ahead of the answer.
+    """
+    @property
+    def places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ErasedPlace]: ...
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        asked_at_s: builtins.float = ...,
+        gone_at_s: builtins.float = ...,
+        places: collections.abc.Iterable[global___ErasedPlace] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_at_s", b"asked_at_s", "gone_at_s", b"gone_at_s", "namespace", b"namespace", "places", b"places"]) -> None: ...
+
+global___ErasureReceipt = ErasureReceipt
+
+@typing.final
+class DeleteDocumentRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    CORPUS_FIELD_NUMBER: builtins.int
+    DOCUMENT_ID_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    corpus: builtins.str
+    document_id: builtins.str
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        corpus: builtins.str = ...,
+        document_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["corpus", b"corpus", "document_id", b"document_id", "namespace", b"namespace"]) -> None: ...
+
+global___DeleteDocumentRequest = DeleteDocumentRequest
+
+@typing.final
+class DeleteDocumentResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    deleted: builtins.bool
+    """Whether the ledger had it."""
+    @property
+    def receipt(self) -> global___ErasureReceipt: ...
+    def __init__(
+        self,
+        *,
+        deleted: builtins.bool = ...,
+        receipt: global___ErasureReceipt | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deleted", b"deleted", "receipt", b"receipt"]) -> None: ...
+
+global___DeleteDocumentResponse = DeleteDocumentResponse
+
+@typing.final
+class EraseNamespaceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+
+global___EraseNamespaceRequest = EraseNamespaceRequest
+
+@typing.final
+class EraseNamespaceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECEIPT_FIELD_NUMBER: builtins.int
+    @property
+    def receipt(self) -> global___ErasureReceipt: ...
+    def __init__(
+        self,
+        *,
+        receipt: global___ErasureReceipt | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["receipt", b"receipt"]) -> None: ...
+
+global___EraseNamespaceResponse = EraseNamespaceResponse
 
 @typing.final
 class ListChunksRequest(google.protobuf.message.Message):

@@ -54,6 +54,16 @@ class KintsugiStub(object):
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteChunkRequest.SerializeToString,
                 response_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteChunkResponse.FromString,
                 _registered_method=True)
+        self.DeleteDocument = channel.unary_unary(
+                '/kintsugi.rpc.v1.Kintsugi/DeleteDocument',
+                request_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteDocumentRequest.SerializeToString,
+                response_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteDocumentResponse.FromString,
+                _registered_method=True)
+        self.EraseNamespace = channel.unary_unary(
+                '/kintsugi.rpc.v1.Kintsugi/EraseNamespace',
+                request_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.EraseNamespaceRequest.SerializeToString,
+                response_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.EraseNamespaceResponse.FromString,
+                _registered_method=True)
         self.ListChunks = channel.unary_unary(
                 '/kintsugi.rpc.v1.Kintsugi/ListChunks',
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.ListChunksRequest.SerializeToString,
@@ -101,7 +111,22 @@ class KintsugiServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteChunk(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Erases a chunk: its bytes are gone from the store when the call returns.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteDocument(self, request, context):
+        """Erases a document of a precomputed corpus, and every chunk of it that no other document has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EraseNamespace(self, request, context):
+        """Erases everything that is stored of a namespace.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -157,6 +182,16 @@ def add_KintsugiServicer_to_server(servicer, server):
                     servicer.DeleteChunk,
                     request_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteChunkRequest.FromString,
                     response_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteChunkResponse.SerializeToString,
+            ),
+            'DeleteDocument': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteDocument,
+                    request_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteDocumentRequest.FromString,
+                    response_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteDocumentResponse.SerializeToString,
+            ),
+            'EraseNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.EraseNamespace,
+                    request_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.EraseNamespaceRequest.FromString,
+                    response_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.EraseNamespaceResponse.SerializeToString,
             ),
             'ListChunks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListChunks,
@@ -287,6 +322,60 @@ class Kintsugi(object):
             '/kintsugi.rpc.v1.Kintsugi/DeleteChunk',
             kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteChunkRequest.SerializeToString,
             kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteDocument(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kintsugi.rpc.v1.Kintsugi/DeleteDocument',
+            kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteDocumentRequest.SerializeToString,
+            kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.DeleteDocumentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EraseNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kintsugi.rpc.v1.Kintsugi/EraseNamespace',
+            kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.EraseNamespaceRequest.SerializeToString,
+            kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.EraseNamespaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

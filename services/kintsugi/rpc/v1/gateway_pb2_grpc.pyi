@@ -47,6 +47,19 @@ class KintsugiStub:
         kintsugi.rpc.v1.gateway_pb2.DeleteChunkRequest,
         kintsugi.rpc.v1.gateway_pb2.DeleteChunkResponse,
     ]
+    """Erases a chunk: its bytes are gone from the store when the call returns."""
+
+    DeleteDocument: grpc.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.gateway_pb2.DeleteDocumentRequest,
+        kintsugi.rpc.v1.gateway_pb2.DeleteDocumentResponse,
+    ]
+    """Erases a document of a precomputed corpus, and every chunk of it that no other document has."""
+
+    EraseNamespace: grpc.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.gateway_pb2.EraseNamespaceRequest,
+        kintsugi.rpc.v1.gateway_pb2.EraseNamespaceResponse,
+    ]
+    """Erases everything that is stored of a namespace."""
 
     ListChunks: grpc.UnaryUnaryMultiCallable[
         kintsugi.rpc.v1.gateway_pb2.ListChunksRequest,
@@ -97,6 +110,19 @@ class KintsugiAsyncStub:
         kintsugi.rpc.v1.gateway_pb2.DeleteChunkRequest,
         kintsugi.rpc.v1.gateway_pb2.DeleteChunkResponse,
     ]
+    """Erases a chunk: its bytes are gone from the store when the call returns."""
+
+    DeleteDocument: grpc.aio.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.gateway_pb2.DeleteDocumentRequest,
+        kintsugi.rpc.v1.gateway_pb2.DeleteDocumentResponse,
+    ]
+    """Erases a document of a precomputed corpus, and every chunk of it that no other document has."""
+
+    EraseNamespace: grpc.aio.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.gateway_pb2.EraseNamespaceRequest,
+        kintsugi.rpc.v1.gateway_pb2.EraseNamespaceResponse,
+    ]
+    """Erases everything that is stored of a namespace."""
 
     ListChunks: grpc.aio.UnaryUnaryMultiCallable[
         kintsugi.rpc.v1.gateway_pb2.ListChunksRequest,
@@ -154,7 +180,24 @@ class KintsugiServicer(metaclass=abc.ABCMeta):
         self,
         request: kintsugi.rpc.v1.gateway_pb2.DeleteChunkRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kintsugi.rpc.v1.gateway_pb2.DeleteChunkResponse, collections.abc.Awaitable[kintsugi.rpc.v1.gateway_pb2.DeleteChunkResponse]]: ...
+    ) -> typing.Union[kintsugi.rpc.v1.gateway_pb2.DeleteChunkResponse, collections.abc.Awaitable[kintsugi.rpc.v1.gateway_pb2.DeleteChunkResponse]]:
+        """Erases a chunk: its bytes are gone from the store when the call returns."""
+
+    @abc.abstractmethod
+    def DeleteDocument(
+        self,
+        request: kintsugi.rpc.v1.gateway_pb2.DeleteDocumentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kintsugi.rpc.v1.gateway_pb2.DeleteDocumentResponse, collections.abc.Awaitable[kintsugi.rpc.v1.gateway_pb2.DeleteDocumentResponse]]:
+        """Erases a document of a precomputed corpus, and every chunk of it that no other document has."""
+
+    @abc.abstractmethod
+    def EraseNamespace(
+        self,
+        request: kintsugi.rpc.v1.gateway_pb2.EraseNamespaceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kintsugi.rpc.v1.gateway_pb2.EraseNamespaceResponse, collections.abc.Awaitable[kintsugi.rpc.v1.gateway_pb2.EraseNamespaceResponse]]:
+        """Erases everything that is stored of a namespace."""
 
     @abc.abstractmethod
     def ListChunks(

@@ -619,7 +619,15 @@ class DeleteRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    ERASE_FIELD_NUMBER: builtins.int
+    AT_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
+    erase: builtins.bool
+    """Leave none of the bytes in the shard, and record the erasure for caches and for shards that are away.
+    Answered once the bytes are gone.
+    """
+    at_s: builtins.float
+    """With `erase`: when it was asked for, in Unix seconds. 0: now."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -627,8 +635,10 @@ class DeleteRequest(google.protobuf.message.Message):
         *,
         namespace: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        erase: builtins.bool = ...,
+        at_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "erase", b"erase", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
 
 global___DeleteRequest = DeleteRequest
 
@@ -637,15 +647,149 @@ class DeleteResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DELETED_FIELD_NUMBER: builtins.int
+    ERASED_FIELD_NUMBER: builtins.int
     deleted: builtins.int
+    @property
+    def erased(self) -> global___Erased:
+        """With `erase`; a shard of an older version leaves it out."""
+
     def __init__(
         self,
         *,
         deleted: builtins.int = ...,
+        erased: global___Erased | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deleted", b"deleted"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_erased", b"_erased", "erased", b"erased"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_erased", b"_erased", "deleted", b"deleted", "erased", b"erased"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_erased", b"_erased"]) -> typing.Literal["erased"] | None: ...
 
 global___DeleteResponse = DeleteResponse
+
+@typing.final
+class ErasedTier(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    """`ram`, or the name of the SSD tier."""
+    chunks: builtins.int
+    size_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        chunks: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "size_bytes", b"size_bytes", "tier", b"tier"]) -> None: ...
+
+global___ErasedTier = ErasedTier
+
+@typing.final
+class Erased(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    GONE_AT_S_FIELD_NUMBER: builtins.int
+    shard_id: builtins.str
+    gone_at_s: builtins.float
+    """When their bytes were gone, in Unix seconds by the shard's clock."""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ErasedTier]:
+        """Tiers that held some of the chunks."""
+
+    def __init__(
+        self,
+        *,
+        shard_id: builtins.str = ...,
+        tiers: collections.abc.Iterable[global___ErasedTier] | None = ...,
+        gone_at_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gone_at_s", b"gone_at_s", "shard_id", b"shard_id", "tiers", b"tiers"]) -> None: ...
+
+global___Erased = Erased
+
+@typing.final
+class Erasure(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    AT_S_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    key: builtins.bytes
+    """Empty: the whole namespace."""
+    at_s: builtins.float
+    """When it was asked for, in Unix seconds."""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        key: builtins.bytes = ...,
+        at_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "key", b"key", "namespace", b"namespace"]) -> None: ...
+
+global___Erasure = Erasure
+
+@typing.final
+class ListErasuresRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: builtins.int
+    SHARD_ID_FIELD_NUMBER: builtins.int
+    LEARNED_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    after: builtins.int
+    """Erasures with higher numbers are listed. Absent: none, only `next` is answered."""
+    shard_id: builtins.str
+    """The shard that `after` is of; any other one answers from its first erasure on."""
+    learned: builtins.bool
+    """List those as well that the shard has learned from another shard."""
+    limit: builtins.int
+    def __init__(
+        self,
+        *,
+        after: builtins.int | None = ...,
+        shard_id: builtins.str = ...,
+        learned: builtins.bool = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_after", b"_after", "after", b"after"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after", "learned", b"learned", "limit", b"limit", "shard_id", b"shard_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_after", b"_after"]) -> typing.Literal["after"] | None: ...
+
+global___ListErasuresRequest = ListErasuresRequest
+
+@typing.final
+class ListErasuresResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: builtins.int
+    ERASURES_FIELD_NUMBER: builtins.int
+    NEXT_FIELD_NUMBER: builtins.int
+    FORGOTTEN_FIELD_NUMBER: builtins.int
+    shard_id: builtins.str
+    next: builtins.int
+    """What `after` is in the next call. As it was: nothing more is there yet."""
+    forgotten: builtins.int
+    """Erasures up to this number are forgotten."""
+    @property
+    def erasures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Erasure]: ...
+    def __init__(
+        self,
+        *,
+        shard_id: builtins.str = ...,
+        erasures: collections.abc.Iterable[global___Erasure] | None = ...,
+        next: builtins.int = ...,
+        forgotten: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["erasures", b"erasures", "forgotten", b"forgotten", "next", b"next", "shard_id", b"shard_id"]) -> None: ...
+
+global___ListErasuresResponse = ListErasuresResponse
 
 @typing.final
 class ListRequest(google.protobuf.message.Message):
@@ -691,13 +835,20 @@ class ClearRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
+    ERASE_FIELD_NUMBER: builtins.int
+    AT_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
+    erase: builtins.bool
+    """As in `DeleteRequest`."""
+    at_s: builtins.float
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
+        erase: builtins.bool = ...,
+        at_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "erase", b"erase", "namespace", b"namespace"]) -> None: ...
 
 global___ClearRequest = ClearRequest
 
@@ -706,13 +857,19 @@ class ClearResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DELETED_FIELD_NUMBER: builtins.int
+    ERASED_FIELD_NUMBER: builtins.int
     deleted: builtins.int
+    @property
+    def erased(self) -> global___Erased: ...
     def __init__(
         self,
         *,
         deleted: builtins.int = ...,
+        erased: global___Erased | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deleted", b"deleted"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_erased", b"_erased", "erased", b"erased"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_erased", b"_erased", "deleted", b"deleted", "erased", b"erased"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_erased", b"_erased"]) -> typing.Literal["erased"] | None: ...
 
 global___ClearResponse = ClearResponse
 

@@ -119,6 +119,11 @@ class ChunkStoreStub(object):
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.LeaseLayersRequest.SerializeToString,
                 response_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.LeaseLayersResponse.FromString,
                 _registered_method=True)
+        self.ListErasures = channel.unary_unary(
+                '/kintsugi.rpc.v1.ChunkStore/ListErasures',
+                request_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresRequest.SerializeToString,
+                response_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresResponse.FromString,
+                _registered_method=True)
 
 
 class ChunkStoreServicer(object):
@@ -233,6 +238,14 @@ class ChunkStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListErasures(self, request, context):
+        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+        them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChunkStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -320,6 +333,11 @@ def add_ChunkStoreServicer_to_server(servicer, server):
                     servicer.LeaseLayers,
                     request_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.LeaseLayersRequest.FromString,
                     response_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.LeaseLayersResponse.SerializeToString,
+            ),
+            'ListErasures': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListErasures,
+                    request_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresRequest.FromString,
+                    response_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -781,6 +799,33 @@ class ChunkStore(object):
             '/kintsugi.rpc.v1.ChunkStore/LeaseLayers',
             kintsugi_dot_rpc_dot_v1_dot_store__pb2.LeaseLayersRequest.SerializeToString,
             kintsugi_dot_rpc_dot_v1_dot_store__pb2.LeaseLayersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListErasures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kintsugi.rpc.v1.ChunkStore/ListErasures',
+            kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresRequest.SerializeToString,
+            kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -119,6 +119,14 @@ class ChunkStoreStub:
         kintsugi.rpc.v1.store_pb2.LeaseLayersResponse,
     ]
 
+    ListErasures: grpc.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
+        kintsugi.rpc.v1.store_pb2.ListErasuresResponse,
+    ]
+    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+    them.
+    """
+
 class ChunkStoreAsyncStub:
     Lookup: grpc.aio.UnaryUnaryMultiCallable[
         kintsugi.rpc.v1.store_pb2.LookupRequest,
@@ -211,6 +219,14 @@ class ChunkStoreAsyncStub:
         kintsugi.rpc.v1.store_pb2.LeaseLayersRequest,
         kintsugi.rpc.v1.store_pb2.LeaseLayersResponse,
     ]
+
+    ListErasures: grpc.aio.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
+        kintsugi.rpc.v1.store_pb2.ListErasuresResponse,
+    ]
+    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+    them.
+    """
 
 class ChunkStoreServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -338,5 +354,15 @@ class ChunkStoreServicer(metaclass=abc.ABCMeta):
         request: kintsugi.rpc.v1.store_pb2.LeaseLayersRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kintsugi.rpc.v1.store_pb2.LeaseLayersResponse], collections.abc.AsyncIterator[kintsugi.rpc.v1.store_pb2.LeaseLayersResponse]]: ...
+
+    @abc.abstractmethod
+    def ListErasures(
+        self,
+        request: kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kintsugi.rpc.v1.store_pb2.ListErasuresResponse, collections.abc.Awaitable[kintsugi.rpc.v1.store_pb2.ListErasuresResponse]]:
+        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+        them.
+        """
 
 def add_ChunkStoreServicer_to_server(servicer: ChunkStoreServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -34,6 +34,15 @@ from kintsugi.store.client.calls import ShardCalls
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
 from kintsugi.store.client.formats import StoredFormats
 from kintsugi.store.client.key_file import KeyFile
+from kintsugi.store.client.erasing import (
+    ERASE_TIMEOUT_S,
+    ShardErasures,
+    erasures_of_wire,
+    join_places,
+    places_of,
+    read_cursor,
+    write_cursor,
+)
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
@@ -41,6 +50,8 @@ from kintsugi.store.protocol.interface import (
     Buffer,
     ChunkLost,
     ChunkStore,
+    ErasedPlace,
+    ErasurePage,
     Found,
     LayerFrame,
     PinLease,
@@ -368,6 +379,34 @@ class GrpcStore(ChunkStore):
             request = pb.DeleteRequest(namespace=namespace, keys=part)
             deleted += self.call("Delete", request, pb.DeleteResponse).deleted
         return deleted
+
+    def erase(
+        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float
+    ) -> builtins.list[ErasedPlace]:
+        if keys is None:
+            clear = pb.ClearRequest(namespace=namespace, erase=True, at_s=at_s)
+            return places_of(self.call("Clear", clear, pb.ClearResponse, ERASE_TIMEOUT_S), self.address)
+        places: builtins.list[ErasedPlace] = []
+        for start in range(0, max(len(keys), 1), wire.KEYS_MAX):
+            part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
+            delete = pb.DeleteRequest(namespace=namespace, keys=part, erase=True, at_s=at_s)
+            places += places_of(self.call("Delete", delete, pb.DeleteResponse, ERASE_TIMEOUT_S), self.address)
+        return join_places(places)
+
+    def erasures(self, cursor: str) -> ErasurePage:
+        shard_id, after = next(iter(read_cursor(cursor).items()), ("", None))
+        found = self.list_erasures(shard_id, after)
+        return ErasurePage(found.erasures, write_cursor({found.shard_id: found.next}))
+
+    def list_erasures(self, shard_id: str, after: int | None, learned: bool = False) -> ShardErasures:
+        """Those after a number that the shard with this id gave; of another shard all. None: none, only the
+        latest number. A shard of an earlier version has none. With `learned`: those as well that the shard
+        has learned from others."""
+        request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned)
+        try:
+            return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
+        except VersionMismatch:
+            return ShardErasures(shard_id, (), after or 0, 0)
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         return [found.manifest for found in self.list_found(namespace, limit, after)]

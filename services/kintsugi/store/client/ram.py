@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,11 +19,15 @@ from kintsugi.store.protocol.interface import (
     Buffer,
     ChunkLost,
     ChunkStore,
+    ErasedPlace,
+    Erasure,
+    ErasurePage,
     LayerFrame,
     StoreStats,
 )
 
 REPORTS_MAX = 1024
+ERASURES_MAX = 10_000
 
 _Address = tuple[str, ChunkKey]
 
@@ -49,6 +53,9 @@ class RamStore(ChunkStore):
         self._by_anchor: dict[tuple[str, bytes, int], list[ChunkKey]] = {}
         self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
         self._bytes_used = 0
+        self._erasures: deque[Erasure] = deque(maxlen=ERASURES_MAX)
+        self._erased = 0
+        """Erasures so far."""
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         with self._lock:
@@ -157,6 +164,24 @@ class RamStore(ChunkStore):
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         with self._lock:
             return sum(self._forget((namespace, key)) for key in keys)
+
+    def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> list[ErasedPlace]:
+        """Frees the memory of the chunks; what the process does with it is not known."""
+        with self._lock:
+            wanted = [key for name, key in self._chunks if name == namespace] if keys is None else keys
+            chunks = [self._chunks.get((namespace, key)) for key in wanted]
+            size_bytes = sum(chunk.manifest.chunk_bytes for chunk in chunks if chunk is not None)
+            removed = sum(self._forget((namespace, key)) for key in wanted)
+            named = [None] if keys is None else keys
+            self._erasures += [Erasure(namespace, key, at_s) for key in named]
+            self._erased += len(named)
+        return [ErasedPlace("ram", removed, size_bytes, time.time())]
+
+    def erasures(self, cursor: str) -> ErasurePage:
+        with self._lock:
+            behind = self._erased - int(cursor) if cursor else 0
+            found = list(self._erasures)[max(0, len(self._erasures) - behind) :]
+            return ErasurePage(found if behind else (), str(self._erased))
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         with self._lock:

@@ -31,6 +31,7 @@ from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
+from kintsugi.store.client.erasing import ShardErasures, read_cursor, write_cursor
 from kintsugi.store.client.formats import FormatNotStored
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.merge import ShardStream, merge_streams
@@ -39,6 +40,8 @@ from kintsugi.store.protocol.interface import (
     Buffer,
     ChunkLost,
     ChunkStore,
+    ErasedPlace,
+    ErasurePage,
     Found,
     LayerFrame,
     PinLease,
@@ -312,6 +315,40 @@ class ShardedStore(ChunkStore):
         _require_all(shards, answers, "it may still hold the chunks, the others do not; delete them again")
         return present
 
+    def erase(
+        self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float
+    ) -> builtins.list[ErasedPlace]:
+        def erase(store: GrpcStore) -> builtins.list[ErasedPlace] | VersionMismatch:
+            try:
+                return store.erase(namespace, keys, at_s)
+            except VersionMismatch as error:  # no failure: the shard is healthy
+                return error
+
+        shards = self.shard_map()
+        answers = self._ask_all(shards.shards, erase)
+        for answer in answers:
+            if isinstance(answer, VersionMismatch):
+                raise answer
+        _require_all(shards, answers, "it may still hold the chunks, the others do not; erase them again")
+        return [place for answer in answers if isinstance(answer, list) for place in answer]
+
+    def erasures(self, cursor: str) -> ErasurePage:
+        """A shard that joined behind the cursor answers from its first erasure on, one that does not answer
+        goes on later."""
+        shards = self.shard_map().shards
+        seen = read_cursor(cursor)
+        answers = self._run_side_by_side(
+            [
+                partial(self._ask, shard, partial(_list_erasures, shard, seen if cursor else None))
+                for shard in shards
+            ]
+        )
+        parts = [answer for answer in answers if answer is not None]
+        if not parts:
+            raise Unavailable("no shard answers")
+        erasures = {erasure: None for part in parts for erasure in part.erasures}
+        return ErasurePage(list(erasures), write_cursor({**seen, **{p.shard_id: p.next for p in parts}}))
+
     def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
     ) -> builtins.list[ChunkManifest]:
@@ -417,6 +454,11 @@ def _split_by_owner(
         for owner in shards.owners(key)[:replicas]:
             owned.setdefault(owner, []).append(key)
     return owned
+
+
+def _list_erasures(shard: ShardAddress, seen: Mapping[str, int] | None, store: GrpcStore) -> ShardErasures:
+    """`seen`: numbers by shard; None: only the latest number is wanted."""
+    return store.list_erasures(shard.shard_id, None if seen is None else seen.get(shard.shard_id, 0))
 
 
 def _require_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) -> list[Answer]:

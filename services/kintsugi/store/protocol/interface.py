@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.exchange import ErasedPlace as ErasedPlace
 from kintsugi.core.layout import ChunkLost as ChunkLost
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.layout import LayerFrame as LayerFrame
@@ -43,6 +44,26 @@ class Found:
 
     manifest: ChunkManifest
     source: ChunkSource
+
+
+@dataclass(frozen=True)
+class Erasure:
+    """A chunk, or a whole namespace, of which nothing was to be left."""
+
+    namespace: str
+    key: ChunkKey | None
+    """None: the whole namespace."""
+    at_s: float
+    """When that was asked for, in Unix seconds."""
+
+
+@dataclass(frozen=True)
+class ErasurePage:
+    """Some erasures in the order in which a store recorded them."""
+
+    erasures: Sequence[Erasure]
+    cursor: str
+    """Where the next page begins. As it was: nothing more has been recorded."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +157,22 @@ class ChunkStore(ABC):
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Delete chunks. Returns how many were there. Open streams still yield every frame. Raises
         `Unavailable` if a shard that may hold some did not answer; the other shards have deleted theirs."""
+
+    def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> Sequence[ErasedPlace]:
+        """Delete chunks, all of the namespace for None, and leave nothing of their bytes in any tier, nor of
+        what those tiers evicted before. Returns where they were; every shard is named. Waits for readers of
+        the chunks.
+
+        The erasure is recorded, so that caches follow it (`erasures`) and shards that are away obey it when
+        they return; `at_s` is when it was asked for, in Unix seconds. Raises `Unavailable` if a shard that
+        may hold some did not answer, or could not do it: erase again. Raises `InvalidField` for a store that
+        cannot erase."""
+        raise InvalidField("store", "cannot erase; use grpc://, shards:// or shardfile://")
+
+    def erasures(self, cursor: str) -> ErasurePage:
+        """The erasures recorded after `cursor`, which an earlier page gave; empty: none, only the cursor
+        behind the latest."""
+        return ErasurePage((), cursor)
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:

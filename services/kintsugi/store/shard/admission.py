@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange
 from kintsugi.store.shard.entry import ChunkEntry
+from kintsugi.store.shard.tiers.extents import ExtentAllocator
 
 ROOM_BYTES_MIN = 64 << 20
 """An SSD tier evicts this much at once, up to 1/16 of the tier: each round costs the catalog a commit."""
@@ -53,6 +54,14 @@ class ShardConfig:
 
 class NoRoomYet(ResourceExhausted):
     """Room may come: chunks are being read or written back."""
+
+
+def no_room_yet(manifest: ChunkManifest, allocator: ExtentAllocator) -> NoRoomYet:
+    """Why a put has no room in RAM."""
+    return NoRoomYet(
+        f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or waiting for the disk "
+        f"({allocator.free_bytes} of {allocator.capacity_bytes} bytes of RAM are free); try again later"
+    )
 
 
 def may_be_forgotten(entry: ChunkEntry, namespace: str) -> bool:

@@ -16,7 +16,7 @@ from functools import cached_property
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
-from kintsugi.store.shard.tiers.extents import Extent, Strides
+from kintsugi.store.shard.tiers.extents import Extent, ExtentAllocator, Strides
 
 Address = tuple[str, ChunkKey]
 """Namespace and key: a chunk cannot be named without its tenant."""
@@ -25,6 +25,9 @@ Address = tuple[str, ChunkKey]
 class CopyTier(ABC):
     """A tier as the chunks in it know it. The table's lock guards order and counts."""
 
+    allocator: ExtentAllocator
+    """Its free space."""
+
     def __init__(self, name: str, policy: EvictionPolicy[ChunkEntry]) -> None:
         self.name = name
         """`ram`, `ssd0`, `ssd1` …"""
@@ -32,6 +35,8 @@ class CopyTier(ABC):
         self.chunks = 0
         self.evictions = 0
         """Chunks that left because the tier was full."""
+        self.lingering: set[Residence] = set()
+        """Residences that no entry holds and that are not free yet: they are being read."""
 
     def admit(self, entry: ChunkEntry) -> None:
         """Count the copy of an entry, and order it among the others."""

@@ -33,7 +33,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.reading import HeldChunk
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.work import Eviction, LoadStep, Promotion, WriteJob
@@ -81,6 +83,12 @@ def acquire(residence: Residence) -> None:
     """Hold the bytes where they are until `release`."""
     assert not residence.condemned
     residence.readers += 1
+
+
+def hold(entry: ChunkEntry, residence: Residence, heads: HeadRange) -> HeldChunk:
+    """Hold some heads of a chunk for a reader."""
+    acquire(residence)
+    return HeldChunk(entry.manifest, residence, heads)
 
 
 def release(residence: Residence) -> None:

@@ -50,6 +50,8 @@ class ChunkPut:
         self.residence = residence
         self.tier = tier
         """Tier that the chunk is written to after the commit: `ram`, or an SSD tier's name."""
+        self.is_erased = False
+        """Whether its chunk was deleted since it began: its commit has no effect."""
         self._ram = ram
         self._next_layer = entry.manifest.first_layer
 
@@ -71,6 +73,7 @@ class ChunkPut:
             size, index = manifest.frame_bytes_of(layer), layer - manifest.first_layer
             place = self._ram.frame(self.residence, index, 0, size)
             place[:] = payload[:size]
+            self._ram.clear_padding(self.residence, index, size)
             if not manifest.frame_is_intact(layer, every_head, place):
                 raise Corrupted(f"frames[{index}] does not match the manifest's digest; send it again")
             payload = payload[size:]

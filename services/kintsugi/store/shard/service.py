@@ -34,6 +34,7 @@ from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
+from kintsugi.store.shard.erasure.scope import ErasedHere, Scope
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi.store.shard.put import ChunkPut, PutOptions
@@ -50,6 +51,8 @@ PUT_WAIT_S_MAX = 10.0
 WAITING_PUTS_MAX = 16
 VERIFIERS = 2
 """Concurrent verifications: each may take minutes, and reads from disk need threads, too."""
+ERASERS = 8
+"""Concurrent erasures: those that begin together wipe the tiers once."""
 DRAIN_S_MAX = 3600.0
 STREAM_BYTES_MAX = 2 << 30
 """Maximum bytes of messages held for slow readers, two per stream: enough for 512 streams of 2 MiB frames."""
@@ -101,6 +104,7 @@ class ChunkStoreService:
         self._stream_bytes = 0
         self.durable_by_default = durable_by_default
         self._verifiers = ThreadPoolExecutor(VERIFIERS, "kintsugi-verify")
+        self._erasers = ThreadPoolExecutor(ERASERS, "kintsugi-erase")
         self._waiting_puts = ThreadPoolExecutor(WAITING_PUTS_MAX, "kintsugi-put")
 
     @_answers
@@ -306,9 +310,40 @@ class ChunkStoreService:
     @_answers
     async def delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
         keys = wire.keys_from_wire(request.keys)
+        if request.erase:
+            erased = await self._erase(Scope.of(request.namespace, keys), request.at_s)
+            return pb.DeleteResponse(deleted=erased.removed.chunks, erased=self._erased_to_wire(erased))
         deleted = self.shard.delete(request.namespace, keys)
         await self._wait_for_flush()
         return pb.DeleteResponse(deleted=deleted)
+
+    async def _erase(self, scope: Scope, at_s: float) -> ErasedHere:
+        erasing = partial(self.shard.erase, scope, at_s)
+        return await asyncio.get_running_loop().run_in_executor(self._erasers, erasing)
+
+    def _erased_to_wire(self, erased: ErasedHere) -> pb.Erased:
+        tiers = [
+            pb.ErasedTier(tier=name, chunks=chunks, size_bytes=size)
+            for name, (chunks, size) in erased.removed.tiers.items()
+        ]
+        return pb.Erased(shard_id=self.shard.shard_id, tiers=tiers, gone_at_s=erased.gone_at_s)
+
+    @_answers
+    async def list_erasures(self, request: pb.ListErasuresRequest, context: Any) -> pb.ListErasuresResponse:
+        erasures = self.shard.erasures
+        answer = pb.ListErasuresResponse(shard_id=self.shard.shard_id, forgotten=erasures.forgotten)
+        if not request.HasField("after"):
+            answer.next = erasures.newest
+            return answer
+        after = request.after if request.shard_id == self.shard.shard_id else 0
+        limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
+        found = erasures.after(after, limit, request.learned)
+        answer.next = found.next
+        answer.erasures.extend(
+            pb.Erasure(namespace=one.namespace, key=one.key.digest if one.key else b"", at_s=one.at_s)
+            for one in found.erasures
+        )
+        return answer
 
     async def _wait_for_flush(self) -> None:
         """A deletion survives a crash once it is answered."""
@@ -333,6 +368,9 @@ class ChunkStoreService:
 
     @_answers
     async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
+        if request.erase:
+            erased = await self._erase(Scope(request.namespace), request.at_s)
+            return pb.ClearResponse(deleted=erased.removed.chunks, erased=self._erased_to_wire(erased))
         deleted = await asyncio.to_thread(self.shard.clear, request.namespace)
         await self._wait_for_flush()
         return pb.ClearResponse(deleted=deleted)

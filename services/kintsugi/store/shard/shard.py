@@ -6,16 +6,23 @@ chunk to its `EntryTable`.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
-from kintsugi.core.errors import InvalidField
+import lmdb
+
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, check_namespace
+from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry
+from kintsugi.store.shard.erasure.records import Erasures
+from kintsugi.store.shard.erasure.scope import ErasedHere, Removed, Scope, scopes_of
+from kintsugi.store.shard.erasure.shared import Shared
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.reports import Reports
@@ -27,6 +34,11 @@ from kintsugi.store.shard.tiers.uses import Uses
 from kintsugi.store.shard.workers.promotion import Promoter
 from kintsugi.store.shard.workers.tier_writer import TierWriter
 from kintsugi.store.shard.workers.writeback import WriteBack
+
+log = logging.getLogger(__name__)
+
+ERASE_S_MAX = 300.0
+"""How long an erasure waits for readers and writers of its chunks."""
 
 
 class Shard:
@@ -47,6 +59,9 @@ class Shard:
         self.disks = disks
         self.table = EntryTable(ram, disks, config or ShardConfig(), wall_clock, clock)
         self.reports = Reports(None if home is None else home.path / "reports")
+        self.erasures = Erasures(None if home is None else home.path / "erasures")
+        self._wall_clock = wall_clock
+        self._wiper = Shared()
         self._uses = Uses(None if home is None or not disks else home.path / "uses")
         self._home = home
         self._writers: list[WriteBack] = []
@@ -61,6 +76,7 @@ class Shard:
                 self.table.recover(disk.recover(lambda chunk: self.table.get(chunk) is not None, uses))
         except BaseException:
             self.reports.close()  # LMDB opens a folder once in a process
+            self.erasures.close()
             raise
         for writer in self._writers:
             writer.start()
@@ -137,12 +153,68 @@ class Shard:
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that was there. Durable once `flush_writers` is done."""
-        return self.table.delete(self._addresses(namespace, keys))
+        self._check(namespace)
+        return self.table.remove(Scope.of(namespace, keys)).chunks
 
     def clear(self, namespace: str) -> int:
         """Forget a namespace's chunks; their number."""
         self._check(namespace)
-        return self.table.clear(namespace)
+        return self.table.remove(Scope(namespace)).chunks
+
+    def erase(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> ErasedHere:
+        """Delete chunks, leave nothing of their bytes, and record that they were erased.
+
+        `at_s`: when that was asked for, in Unix seconds; 0: now. Blocks, for readers too. Raises
+        `DeadlineExceeded` and `Unavailable`; then the chunks are not found any more, but may be there.
+        """
+        self._check(scope.namespace)
+        now_s = self._wall_clock()
+        asked_s = min(at_s, now_s) if at_s > 0 else now_s
+        removed = self.wipe(scope, timeout_s)
+        keys = (None,) if scope.keys is None else sorted(scope.keys)
+        self.erasures.record(Erasure(scope.namespace, key, asked_s) for key in keys)
+        return ErasedHere(removed, self._wall_clock())
+
+    def wipe(self, scope: Scope, timeout_s: float = ERASE_S_MAX) -> Removed:
+        """As `erase`, but nothing is recorded."""
+        deadline_s = time.monotonic() + timeout_s
+        removed = self.table.remove(scope)
+        flushed, late = wait(self.flush_writers(), timeout_s)
+        for one in flushed:
+            one.result()
+        if late or not self.table.await_free(scope, deadline_s - time.monotonic()):
+            raise DeadlineExceeded(
+                f"chunks of {scope.namespace!r} are not found any more, but still in use; erase them again"
+            )
+        self._wiper.run(self._wipe_tiers)
+        return removed
+
+    def obey(self, peer: str, erasures: Sequence[Erasure], seen: int, forgotten: int) -> None:
+        """Erase what another shard has recorded and this one has missed.
+
+        `erasures`: those of the shard `peer` up to its number `seen`, from `self.erasures.seen_of(peer)` on;
+        it has forgotten those up to `forgotten`. Where some of these were not seen, nobody knows what was
+        erased, and every chunk goes. Raises as `erase` does."""
+        if forgotten > self.erasures.seen_of(peer):
+            log.warning("shard %s has forgotten erasures that this shard missed: all chunks go", peer)
+            for namespace in {entry.manifest.namespace for entry in self.table.entries()}:
+                self.wipe(Scope(namespace))
+        missed = [erasure for erasure in erasures if not self.erasures.is_known(erasure)]
+        for scope in scopes_of(missed):
+            self.wipe(scope)
+        self.erasures.record(missed, peer=peer, seen=seen)
+
+    def _wipe_tiers(self) -> None:
+        """Zero what is free. Raises `Unavailable`."""
+        for start, size in self.table.take_leftovers():
+            self.ram.arena.wipe(start, size)
+            self.table.return_wiped(start, size)
+        for disk in self.disks:
+            try:
+                disk.wipe()
+            except (OSError, lmdb.Error) as error:
+                raise Unavailable(f"{disk.name}: {error}; erase again once the disk works") from error
+        self.save_uses()
 
     def flush_writers(self) -> list[Future[None]]:
         """Done once every put and deletion until now is on disk."""
@@ -221,6 +293,7 @@ class Shard:
         for disk in self.disks:
             disk.close()
         self.reports.close()
+        self.erasures.close()
         self.ram.arena.close()
         if self._home is not None:
             self._home.close()

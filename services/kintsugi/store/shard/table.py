@@ -13,18 +13,17 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
+from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
 from kintsugi.store.shard.eviction.reuse import ReuseGaps
-from kintsugi.store.shard.index import Index
+from kintsugi.store.shard.index import Counters, Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.shard.reading import HeldChunk, Reading
@@ -43,16 +42,7 @@ from kintsugi.store.shard.work import (
 log = logging.getLogger(__name__)
 
 CLEAR_BATCH = 256
-
-
-@dataclass
-class Counters:
-    """Counts since the shard started."""
-
-    hits: int = 0
-    misses: int = 0
-    quarantined: int = 0
-    expired: int = 0
+FREE_POLL_S = 0.02
 
 
 class EntryTable:
@@ -75,19 +65,21 @@ class EntryTable:
         """What killed one of the shard's threads: nothing is served any more."""
         self._ram = ram
         self._disks = disks
+        self._tiers: tuple[CopyTier, ...] = (ram, *disks)
         self._config = config
         self._wall_clock = wall_clock
         self._clock = clock
         self._index = Index()
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self._loads = LoadQueue()
+        self._puts: set[ChunkPut] = set()
+        """Those under way."""
+        self._demoting: set[Eviction] = set()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Room came back, a writer has work, or a thread died."""
         self._load_added = threading.Condition(self._lock)
         ram.on_free = self._changed.notify_all
-
-    # The table as a whole
 
     def __len__(self) -> int:
         return len(self._index)
@@ -126,8 +118,7 @@ class EntryTable:
     def used_bytes(self) -> int:
         """Bytes taken in all tiers, including chunks that are gone but still being read."""
         with self._lock:
-            on_disks = sum(disk.allocator.used_bytes for disk in self._disks)
-            return self._ram.allocator.used_bytes + on_disks
+            return sum(tier.allocator.used_bytes for tier in self._tiers)
 
     def returns_per_s(self) -> float:
         """As `ReuseGaps.soon_per_s`."""
@@ -179,14 +170,8 @@ class EntryTable:
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
         """Chunks of a space by the anchor that they begin with, longest first."""
-        found: dict[int, list[ChunkManifest]] = {}
         with self._lock:
-            for anchor in set(anchors):
-                entries = self._index.candidates(namespace, space_digest, anchor)
-                manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
-                if manifests:
-                    found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
-        return found
+            return self._index.candidates(namespace, space_digest, anchors)
 
     # Putting
 
@@ -211,16 +196,14 @@ class EntryTable:
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
-                    raise NoRoomYet(
-                        f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or "
-                        f"waiting for the disk ({self._ram.allocator.free_bytes} of "
-                        f"{self._ram.capacity_bytes} bytes of RAM are free); try again later"
-                    )
+                    raise admission.no_room_yet(manifest, self._ram.allocator)
                 self._changed.wait(deadline_s - self._clock())
             life.acquire(residence)
-        now_s = self._wall_clock()
-        entry = ChunkEntry(manifest, now_s + options.ttl_s, recompute_ms, used_at_s=now_s)
-        return ChunkPut(entry, residence, self._ram, tier)
+            now_s = self._wall_clock()
+            entry = ChunkEntry(manifest, now_s + options.ttl_s, recompute_ms, used_at_s=now_s)
+            put = ChunkPut(entry, residence, self._ram, tier)
+            self._puts.add(put)
+        return put
 
     def _make_room_to_put(self, manifest: ChunkManifest, tier: str) -> Residence | None:
         """RAM for a chunk that is to be written to `tier`; None where it has to wait."""
@@ -242,12 +225,13 @@ class EntryTable:
         exceed a quota."""
         entry = put.entry
         with self._lock:
-            if self._find(entry.address) is not None:
+            if put.is_erased or self._find(entry.address) is not None:
                 self.abort(put)
                 return Committed(False, None)
             if not self._make_quota(entry.manifest):
                 self.abort(put)
                 raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
+            self._puts.discard(put)
             self._index.add(entry)
             life.add_copy(entry, put.residence)
             queue = self._queue_of(put.tier)
@@ -258,6 +242,7 @@ class EntryTable:
     def abort(self, put: ChunkPut) -> None:
         """Give back the room of a put that is not committed."""
         with self._lock:
+            self._puts.discard(put)
             life.condemn(put.residence)
             life.release(put.residence)
 
@@ -271,25 +256,44 @@ class EntryTable:
         self._forget(entry)
         self.reuse.record_eviction(entry.address)
 
-    def delete(self, addresses: Iterable[Address]) -> int:
-        """Forget chunks; the number that was present. Durable once `flush` is done."""
-        with self._lock:
-            entries = self._find_all(addresses)
-            for entry in entries:
-                self._forget(entry)
-        return len(entries)
-
-    def clear(self, namespace: str) -> int:
-        """Forget a namespace's chunks; their number. Takes the lock for a few at a time."""
-        cleared = 0
+    def remove(self, scope: Scope) -> Removed:
+        """Forget chunks, for a whole namespace a few at a time. Puts of them that are under way end without
+        effect. Durable once `flush` is done."""
+        removed = Removed()
         while True:
             with self._lock:
-                entries = self._index.page(namespace, CLEAR_BATCH, None)
+                for put in self._puts:
+                    put.is_erased = put.is_erased or scope.covers(put.entry.address)
+                if scope.keys is None:
+                    entries = self._index.page(scope.namespace, CLEAR_BATCH, None)
+                else:
+                    entries = self._find_all((scope.namespace, key) for key in scope.keys)
                 for entry in entries:
+                    removed.count(entry)
                     self._forget(entry)
-            if not entries:
-                return cleared
-            cleared += len(entries)
+            if not entries or scope.keys is not None:
+                return removed
+
+    def await_free(self, scope: Scope, timeout_s: float) -> bool:
+        """Whether nobody reads, writes or moves the bytes of removed chunks any more; waits for it."""
+        deadline_s = self._clock() + timeout_s
+        with self._lock:
+            while is_in_hand(scope, self._tiers, self._puts, self._demoting):
+                if self._clock() >= deadline_s:
+                    return False
+                self._changed.wait(FREE_POLL_S)  # not everybody who lets go of a chunk notifies
+            return True
+
+    def take_leftovers(self) -> list[tuple[int, int]]:
+        """As `ExtentAllocator.take_leftovers`, of RAM."""
+        with self._lock:
+            return self._ram.allocator.take_leftovers()
+
+    def return_wiped(self, start: int, size: int) -> None:
+        """A run of RAM from `take_leftovers` holds zeros."""
+        with self._lock:
+            self._ram.allocator.return_wiped(start, size)
+            self._changed.notify_all()
 
     def expire(self) -> None:
         """End leases and forget chunks whose time is over."""
@@ -299,8 +303,7 @@ class EntryTable:
         now_s = self._wall_clock()
         due = [entry.address for entry in self.entries() if entry.expires_at_s <= now_s]  # without the lock
         with self._lock:
-            for address in due:
-                self._find(address)
+            self._find_all(due)
 
     def quarantine_copies(
         self, entry: ChunkEntry, verified: Sequence[Residence], damaged: Sequence[Residence]
@@ -341,8 +344,7 @@ class EntryTable:
 
     def _evict_of(self, namespace: str) -> ChunkEntry | None:
         """The chunk of a namespace that the slowest tier which has any gives up first."""
-        tiers: tuple[CopyTier, ...] = (*reversed(self._disks), self._ram)
-        for tier in tiers:
+        for tier in reversed(self._tiers):
             victim = tier.policy.evict(lambda entry: admission.may_be_forgotten(entry, namespace))
             if victim is not None:
                 tier.evictions += 1
@@ -459,6 +461,7 @@ class EntryTable:
                 tier.evictions += 1
                 goal -= victim.manifest.chunk_bytes
                 evictions.append(Eviction(victim, victim.disk))
+            self._demoting.update(evictions)
         return evictions
 
     def begin_copy(self, eviction: Eviction) -> bool:
@@ -477,6 +480,7 @@ class EntryTable:
     def end_demotions(self, evictions: Iterable[Eviction], placed: Mapping[Eviction, Residence]) -> None:
         """Drop the copies that leave. `placed`: new ones, which the next tier's catalog names."""
         with self._lock:
+            self._demoting.difference_update(evictions)
             for eviction in evictions:
                 if life.end_demotion(eviction, placed.get(eviction)):
                     self._forget_evicted(eviction.entry)
@@ -494,11 +498,11 @@ class EntryTable:
                 if entry is not None:
                     admission.check_range(entry.manifest, layers, heads)
             # First what is in RAM: loads evict, and must not evict what this reading holds.
-            held = [None if e is None or e.ram is None else _hold(e, e.ram, heads) for e in entries]
+            held = [None if e is None or e.ram is None else life.hold(e, e.ram, heads) for e in entries]
             self._begin_loads(entry for entry in entries if entry is not None)
             for position, entry in enumerate(entries):
                 if entry is not None and held[position] is None:
-                    held[position] = _hold(entry, entry.copies[0], heads)
+                    held[position] = life.hold(entry, entry.copies[0], heads)
             return Reading(held)
 
     def open_copies(self, address: Address) -> tuple[ChunkEntry, Reading] | None:
@@ -507,7 +511,9 @@ class EntryTable:
             if (entry := self._find(address)) is None:
                 return None
             heads = HeadRange(0, entry.manifest.layout.num_kv_heads)
-            return entry, Reading([_hold(entry, copy, heads) for copy in entry.copies if not copy.unloaded])
+            return entry, Reading(
+                [life.hold(entry, copy, heads) for copy in entry.copies if not copy.unloaded]
+            )
 
     def close(self, reading: Reading) -> None:
         """Let the chunks go."""
@@ -591,8 +597,3 @@ class EntryTable:
             for entry in entries:
                 life.unpin(entry)
             return len(entries)
-
-
-def _hold(entry: ChunkEntry, residence: Residence, heads: HeadRange) -> HeldChunk:
-    life.acquire(residence)
-    return HeldChunk(entry.manifest, residence, heads)

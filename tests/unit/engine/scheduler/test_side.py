@@ -31,6 +31,7 @@ from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.parking import Parking
+from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.scheduler.spans import add_span_keys
 from kintsugi.fusor.control.controller import LoadingController
@@ -82,6 +83,7 @@ def side(store: StubStore) -> Iterator[SchedulerSide]:
         store=store,
         planner=LoadingController(Selection(0.15), 0.5),
         gate=Gate.open_regardless(BINDING),
+        salts=Salts(store),
         fingerprint=ModelFingerprint.of({"model": "toy"}),
         prefix_token_ids=(),
         hash_block_size=BLOCK,
@@ -492,3 +494,30 @@ def test_a_lookup_begins_once_answers_hold_fewer_bytes(
     assert lookup is not None
     lookup.future.result(10)
     assert considered(side, second) == CLAIMED
+
+
+def test_blocks_of_before_an_erasure_are_found_by_nobody(side: SchedulerSide, store: StubStore) -> None:
+    """Nobody: neither blends nor requests that ask for none. Other namespaces keep theirs."""
+
+    def names(namespace: str, op: Op = Op.BLEND, cache_salt: str | None = None) -> list[Any]:
+        params = KintsugiParams(namespace, op=op)
+        sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        request = Request("one", PROMPT, sampling, None, block_hasher=hasher, cache_salt=cache_salt)
+        side.on_new_request(request)
+        side.request_finished(request)
+        return list(request.block_hashes)
+
+    side.salts.refresh()
+    asked = [(ns, op, salt) for ns in ("acme", "other") for op in (Op.BLEND, Op.OFF) for salt in (None, ns)]
+    before = [names(*one) for one in asked]
+    store.erase("acme", [ChunkKey(bytes(32))], 1.0)
+    side.salts.refresh()
+    after = [names(*one) for one in asked]
+    assert not {name for some in before[:4] for name in some} & {name for some in after[:4] for name in some}
+    assert after[0] == after[1] == after[3], "they still share"
+    assert before[4:] == after[4:]
+    store.erase("acme", None, 2.0)
+    side.salts.refresh()
+    assert not {*names("acme")} & {*after[0], *before[0]}
+    assert names("acme", cache_salt="mine") != names("acme"), "a salt of its own is left alone"

@@ -21,6 +21,8 @@ LEASES_MAX = BLOCK_BYTES // 8
 """Generations in the first block: concurrent same-host leases."""
 
 _F_SEAL_FUTURE_WRITE = 0x10
+_WIPE_STEP_BYTES = 1 << 20
+"""Other threads wait for one step."""
 
 
 class ArenaLease(NamedTuple):
@@ -62,6 +64,12 @@ class Arena:
     def view(self, offset: int, size: int) -> memoryview:
         """Bytes of a frame at `offset` as the tier's allocator counts; writable."""
         return self.frames[offset : offset + size]
+
+    def wipe(self, offset: int, size: int) -> None:
+        """Zero free bytes. Writes them: the seal against writers forbids punching a hole."""
+        for start in range(offset, offset + size, _WIPE_STEP_BYTES):
+            step = min(_WIPE_STEP_BYTES, offset + size - start)
+            self.view(start, step)[:] = bytes(step)
 
     def file_offset(self, view_offset: int) -> int:
         """Where a frame's byte lies for those who map the file."""

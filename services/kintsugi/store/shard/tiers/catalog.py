@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -23,10 +25,13 @@ from kintsugi.core.layout import FORMATS
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.shard.entry import Address
+from kintsugi.store.shard.tiers.home import sync_folder
 
 log = logging.getLogger(__name__)
 
 _FILE = "data.mdb"
+_REWRITTEN = "rewritten"
+_READERS_MAX = 8
 _CHECKSUM_BYTES = 16
 _MAP_BYTES_MIN = 64 << 20
 _FILL_MAX = 0.9
@@ -84,8 +89,10 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
+        self._path = path
+        shutil.rmtree(path / _REWRITTEN, ignore_errors=True)  # a crash may have left it
         self._write_lock = threading.Lock()
-        self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8)
+        self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=_READERS_MAX)
         _pad_if_cut(self._env, path / _FILE)
         self._grow_if_full()
 
@@ -113,6 +120,30 @@ class Catalog:
             for address, record in puts:
                 key = catalog_key(address)
                 transaction.put(key, _encode_catalog_record(key, record))
+
+    def rewrite(self) -> None:
+        """Move the records to a new file and delete the old one: LMDB keeps what was deleted in freed pages.
+
+        Raises `lmdb.Error` and `OSError`; then the old file is in use."""
+        fresh = self._path / _REWRITTEN
+        with self._write_lock:
+            map_size = self._env.info()["map_size"]
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir()
+            with (
+                closing(lmdb.open(str(fresh), map_size=map_size)) as copy,
+                self._env.begin() as source,
+                copy.begin(write=True) as target,
+            ):
+                for key, value in source.cursor():
+                    target.put(key, value, append=True)
+            self._env.close()
+            try:
+                os.replace(fresh / _FILE, self._path / _FILE)
+                sync_folder(self._path)
+            finally:
+                self._env = lmdb.open(str(self._path), map_size=map_size, max_readers=_READERS_MAX)
+            shutil.rmtree(fresh, ignore_errors=True)
 
     def _grow_if_full(self) -> None:
         info, stat = self._env.info(), self._env.stat()

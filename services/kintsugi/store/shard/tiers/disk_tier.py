@@ -97,11 +97,13 @@ class DiskTier(CopyTier):
 
     def unlink(self, residence: Residence) -> None:
         """Have the catalog forget a residence that no entry holds, at the next `bury`."""
+        self.lingering.add(residence)
         with self._space_lock:
             self._unlinked.append(residence)
 
     def free(self, residence: Residence) -> None:
         """Take back a residence that nobody reads, once the catalog has forgotten it."""
+        self.lingering.discard(residence)
         with self._space_lock:
             self._graveyard.append(residence)
 
@@ -137,6 +139,30 @@ class DiskTier(CopyTier):
                 for residence in dead:
                     self.allocator.free(residence.extents)
         return sum(residence.size_bytes for residence in dead)
+
+    def wipe(self) -> None:
+        """Leave nothing in the tier's files of chunks that are forgotten and read by nobody.
+
+        Raises `OSError` and `lmdb.Error`; then some may still be there.
+        """
+        self.bury()
+        with self._space_lock:
+            runs = self.allocator.take_leftovers()
+        wiped = 0
+        try:
+            for start, size in runs:
+                self.slab.wipe(start, size)
+                with self._space_lock:
+                    self.allocator.return_wiped(start, size)
+                wiped += 1
+        finally:
+            with self._space_lock:
+                for start, size in runs[wiped:]:
+                    self.allocator.return_unwiped(start, size)
+        self.slab.cut_tail()
+        self.slab.sync()
+        with self._catalog_lock:
+            self.catalog.rewrite()
 
     def commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
         """Have the catalog name chunks whose frames are on disk. Raises `lmdb.Error`."""
@@ -244,7 +270,7 @@ class DiskTier(CopyTier):
             if start + size > end:
                 end, owner = start + size, index
         used = ((start, size) for start, size, index in runs if index not in overlapping)
-        self.allocator = ExtentAllocator(self.slab.capacity_bytes, used)
+        self.allocator = ExtentAllocator(self.slab.capacity_bytes, used, self.slab.intact_bytes)
         kept = [pair for index, pair in enumerate(found) if index not in overlapping]
         return kept, [catalog_key(found[index][0].address) for index in overlapping]
 

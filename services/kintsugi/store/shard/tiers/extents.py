@@ -14,6 +14,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
+from kintsugi.store.shard.tiers.leftovers import Leftovers
+
 BLOCK_BYTES = 4096
 """Alignment that O_DIRECT needs for offsets, sizes and memory."""
 
@@ -106,9 +108,13 @@ def _cut(runs: Sequence[Run], room_bytes: int) -> tuple[int, Sequence[Run]]:
 class ExtentAllocator:
     """Knows which bytes of `[0, capacity_bytes)` are free. Not thread-safe: its tier holds a lock."""
 
-    def __init__(self, capacity_bytes: int, used: Iterable[tuple[int, int]] = ()) -> None:
-        """`used`: `(start, size)` runs in ascending order that do not overlap."""
+    def __init__(
+        self, capacity_bytes: int, used: Iterable[tuple[int, int]] = (), written_bytes: int = 0
+    ) -> None:
+        """`used`: `(start, size)` runs in ascending order that do not overlap. `written_bytes`: so many of
+        the first bytes may have been written before, whether they are used or free."""
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self._leftovers = Leftovers(self.capacity_bytes, written_bytes)
         self.free_bytes = 0
         self._start_to_size: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
@@ -171,7 +177,35 @@ class ExtentAllocator:
     def free(self, extents: Iterable[Extent]) -> None:
         """Give extents back. Each joins the holes beside it."""
         for extent in extents:
+            self._leftovers.note(*extent)
             self._give(*extent)
+
+    def take_leftovers(self) -> list[tuple[int, int]]:
+        """Take every free `(start, size)` run that may hold bytes of earlier chunks. End each with
+        `return_wiped` or `return_unwiped`."""
+        taken: list[tuple[int, int]] = []
+        for hole, hole_size in sorted(self._start_to_size.items()):
+            runs = self._leftovers.within(hole, hole_size)
+            if not runs:
+                continue
+            self._remove(hole)
+            position = hole
+            for start, size in (*runs, (hole + hole_size, 0)):
+                if start > position:
+                    self._add(position, start - position)
+                position = start + size
+            taken += runs
+        self._leftovers.clear()
+        return taken
+
+    def return_wiped(self, start: int, size: int) -> None:
+        """Free a run from `take_leftovers` that holds zeros now."""
+        self._give(start, size)
+
+    def return_unwiped(self, start: int, size: int) -> None:
+        """Free a run from `take_leftovers` that still holds what it held."""
+        self._leftovers.note(start, size)
+        self._give(start, size)
 
     def _give(self, start: int, size: int) -> None:
         before = self._end_to_start.get(start)

@@ -92,7 +92,12 @@ def write_durably(file: Path, data: bytes) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(fresh, file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(file.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """The names in the folder survive a crash."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
     finally:

@@ -37,6 +37,7 @@ class RamTier(CopyTier):
 
     def free(self, residence: Residence) -> None:
         """Take the bytes back."""
+        self.lingering.discard(residence)
         self.allocator.free(residence.extents)
         self.on_free()
 
@@ -44,5 +45,12 @@ class RamTier(CopyTier):
         """Bytes `[start, stop)` of a frame, in place. `index`: its place in the chunk."""
         return self.arena.view(residence.offsets[index] + start, stop - start)
 
+    def clear_padding(self, residence: Residence, index: int, frame_bytes: int) -> None:
+        """Zero what lies behind a frame, where bytes of an earlier chunk may be. `index`: as of `frame`."""
+        stride = residence.strides.each[index]
+        if stride > frame_bytes:
+            self.frame(residence, index, frame_bytes, stride)[:] = bytes(stride - frame_bytes)
+
     def unlink(self, residence: Residence) -> None:
-        """Nothing to do: no record names a residence in RAM."""
+        """No record names a residence in RAM; it is merely read to the end."""
+        self.lingering.add(residence)

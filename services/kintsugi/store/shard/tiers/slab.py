@@ -6,6 +6,7 @@ Chunk KV is read once into an arena; caching it again in the kernel costs memory
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 PROBE_BYTES = 4 << 20
 """The size of one read of a promotion."""
 _IOV_MAX = 1024
+_ZERO_RANGE = 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Slab:
@@ -83,12 +86,35 @@ class Slab:
         self.read(0, [block])
         return len(block) / max(time.perf_counter() - began_s, 1e-6)
 
+    def wipe(self, offset: int, size: int) -> None:
+        """Make blocks read as zeros; not synced. Costs no writing where the filesystem can mark them so."""
+        if _fallocate(self._fd, _ZERO_RANGE, offset, size):
+            return
+        block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, size)))
+        for start in range(offset, offset + size, len(block)):
+            self.write(start, [block[: min(len(block), offset + size - start)]])
+
+    def cut_tail(self) -> None:
+        """Cut what a larger slab of an earlier configuration left behind this one's end."""
+        if os.fstat(self._fd).st_size > self.capacity_bytes:
+            os.ftruncate(self._fd, self.capacity_bytes)
+
     def sync(self) -> None:
         """Everything written so far survives a crash."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _fallocate(fd: int, mode: int, offset: int, size: int) -> bool:
+    """Linux's `fallocate`, whose modes Python lacks; False where the filesystem has no such mode."""
+    if not _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(size)):
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(error, os.strerror(error))
 
 
 def _size(views: Sequence[memoryview]) -> int:

@@ -1,0 +1,86 @@
+"""The salts of namespaces in vLLM's prefix cache, which change when something of a namespace is erased.
+
+A request finds only blocks whose names were made with its salt. A namespace's salt is its name until an
+erasure; from then on it is another one, and blocks of before are found by nobody. Nobody else's blocks are
+touched, and vLLM uses the space again as it does with any block that is not found. The store says what was
+erased; it is asked every `PERIOD_S`, off the scheduler's path.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.engine.scheduler import hashing
+from kintsugi.store.protocol.interface import ChunkStore
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+PERIOD_S = 1.0
+
+
+class Salts:
+    """All but `refresh` may be called from any thread. `start` it, and `close` it."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._cursor = ""
+        self._erased: dict[str, int] = {}
+        """How many times something of a namespace was erased, as far as this engine saw."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="kintsugi-salts", daemon=True)
+
+    def start(self) -> Salts:
+        self._thread.start()
+        return self
+
+    def of(self, namespace: str) -> str:
+        """The salt that the namespace's requests have now."""
+        times = self._erased.get(namespace)
+        return f"{namespace}\0{times}" if times else namespace
+
+    def apply(self, request: Request, namespace: str) -> None:
+        """Give a new request its namespace's salt, if that has changed. One with a salt of its own keeps
+        it."""
+        salt = self.of(namespace)
+        if salt != namespace and request.cache_salt in (None, namespace):
+            hashing.set_salt(request, salt)
+
+    def check(self, request: Request, namespace: str) -> None:
+        """Raise `InvalidField` for a request with a salt of its own."""
+        if request.cache_salt not in (None, namespace, self.of(namespace)):
+            raise InvalidField("cache_salt", f"must be the namespace {namespace!r}, or left out")
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.refresh()
+            except KintsugiError as error:
+                logger.debug("Erasures are asked for again: %s", error)
+            except Exception:
+                logger.exception("Erasures cannot be followed")
+            self._stop.wait(PERIOD_S)
+
+    def refresh(self) -> None:
+        """Read what was erased since the last time; the first time, only from where on to read. Raises
+        `KintsugiError`."""
+        while True:
+            page = self._store.erasures(self._cursor)
+            for namespace in {erasure.namespace for erasure in page.erasures}:
+                self._erased[namespace] = self._erased.get(namespace, 0) + 1
+            has_more = bool(page.erasures) and page.cursor != self._cursor
+            self._cursor = page.cursor
+            if not has_more:
+                return
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)

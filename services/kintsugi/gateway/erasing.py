@@ -1,0 +1,225 @@
+"""Erasing chunks, documents and namespaces from all that a service keeps, and the receipt for it.
+
+In this order: nothing more is saved; the store forgets, and records the erasure; the ledger and the texts
+that this gateway knows forget. Other gateways and engines follow the store's record within `FOLLOWED_S`. A
+call that fails gives no receipt, and can be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from kintsugi.core.errors import KintsugiError, NotFound
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.copies import Copies
+from kintsugi.gateway.fill import Filler
+from kintsugi.gateway.saves import Saver
+from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.gateway.texts.learning import Learner
+from kintsugi.gateway.texts.segments import SegmentResolver
+from kintsugi.gateway.threaded_store import ThreadedStore
+from kintsugi.precompute.documents import DocumentIndex, check_document_id
+from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
+
+log = logging.getLogger(__name__)
+
+FOLLOW_PERIOD_S = 1.0
+FOLLOWED_S = 3.0
+"""A gateway or engine that reaches the store has followed an erasure after this long."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Where something was, and when it was gone."""
+
+    namespace: str
+    asked_at_s: float
+    """Unix seconds, as all times here."""
+    gone_at_s: float
+    places: Sequence[ErasedPlace]
+
+    @property
+    def was_there(self) -> bool:
+        """Whether the store held something of it."""
+        return any(place.items for place in self.places if place.place not in (TEXTS, LEDGER))
+
+
+TEXTS, LEDGER, CACHES = "known texts", "ledger", "caches"
+
+
+@dataclass
+class Remembered:
+    """What a gateway remembers of chunks."""
+
+    known: KnownChunks
+    resolver: SegmentResolver
+    saver: Saver
+    filler: Filler | None
+    documents: DocumentIndex | None
+    learner: Learner | None = field(default=None)
+
+    def drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
+        """Forget what only memory holds."""
+        self.resolver.forget(namespace, keys)
+        if self.filler is not None and keys is None:
+            self.filler.forget_namespace(namespace)
+        elif self.filler is not None:
+            self.filler.forget(namespace, list(keys or ()))
+
+
+class Eraser:
+    """For one event loop. `start` it, and `close` it."""
+
+    def __init__(self, store: ThreadedStore, copies: Copies, remembered: Remembered) -> None:
+        self._store = store
+        self._copies = copies
+        self._remembered = remembered
+        self._following: asyncio.Task[None] | None = None
+
+    async def erase_chunk(self, namespace: str, key: ChunkKey) -> Receipt:
+        """Erase every copy of a chunk. Does not wait for `FOLLOWED_S`. Raises `Unavailable` if a shard that
+        may hold some does not answer."""
+        asked_at_s = time.time()
+        known = self._remembered.known
+        keys = [key]
+        places: list[ErasedPlace] = []
+        try:
+            tokens = await asyncio.to_thread(known.token_ids, namespace, key)
+            await self._quieten(namespace, keys, asked_at_s)
+            keys, places = await self._copies.erase(namespace, key, tokens, asked_at_s)
+        finally:  # even if a shard still holds it: it must not be found or filled meanwhile
+            places = [*places, *await self._forget(namespace, keys, asked_at_s)]
+        return _seal(namespace, asked_at_s, places)
+
+    async def erase_document(self, namespace: str, corpus: str, document_id: str) -> tuple[bool, Receipt]:
+        """Erase a document and the chunks that no other document has; whether it was there. Raises
+        `NotFound` without a ledger, `InvalidField` and `Unavailable`."""
+        check_document_id(document_id)
+        documents = self._remembered.documents
+        if documents is None:
+            raise NotFound("this gateway knows no corpora; start it with a precompute ledger")
+        asked_at_s = time.time()
+        erased: list[ChunkKey] = []
+        places: list[ErasedPlace] = []
+
+        def erase(keys: Sequence[ChunkKey]) -> None:
+            places.extend(self._store.run_here(lambda store: store.erase(namespace, keys, asked_at_s)))
+            erased.extend(keys)
+
+        async with self._unlearning():
+            was_there = await asyncio.to_thread(
+                documents.erase_document, namespace, corpus, document_id, erase
+            )
+            places.append(ErasedPlace(LEDGER, int(was_there), 0, time.time()))
+            places += await self._forget_texts(namespace, erased, asked_at_s)
+        if await self._quieten(namespace, erased, asked_at_s):
+            again_s = time.time()
+            places += await self._store.run(lambda store: store.erase(namespace, erased, again_s))
+        await asyncio.sleep(FOLLOWED_S)
+        return was_there, _seal(namespace, asked_at_s, places)
+
+    async def erase_namespace(self, namespace: str) -> Receipt:
+        """Erase everything that is stored of a namespace. Raises `Unavailable` if a shard does not answer."""
+        asked_at_s = time.time()
+        places: list[ErasedPlace] = []
+        try:
+            await self._quieten(namespace, None, asked_at_s)
+            places += await self._store.run(lambda store: store.erase(namespace, None, asked_at_s))
+        finally:
+            places += await self._forget(namespace, None, asked_at_s)
+        await asyncio.sleep(FOLLOWED_S)
+        return _seal(namespace, asked_at_s, places)
+
+    async def _quieten(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> bool:
+        """Have nothing more saved that was asked for before; whether something was being saved."""
+        self._remembered.drop_waiting(namespace, keys)
+        return await self._remembered.saver.forget(namespace, keys, asked_at_s)
+
+    def _unlearning(self) -> asyncio.Lock | nullcontext[None]:
+        learner = self._remembered.learner
+        return nullcontext() if learner is None else learner.pause
+
+    async def _forget(
+        self, namespace: str, keys: Sequence[ChunkKey] | None, asked_at_s: float
+    ) -> list[ErasedPlace]:
+        """Forget chunks in the ledger and among the known texts."""
+        places: list[ErasedPlace] = []
+        documents = self._remembered.documents
+        async with self._unlearning():
+            if documents is not None and keys is None:
+                count = await asyncio.to_thread(documents.erase_namespace, namespace)
+                places.append(ErasedPlace(LEDGER, count, 0, time.time()))
+            elif documents is not None:
+                count = await asyncio.to_thread(documents.erase_chunks, namespace, list(keys or ()))
+                places.append(ErasedPlace(LEDGER, count, 0, time.time()))
+            return places + await self._forget_texts(namespace, keys, asked_at_s)
+
+    async def _forget_texts(
+        self, namespace: str, keys: Sequence[ChunkKey] | None, asked_at_s: float
+    ) -> list[ErasedPlace]:
+        count = await asyncio.to_thread(self._remembered.known.erase, namespace, keys, asked_at_s)
+        return [ErasedPlace(TEXTS, count, 0, time.time())]
+
+    # What others erase
+
+    def start(self) -> None:
+        """Follow the store's erasures."""
+        self._following = asyncio.create_task(self._follow(), name="kintsugi-follow")
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                while await self.follow_once():
+                    pass
+            except KintsugiError as error:
+                log.debug("erasures are asked for again in %.0f s: %s", FOLLOW_PERIOD_S, error)
+            except Exception:
+                log.exception("erasures cannot be followed; next attempt in %.0f s", FOLLOW_PERIOD_S)
+            await asyncio.sleep(FOLLOW_PERIOD_S)
+
+    async def follow_once(self) -> bool:
+        """Forget a page of what was erased since; whether there may be more. Raises `Unavailable`."""
+        known = self._remembered.known
+        cursor = await asyncio.to_thread(lambda: known.cursor)
+        page: ErasurePage = await self._store.run(lambda store: store.erasures(cursor))
+        if page.cursor == cursor:
+            return False
+        for scope in _group(page.erasures):
+            await self._obey(*scope)
+        await asyncio.to_thread(known.set_cursor, page.cursor)
+        return bool(page.erasures)
+
+    async def _obey(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> None:
+        if await self._quieten(namespace, keys, at_s):
+            again_s = time.time()
+            await self._store.run(lambda store: store.erase(namespace, keys, again_s))
+        await self._forget_texts(namespace, keys, at_s)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+            self._following = None
+
+
+def _group(erasures: Iterable[Erasure]) -> Iterator[tuple[str, list[ChunkKey] | None, float]]:
+    """Erasures by namespace, with the latest time: one rewriting of the known texts does for all."""
+    by_namespace: dict[str, list[Erasure]] = {}
+    for erasure in erasures:
+        by_namespace.setdefault(erasure.namespace, []).append(erasure)
+    for namespace, some in by_namespace.items():
+        keys = [erasure.key for erasure in some if erasure.key is not None]
+        yield namespace, keys if len(keys) == len(some) else None, max(erasure.at_s for erasure in some)
+
+
+def _seal(namespace: str, asked_at_s: float, places: Sequence[ErasedPlace]) -> Receipt:
+    """The receipt: caches have followed `FOLLOWED_S` after the store."""
+    stored_s = max(place.gone_at_s for place in places)
+    all_places = [*places, ErasedPlace(CACHES, 0, 0, stored_s + FOLLOWED_S)]
+    return Receipt(namespace, asked_at_s, all_places[-1].gone_at_s, all_places)

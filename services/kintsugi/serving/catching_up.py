@@ -1,0 +1,74 @@
+"""A shard that was away learns from the others what was erased meanwhile, before clients read from it.
+
+It asks every shard of the map: when it starts, when it returns to the map, and every `PERIOD_S`, because a
+shard may be in the map and still have missed an erasure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import closing
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi.store.client.directory import ShardAddress, ShardDirectory
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.shard.shard import Shard
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 10.0
+
+
+class CatchingUp:
+    """Keeps one shard up to date, from a thread, until `close`."""
+
+    def __init__(self, shard: Shard, directory: ShardDirectory, options: GrpcOptions | None = None) -> None:
+        """Owns the directory. `options`: how to reach the other shards."""
+        self._shard = shard
+        self._directory = directory
+        self._options = options
+        self._asking = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kintsugi-catch-up", daemon=True)
+
+    def start(self) -> None:
+        """Ask once now, then every `PERIOD_S`."""
+        self.ask_all()
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(PERIOD_S):
+            self.ask_all()
+
+    def ask_all(self) -> None:
+        """Obey what the other shards have recorded. One that does not answer is asked again later."""
+        with self._asking:
+            try:
+                shards = self._directory.current().shards
+            except KintsugiError as error:
+                log.warning("erasures are not asked for: %s", error)
+                return
+            for address in shards:
+                if address.shard_id != self._shard.shard_id:
+                    self._ask(address)
+
+    def _ask(self, address: ShardAddress) -> None:
+        peer = address.shard_id
+        try:
+            with closing(GrpcStore(address.address, self._options)) as store:
+                while True:
+                    seen = self._shard.erasures.seen_of(peer)
+                    found = store.list_erasures(peer, seen, learned=True)
+                    if found.shard_id != peer or found.next == seen:
+                        return
+                    self._shard.obey(peer, found.erasures, found.next, found.forgotten)
+        except KintsugiError as error:
+            log.warning("shard %s does not say what was erased: %s", peer, error)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._directory.close()

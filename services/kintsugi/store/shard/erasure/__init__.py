@@ -1,0 +1,1 @@
+"""Erasing chunks: what it covers, who shares the work, and what is remembered of it."""

@@ -1,0 +1,246 @@
+"""An erased chunk leaves no byte in a shard: not in RAM, not on disk, not in a catalog, whatever was evicted,
+restarted, read or put meanwhile."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kintsugi.core.errors import DeadlineExceeded, VersionMismatch
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.erasing import places_of
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.sharded import ShardedStore
+from kintsugi.store.protocol.interface import ChunkStore, Erasure
+from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers import slab as slab_module
+from tests.contracts.store_contract import make_chunk, read_all
+
+MIB = 1 << 20
+DURABLE = GrpcOptions(ack="durable")
+SAMPLE_BYTES = 32
+
+Chunk = tuple[ChunkManifest, list[bytes]]
+
+
+def spec(folder: Path, ssds: int = 1) -> ShardSpec:
+    disks = tuple(SsdSpec(folder / f"disk{i}", 6 * MIB) for i in range(ssds))
+    return ShardSpec(2 * MIB, folder / "data", disks)
+
+
+@contextmanager
+def serving(shard: Shard) -> Iterator[GrpcStore]:
+    with ShardServer(shard, "127.0.0.1:0") as server, closing(GrpcStore(server.address, DURABLE)) as store:
+        yield store
+
+
+def chunks(count: int, start: int = 0) -> list[Chunk]:
+    """Chunks of some hundred KiB, whose frames are no multiple of a block."""
+    return [make_chunk(range(1000 * i, 1000 * i + 300 + 3 * i)) for i in range(start, start + count)]
+
+
+def put_all(store: ChunkStore, some: Sequence[Chunk]) -> None:
+    for manifest, frames in some:
+        store.put(manifest, frames)
+
+
+def find_residue(shard: Shard, folder: Path, some: Sequence[Chunk]) -> list[str]:
+    """Places that hold bytes of the chunks: of their frames, or digests of these."""
+    samples = [
+        sample
+        for manifest, frames in some
+        for sample in (
+            *(
+                frame[at : at + SAMPLE_BYTES]
+                for frame in frames
+                for at in (0, len(frame) // 2, -SAMPLE_BYTES)
+            ),
+            manifest.digests[:SAMPLE_BYTES],
+        )
+    ]
+    samples = [sample for sample in samples if len(sample) == SAMPLE_BYTES] + [
+        frame[-SAMPLE_BYTES:] for _, frames in some for frame in frames
+    ]
+    places = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    places["arena"] = bytes(shard.ram.arena.frames)
+    return [name for name, data in places.items() if any(sample in data for sample in samples)]
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[Shard]:
+    shard = open_shard(spec(tmp_path))
+    yield shard
+    shard.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_left_of_what_is_erased_and_the_rest_is_whole(tmp_path: Path, seed: int) -> None:
+    """RAM holds a few of the chunks and both SSD tiers the rest: some were evicted from every tier."""
+    shard = open_shard(spec(tmp_path, ssds=2))
+    some = chunks(40)
+    random.Random(seed).shuffle(some)
+    with closing(shard), serving(shard) as store:
+        put_all(store, some)
+        erased, kept = some[::2], some[1::2]
+        assert find_residue(shard, tmp_path, erased)
+        places = store.erase("acme", [manifest.key for manifest, _ in erased], time.time())
+        assert find_residue(shard, tmp_path, erased) == []
+        assert {place.place.split("/")[1] for place in places} == {"ram", "ssd0", "ssd1"}
+        found = store.lookup("acme", [manifest.key for manifest, _ in some])
+        for (manifest, frames), held in zip(some, found, strict=True):
+            if held is not None:
+                assert manifest in [one for one, _ in kept]
+                assert [data for _, _, data in read_all(store, [manifest.key])] == [
+                    frame[: len(frame)] for frame in frames
+                ]
+        assert any(found), "nothing was kept, so nothing was tested"
+        put_all(store, erased)
+        assert store.lookup("acme", [erased[-1][0].key])[0] is not None
+
+
+def test_what_was_evicted_before_a_restart_is_erased_too(tmp_path: Path) -> None:
+    some = chunks(20)
+    with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
+        put_all(store, some)
+        store.delete("acme", [manifest.key for manifest, _ in some])
+        assert str(tmp_path / "disk0/kintsugi-tier/slab") in find_residue(shard, tmp_path, some)
+    with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
+        store.erase("acme", [some[0][0].key], time.time())
+        assert find_residue(shard, tmp_path, some) == []
+
+
+def test_nothing_is_left_behind_the_frames_of_a_later_chunk(shard: Shard, tmp_path: Path) -> None:
+    """A frame of 4 KiB, then one of 2 KiB at its place, which leaves the other half to be written to disk."""
+    (mine, frames), (later, others) = make_chunk(range(16)), make_chunk(range(100, 108))
+    with serving(shard) as store:
+        store.put(mine, frames)
+        store.delete("acme", [mine.key])
+        store.put(later, others)
+        store.erase("acme", [mine.key], time.time())
+        assert find_residue(shard, tmp_path, [(mine, frames)]) == []
+        assert [data for _, _, data in read_all(store, [later.key])] == others
+
+
+def test_a_namespace_is_erased_whole_and_no_other(shard: Shard, tmp_path: Path) -> None:
+    (mine, frames), (theirs, other) = make_chunk(range(300)), make_chunk(range(300), seed=1)
+    theirs = ChunkManifest(**{**vars(theirs), "namespace": "other"})
+    with serving(shard) as store:
+        put_all(store, [(mine, frames), (theirs, other)])
+        (ram, ssd) = store.erase("acme", None, time.time())
+        assert (ram.items, ssd.items) == (1, 1)
+        assert find_residue(shard, tmp_path, [(mine, frames)]) == []
+        assert store.lookup("other", [theirs.key]) == [theirs]
+        assert store.erase("acme", None, time.time())[0].items == 0, "it can be repeated"
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_a_put_under_way_does_not_bring_an_erased_chunk_back(
+    shard: Shard, tmp_path: Path, keys: bool
+) -> None:
+    manifest, frames = make_chunk(range(300))
+    put = shard.begin_put(manifest)
+    assert put is not None
+    for layer, frame in enumerate(frames):
+        put.write(layer, memoryview(frame))
+    scope = Scope.of("acme", [manifest.key]) if keys else Scope("acme")
+    erasing = threading.Thread(target=shard.erase, args=(scope, 0.0))
+    erasing.start()
+    while not put.is_erased:
+        time.sleep(0.001)
+    assert erasing.is_alive(), "it waits for the put"
+    assert not shard.commit(put).inserted
+    erasing.join(30)
+    assert shard.lookup("acme", [manifest.key]) == [None]
+    assert find_residue(shard, tmp_path, [(manifest, frames)]) == []
+
+
+def test_an_erasure_waits_for_readers(shard: Shard, tmp_path: Path) -> None:
+    manifest, frames = make_chunk(range(300))
+    with serving(shard) as store:
+        store.put(manifest, frames)
+        reading = shard.open("acme", [manifest.key], range(3), manifest_heads(manifest))
+        with pytest.raises(DeadlineExceeded, match="erase them again"):
+            shard.erase(Scope("acme"), 0.0, timeout_s=0.1)
+        assert store.lookup("acme", [manifest.key]) == [None], "nobody finds it meanwhile"
+        assert len(shard.erasures) == 0
+        shard.close_reading(reading)
+        shard.erase(Scope("acme"), 0.0)
+        assert find_residue(shard, tmp_path, [(manifest, frames)]) == []
+
+
+def test_a_filesystem_without_zeroing_is_written_over(
+    shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_module, "_fallocate", lambda *_: False)
+    some = chunks(20)
+    with serving(shard) as store:
+        put_all(store, some)
+        store.erase("acme", None, time.time())
+    assert find_residue(shard, tmp_path, some) == []
+
+
+def test_a_disk_that_fails_leaves_no_receipt(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, frames = make_chunk(range(300))
+    with serving(shard) as store:
+        store.put(manifest, frames)
+
+        def fail(offset: int, size: int) -> None:
+            raise OSError(5, "made to fail")
+
+        monkeypatch.setattr(shard.disks[0].slab, "wipe", fail)
+        with pytest.raises(Exception, match="erase again"):
+            store.erase("acme", None, time.time())
+        monkeypatch.undo()
+        before = shard.disks[0].allocator.free_bytes
+        assert before == shard.disks[0].capacity_bytes, "the space came back unwiped"
+        store.erase("acme", None, time.time())
+        assert not shard.disks[0].allocator.take_leftovers()
+
+
+def test_an_older_shard_gives_no_receipt() -> None:
+    with pytest.raises(VersionMismatch, match="upgrade"):
+        places_of(pb.DeleteResponse(deleted=1), "h:1")
+
+
+def test_caches_follow_every_shard(tmp_path: Path) -> None:
+    manifest, _ = make_chunk(range(300))
+    shards = [open_shard(spec(tmp_path / name)) for name in "ab"]
+    with (
+        closing(shards[0]),
+        closing(shards[1]),
+        ShardServer(shards[0], "127.0.0.1:0") as first,
+        ShardServer(shards[1], "127.0.0.1:0") as second,
+    ):
+        addresses = [
+            ShardAddress(shard.shard_id, server.address)
+            for shard, server in zip(shards, (first, second), strict=True)
+        ]
+        directory = FixedDirectory(ShardMap(1, tuple(addresses)))
+        with closing(ShardedStore(directory)) as store:
+            cursor = store.erasures("").cursor
+            places = store.erase("acme", [manifest.key], 5.0)
+            assert len(places) == 2, "every shard is named"
+            page = store.erasures(cursor)
+            assert page.erasures == [Erasure("acme", manifest.key, 5.0)], "once, whichever shard says it"
+            assert store.erasures(page.cursor).erasures == []
+            directory.shards = ShardMap(2, (addresses[0],))
+            store.erase("acme", None, 6.0)
+            page = store.erasures(page.cursor)
+            assert page.erasures == [Erasure("acme", None, 6.0)]
+            directory.shards = ShardMap(3, tuple(addresses))
+            assert store.erasures(page.cursor).erasures == []
+
+
+def manifest_heads(manifest: ChunkManifest) -> HeadRange:
+    return HeadRange(0, manifest.layout.num_kv_heads)

@@ -1,0 +1,155 @@
+"""What a shard remembers of erasures, who is told, and what a shard that was away obeys."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.interface import Erasure
+from kintsugi.store.shard.erasure import records as erasures_module
+from kintsugi.store.shard.erasure.records import Erasures
+from kintsugi.store.shard.erasure.scope import Scope, scopes_of
+from kintsugi.store.shard.erasure.shared import Shared
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.leftovers import GRANULE_BYTES, Leftovers
+from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.contracts.store_contract import make_chunk
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(bytes([number]) * 32)
+
+
+def one(number: int, at_s: float, namespace: str = "acme") -> Erasure:
+    return Erasure(namespace, key(number), at_s)
+
+
+@pytest.fixture
+def shard() -> Iterator[Shard]:
+    with closing(Shard(RamTier(1 << 20))) as shard:
+        yield shard
+
+
+def test_erasures_are_listed_in_order_and_outlive_the_process(tmp_path: Path) -> None:
+    first = Erasures(tmp_path / "erasures")
+    first.record([one(1, 1.0), one(2, 2.0)])
+    first.record([one(3, 3.0)], peer="b", seen=7)
+    first.close()
+    again = Erasures(tmp_path / "erasures")
+    assert list(again.after(0, 10, learned=True).erasures) == [one(1, 1.0), one(2, 2.0), one(3, 3.0)]
+    assert list(again.after(0, 10, learned=False).erasures) == [one(1, 1.0), one(2, 2.0)]
+    page = again.after(0, 1, learned=False)
+    assert (list(page.erasures), page.next) == ([one(1, 1.0)], 1)
+    assert again.after(page.next, 10, learned=False).next == again.newest == 3
+    assert (again.seen_of("b"), again.seen_of("c")) == (7, 0)
+    again.close()
+
+
+def test_a_later_erasure_replaces_the_one_before_and_a_namespace_its_chunks() -> None:
+    erasures = Erasures(None)
+    erasures.record([one(1, 5.0), one(2, 5.0), one(1, 4.0, "other")])
+    erasures.record([one(1, 3.0)])
+    (_, _, newest) = erasures.after(0, 10, learned=True).erasures
+    assert newest.at_s > 5.0, "whoever asked has a clock that is late"
+    erasures.record([Erasure("acme", None, 9.0)])
+    assert list(erasures.after(0, 10, learned=True).erasures) == [
+        one(1, 4.0, "other"),
+        Erasure("acme", None, 9.0),
+    ]
+    assert erasures.is_known(one(2, 5.0))
+    assert not erasures.is_known(one(2, 10.0))
+    assert not erasures.is_known(one(2, 4.0, "other"))
+
+
+def test_the_oldest_are_forgotten_and_that_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 3)
+    erasures = Erasures(tmp_path / "erasures")
+    for number in range(5):
+        erasures.record([one(number, float(number))])
+    assert (len(erasures), erasures.forgotten) == (3, 2)
+    erasures.close()
+    again = Erasures(tmp_path / "erasures")
+    assert (len(again), again.forgotten, again.newest) == (3, 2, 5)
+    again.close()
+
+
+def test_a_shard_that_was_away_obeys_once(shard: Shard) -> None:
+    manifests = [make_chunk(range(8 + i)) for i in range(3)]
+
+    def put(index: int) -> None:
+        manifest, frames = manifests[index]
+        put = shard.begin_put(manifest)
+        assert put is not None
+        for layer, frame in enumerate(frames):
+            put.write(layer, memoryview(frame))
+        shard.commit(put)
+
+    def held() -> list[bool]:
+        return [entry is not None for entry in shard.lookup("acme", [m.key for m, _ in manifests])]
+
+    for index in range(3):
+        put(index)
+    missed = [Erasure("acme", manifests[0][0].key, 1.0)]
+    shard.obey("b", missed, seen=1, forgotten=0)
+    assert held() == [False, True, True]
+    put(0)
+    shard.obey("b", missed, seen=1, forgotten=0)
+    shard.obey("c", missed, seen=4, forgotten=0)
+    assert held() == [True, True, True], "what was put again stays"
+    shard.erase(Scope.of("acme", [manifests[1][0].key]), 2.0)
+    put(1)
+    shard.obey("b", [Erasure("acme", manifests[1][0].key, 2.0)], seen=2, forgotten=0)
+    assert held() == [True, True, True], "it had erased this itself"
+    shard.obey("b", [], seen=9, forgotten=2)
+    assert held() == [True, True, True], "it has seen those that are forgotten"
+    shard.obey("b", [], seen=20, forgotten=12)
+    assert held() == [False, False, False], "nobody knows what it missed"
+
+
+def test_scopes_cover_what_was_erased() -> None:
+    some = [one(1, 1.0), one(2, 1.0), one(1, 1.0, "b"), Erasure("b", None, 2.0), one(2, 3.0, "b")]
+    assert scopes_of(some) == [Scope.of("acme", [key(1), key(2)]), Scope("b")]
+
+
+def test_leftovers_are_free_runs_that_were_written() -> None:
+    size = 10 * GRANULE_BYTES
+    leftovers = Leftovers(size)
+    assert leftovers.within(0, size) == []
+    leftovers.note(GRANULE_BYTES + 5, 10)
+    leftovers.note(3 * GRANULE_BYTES - 1, 2)
+    assert leftovers.within(0, size) == [(GRANULE_BYTES, 3 * GRANULE_BYTES)]
+    assert leftovers.within(2 * GRANULE_BYTES + 7, 9) == [(2 * GRANULE_BYTES + 7, 9)]
+    assert leftovers.within(4 * GRANULE_BYTES, GRANULE_BYTES) == []
+    leftovers.clear()
+    assert leftovers.within(0, size) == []
+    assert Leftovers(size, 1).within(0, size) == [(0, GRANULE_BYTES)]
+
+
+def test_work_is_shared_by_those_who_wait_for_it() -> None:
+    shared, runs = Shared(), []
+    began, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        runs.append(len(runs))
+        if len(runs) == 1:
+            began.set()
+            assert go_on.wait(10)
+
+    threads = [threading.Thread(target=shared.run, args=(work,)) for _ in range(5)]
+    threads[0].start()
+    assert began.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    while shared._asked < len(threads):
+        pass
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert runs == [0, 1], "the first was under way; one more does for all others"
