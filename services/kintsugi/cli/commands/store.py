@@ -207,6 +207,9 @@ def _print_status(console: Console, stats: Any) -> None:
             tier.name, str(tier.chunks), *sizes, str(tier.evictions), format_bytes(tier.queue_bytes)
         )
     console.print(table)
+    for tier in stats.tiers:
+        if tier.failure:
+            console.print(f"{tier.name} fails: {tier.failure}", highlight=False, soft_wrap=True)
     for path, size in sorted(stats.bytes_read.items()):
         console.print(f"read over {path}: {format_bytes(size)}", highlight=False)
 

@@ -126,7 +126,10 @@ class LookupRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    PEEK_FIELD_NUMBER: builtins.int
     namespace: builtins.str
+    peek: builtins.bool
+    """Do not count the lookup as a use of the chunks."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -134,8 +137,9 @@ class LookupRequest(google.protobuf.message.Message):
         *,
         namespace: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        peek: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "peek", b"peek"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -245,6 +249,7 @@ class PutHeader(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     RECOMPUTE_MS_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
+    IS_COPY_FIELD_NUMBER: builtins.int
     ack: global___Ack.ValueType
     tier: builtins.str
     """`auto`, `ram` or the name of an SSD tier. Empty means `auto`."""
@@ -252,6 +257,10 @@ class PutHeader(google.protobuf.message.Message):
     """What computing the chunk again costs; 0: unknown."""
     ttl_s: builtins.float
     """Seconds until the chunk expires; 0: never."""
+    is_copy: builtins.bool
+    """A copy of what another shard holds, not a chunk that a client computed: refused for a while after the
+    chunk was deleted here.
+    """
     @property
     def manifest(self) -> global___Manifest: ...
     def __init__(
@@ -262,9 +271,10 @@ class PutHeader(google.protobuf.message.Message):
         tier: builtins.str = ...,
         recompute_ms: builtins.float = ...,
         ttl_s: builtins.float = ...,
+        is_copy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "tier", b"tier", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "is_copy", b"is_copy", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "tier", b"tier", "ttl_s", b"ttl_s"]) -> None: ...
 
 global___PutHeader = PutHeader
 
@@ -691,12 +701,15 @@ class TierStats(google.protobuf.message.Message):
     BYTES_CAPACITY_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
     QUEUE_BYTES_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
     name: builtins.str
     chunks: builtins.int
     bytes_used: builtins.int
     bytes_capacity: builtins.int
     evictions: builtins.int
     queue_bytes: builtins.int
+    failure: builtins.str
+    """Not empty: why the last write to the tier, or the last read from it, failed."""
     def __init__(
         self,
         *,
@@ -706,8 +719,9 @@ class TierStats(google.protobuf.message.Message):
         bytes_capacity: builtins.int = ...,
         evictions: builtins.int = ...,
         queue_bytes: builtins.int = ...,
+        failure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_capacity", b"bytes_capacity", "bytes_used", b"bytes_used", "chunks", b"chunks", "evictions", b"evictions", "name", b"name", "queue_bytes", b"queue_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_capacity", b"bytes_capacity", "bytes_used", b"bytes_used", "chunks", b"chunks", "evictions", b"evictions", "failure", b"failure", "name", b"name", "queue_bytes", b"queue_bytes"]) -> None: ...
 
 global___TierStats = TierStats
 

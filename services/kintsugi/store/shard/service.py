@@ -397,6 +397,7 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
 def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
     counters = shard.table.counters
     queues = {queue.tier.name: queue.queue_bytes for queue in shard.table.queues}
+    failures = shard.tier_failures()
     return pb.StatsResponse(
         shard_id=shard.shard_id,
         protocol_version=wire.PROTOCOL_VERSION,
@@ -410,6 +411,7 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
                 bytes_capacity=tier.capacity_bytes,
                 evictions=tier.evictions,
                 queue_bytes=queues.get(tier.name, 0),
+                failure=failures.get(tier.name, ""),
             )
             for tier in shard.tiers
         ],

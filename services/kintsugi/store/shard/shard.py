@@ -74,6 +74,11 @@ class Shard:
         """All of them, fastest first."""
         return (self.ram, *self.disks)
 
+    def tier_failures(self) -> dict[str, str]:
+        """By SSD tier, why the last write or the last read failed; healthy tiers are left out."""
+        failures = {disk.name: disk.failure or disk.read_failure for disk in self.disks}
+        return {name: failure for name, failure in failures.items() if failure}
+
     @property
     def draining(self) -> bool:
         """Whether puts are refused because the shard is about to end."""

@@ -393,18 +393,20 @@ class EntryTable:
             return self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write back what only RAM holds; the bytes that were not written in time. Waits."""
+        """Refuse puts and write back what only RAM holds; the bytes that still only RAM holds, because time
+        ran out or a disk refused them. Waits."""
         with self._lock:
             self.draining = True
             if self.queues:
                 for entry in self._index:
                     if entry.disk is None and entry.writing is None:
                         self._begin_write(entry, self.queues[0])
-            self._changed.wait_for(lambda: not self._count_unwritten() or self.failure, timeout_s)
-            return self._count_unwritten()
-
-    def _count_unwritten(self) -> int:
-        return sum(queue.queue_bytes for queue in self.queues)
+            self._changed.wait_for(
+                lambda: self.failure or not any(queue.queue_bytes for queue in self.queues), timeout_s
+            )
+            if not self.queues:
+                return 0
+            return sum(entry.manifest.chunk_bytes for entry in self._index if entry.disk is None)
 
     def flush(self) -> list[Future[None]]:
         """Done once every put and deletion until now is on disk."""

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from kintsugi.core.errors import VersionMismatch
 from kintsugi.core.spaces import FORMAT_VERSION, KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
+from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.shard.entry import Address
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Catalog:
         path.mkdir(exist_ok=True)
         self._write_lock = threading.Lock()
         self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8)
+        sync_folder(path)
         _pad_if_cut(self._env, path / _FILE)
         self._grow_if_full()
 

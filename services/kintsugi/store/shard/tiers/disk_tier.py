@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
@@ -58,12 +59,15 @@ class DiskTier(CopyTier):
         self.home = home
         self.slab = Slab(home.path / "slab", capacity_bytes)
         self.catalog = Catalog(home.path / "catalog")
+        sync_folder(home.path)  # or a power loss takes slab and catalog, whatever was synced in them
         self.allocator = ExtentAllocator(self.slab.capacity_bytes)
         super().__init__(name, policy(self.slab.capacity_bytes))
         self.read_bytes_per_s = self._measure_read_speed()
         """Moving average over recent reads, from a measurement on."""
         self.failure = ""
         """Why the last write failed; empty: it did not."""
+        self.read_failure = ""
+        """Why the last read failed; empty: it did not."""
         self._recorded: dict[Address, Residence] = {}
         """What the catalog names. A chunk may be deleted and stored again before `bury`: its new record
         must not go with the old."""
@@ -163,8 +167,13 @@ class DiskTier(CopyTier):
     def read(self, residence: Residence, first_layer: int, frames: Sequence[memoryview]) -> None:
         """Fill padded frames from `first_layer` on. Raises `OSError` and `Corrupted`."""
         began_s = time.perf_counter()
-        for start, stop in runs_of(residence.offsets, residence.stride, first_layer, len(frames)):
-            self.slab.read(residence.offsets[start], frames[start - first_layer : stop - first_layer])
+        try:
+            for start, stop in runs_of(residence.offsets, residence.stride, first_layer, len(frames)):
+                self.slab.read(residence.offsets[start], frames[start - first_layer : stop - first_layer])
+        except (OSError, Corrupted) as error:
+            self.read_failure = str(error)
+            raise
+        self.read_failure = ""
         rate = residence.stride * len(frames) / max(time.perf_counter() - began_s, 1e-6)
         self.read_bytes_per_s += READ_RATE_WEIGHT * (rate - self.read_bytes_per_s)
 
