@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
+from kintsugi.core.deploy import METRICS_PORTS, StoreSpec, directory_url
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import format_address, free_port, is_wildcard, tls_of
 from kintsugi.gateway.logs import write_json_lines
-from kintsugi.serving.directory import Announcer, Configured
+from kintsugi.serving.directory import Announcer, Configured, reachable
 from kintsugi.store.client.directory import SHARDS_MAX
+from kintsugi.store.client.registry import open_directory
+from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -83,6 +85,8 @@ class StoreShard:
         host, _, port = self._server.address.rpartition(":")
         address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
         self._announcer = Announcer(dict(store), self._shard.shard_id, address, self._is_empty)
+        self._replicator = Replicator(self._shard, *open_directory(reachable(directory_url(spec))))
+        self._replicator.start()
         self._stopped = False
 
     def _not_yet(self) -> str:
@@ -114,6 +118,7 @@ class StoreShard:
             return
         self._stopped = True
         if self._announcer is not None:
+            self._replicator.stop()
             self._announcer.close()
         left = self._shard.drain(self._drain_s)
         if left:

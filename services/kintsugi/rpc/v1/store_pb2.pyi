@@ -129,7 +129,9 @@ class LookupRequest(google.protobuf.message.Message):
     PEEK_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     peek: builtins.bool
-    """Do not count the lookup as a use of the chunks."""
+    """Another shard asks what is missing here: the lookup does not count as a use, and manifests are left out.
+    The tier of what is there is not empty.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -172,14 +174,18 @@ class LookupResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: builtins.int
+    ROOM_BYTES_FIELD_NUMBER: builtins.int
+    room_bytes: builtins.int
+    """To a peek: how many bytes of copies fit without an eviction."""
     @property
     def found(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Found]: ...
     def __init__(
         self,
         *,
         found: collections.abc.Iterable[global___Found] | None = ...,
+        room_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["found", b"found"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["found", b"found", "room_bytes", b"room_bytes"]) -> None: ...
 
 global___LookupResponse = LookupResponse
 
@@ -258,8 +264,8 @@ class PutHeader(google.protobuf.message.Message):
     ttl_s: builtins.float
     """Seconds until the chunk expires; 0: never."""
     is_copy: builtins.bool
-    """A copy of what another shard holds, not a chunk that a client computed: refused for a while after the
-    chunk was deleted here.
+    """A copy of what another shard holds, not a chunk that a client computed. It is not taken if it needs an
+    eviction, nor for a while after the chunk was deleted here.
     """
     @property
     def manifest(self) -> global___Manifest: ...

@@ -81,6 +81,16 @@ class GrpcOptions(UrlOptions):
     """None: without encryption, which a shard beyond loopback refuses."""
 
 
+@dataclass(frozen=True)
+class Peeked:
+    """What `GrpcStore.peek` found."""
+
+    held: Sequence[bool]
+    """For each key, whether the shard has the chunk."""
+    room_bytes: int
+    """Bytes of copies that it takes."""
+
+
 class _Manifests:
     """The manifests of chunks seen lately, which give a stream its digests; oldest out first. Thread-safe."""
 
@@ -137,6 +147,20 @@ class GrpcStore(ChunkStore):
             self._manifests.remember(entry.manifest)
         return found
 
+    def peek(self, namespace: str, keys: Sequence[ChunkKey]) -> Peeked:
+        """Ask which chunks the shard holds, without using them."""
+        held: builtins.list[bool] = []
+        room_bytes = 0
+        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
+            part = [key.digest for key in keys[start : start + wire.LOOKUP_KEYS_BATCH]]
+            request = pb.LookupRequest(namespace=namespace, keys=part, peek=True)
+            response = self.call("Lookup", request, pb.LookupResponse)
+            held += [bool(found.tier) for found in response.found]
+            room_bytes = response.room_bytes
+        if len(held) != len(keys):
+            raise Unavailable(f"{self.address}: answered {len(held)} of {len(keys)} keys")
+        return Peeked(held, room_bytes)
+
     def _read_found(self, found: pb.Found) -> Found | None:
         """None for a miss, and for a chunk that another build wrote."""
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
@@ -165,18 +189,6 @@ class GrpcStore(ChunkStore):
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
-        views = [memoryview(frame).cast("B") for frame in frames]
-        check_frames(manifest, [len(view) for view in views])
-        if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
-            raise InvalidField(
-                "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
-            )
-        messages = self._put_messages(manifest, views, recompute_ms, tier)
-        return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
-
-    def _put_messages(
-        self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float, tier: str
-    ) -> Iterator[bytes]:
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
@@ -184,12 +196,26 @@ class GrpcStore(ChunkStore):
             recompute_ms=recompute_ms or self._options.recompute_ms_per_token * manifest.num_tokens,
             ttl_s=self._options.ttl_s,
         )
-        yield pb.PutChunkKVRequest(header=header).SerializeToString()
-        step = max(1, wire.MESSAGE_BYTES_TARGET // manifest.frame_bytes)
-        for first in range(0, len(views), step):
-            part = views[first : first + step]
-            request = pb.PutChunkKVRequest(first_layer=first, commit=first + step >= len(views))
-            yield wire.with_payload(request.SerializeToString(), part)
+        return self._put(manifest, frames, header)
+
+    def put_copy(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float, ttl_s: float
+    ) -> bool:
+        """Hand a chunk to another shard; whether it took it. `ttl_s` 0: the chunk does not expire."""
+        header = pb.PutHeader(
+            manifest=wire.manifest_to_wire(manifest), recompute_ms=recompute_ms, ttl_s=ttl_s, is_copy=True
+        )
+        return self._put(manifest, frames, header)
+
+    def _put(self, manifest: ChunkManifest, frames: Sequence[Buffer], header: pb.PutHeader) -> bool:
+        views = [memoryview(frame).cast("B") for frame in frames]
+        check_frames(manifest, [len(view) for view in views])
+        if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
+            raise InvalidField(
+                "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
+            )
+        messages = _put_messages(header, manifest, views)
+        return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
 
     def stream(
         self,
@@ -386,3 +412,14 @@ def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
     for header in response.frames:
         yield header, payload[position : position + header.size_bytes]
         position += header.size_bytes
+
+
+def _put_messages(
+    header: pb.PutHeader, manifest: ChunkManifest, views: Sequence[memoryview]
+) -> Iterator[bytes]:
+    yield pb.PutChunkKVRequest(header=header).SerializeToString()
+    step = max(1, wire.MESSAGE_BYTES_TARGET // manifest.frame_bytes)
+    for first in range(0, len(views), step):
+        part = views[first : first + step]
+        request = pb.PutChunkKVRequest(first_layer=first, commit=first + step >= len(views))
+        yield wire.with_payload(request.SerializeToString(), part)

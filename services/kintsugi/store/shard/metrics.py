@@ -73,6 +73,7 @@ class _ShardCollector(Collector):
             ("misses", "Keys that lookups did not find", counters.misses),
             ("quarantined", "Chunks dropped because their bytes or records were wrong", counters.quarantined),
             ("expired", "Chunks whose time was over", counters.expired),
+            ("copied", "Chunks taken from other shards", counters.copied),
         ):
             yield CounterMetricFamily(f"kintsugi_store_{name}", text, value=value)
         yield GaugeMetricFamily("kintsugi_store_chunks", "Chunks held", value=len(shard))

@@ -26,7 +26,7 @@ from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.workers.keeper import Keeper
+from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S, Keeper
 
 HEALTH_PERIOD_S = 0.5
 STALLED_S = 10.0
@@ -43,7 +43,8 @@ class ServerOptions:
     """Whether peers of the same host may map the arena, which lets them read every namespace."""
     socket_folder: Path | None = None
     """Folder of the socket that hands out the arena; in a pod, one that its containers share."""
-    scrub_bytes_per_s: float = 0.0
+    scrub_bytes_per_s: float = SCRUB_BYTES_PER_S
+    """Rate at which chunks are verified in the background; 0: they are not."""
     tls: TlsFiles | None = None
     insecure: bool = False
     """Listen beyond loopback without TLS."""

@@ -110,6 +110,10 @@ class ChunkStoreService:
         return self._build_lookup_response(request)
 
     def _build_lookup_response(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        if request.peek:
+            tiers = self.shard.tiers_of(request.namespace, wire.keys_from_wire(request.keys))
+            found = [pb.Found(tier=tier) for tier in tiers]
+            return pb.LookupResponse(found=found, room_bytes=self.shard.table.room_bytes())
         entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
         size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
         if size > wire.RESPONSE_BYTES_MAX:
@@ -202,6 +206,7 @@ class ChunkStoreService:
             durable=durable,
             ttl_s=header.ttl_s or math.inf,
             recompute_ms=header.recompute_ms,
+            is_copy=header.is_copy,
         )
 
     @staticmethod

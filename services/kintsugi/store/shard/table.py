@@ -13,17 +13,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard import admission, life
-from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
+from kintsugi.store.shard.admission import Deletions, NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
-from kintsugi.store.shard.eviction.reuse import ReuseGaps
+from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
@@ -43,16 +41,6 @@ from kintsugi.store.shard.work import (
 log = logging.getLogger(__name__)
 
 CLEAR_BATCH = 256
-
-
-@dataclass
-class Counters:
-    """Counts since the shard started."""
-
-    hits: int = 0
-    misses: int = 0
-    quarantined: int = 0
-    expired: int = 0
 
 
 class EntryTable:
@@ -79,6 +67,7 @@ class EntryTable:
         self._wall_clock = wall_clock
         self._clock = clock
         self._index = Index()
+        self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self._loads = LoadQueue()
         self._lock = threading.RLock()
@@ -178,15 +167,9 @@ class EntryTable:
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
-        """Chunks of a space by the anchor that they begin with, longest first."""
-        found: dict[int, list[ChunkManifest]] = {}
+        """As `Index.find_candidates`."""
         with self._lock:
-            for anchor in set(anchors):
-                entries = self._index.candidates(namespace, space_digest, anchor)
-                manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
-                if manifests:
-                    found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
-        return found
+            return self._index.find_candidates(namespace, space_digest, anchors)
 
     # Putting
 
@@ -205,6 +188,8 @@ class EntryTable:
                     raise Unavailable("this shard is draining; put to another")
                 if self._find((manifest.namespace, manifest.key)) is not None:
                     return None
+                if options.is_copy and not self._takes_copy(manifest):
+                    return None
                 speeds = [(disk.name, disk.read_bytes_per_s) for disk in self._disks]
                 tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
                 residence = self._make_room_to_put(manifest, tier)
@@ -220,7 +205,18 @@ class EntryTable:
             life.acquire(residence)
         now_s = self._wall_clock()
         entry = ChunkEntry(manifest, now_s + options.ttl_s, recompute_ms, used_at_s=now_s)
-        return ChunkPut(entry, residence, self._ram, tier)
+        return ChunkPut(entry, residence, self._ram, tier, options.is_copy)
+
+    def _takes_copy(self, manifest: ChunkManifest) -> bool:
+        """Whether another shard's copy is taken: not if it needs an eviction, or may predate a deletion."""
+        namespace = manifest.namespace
+        left = self._config.quota_of(namespace) - self._index.bytes_by_namespace.get(namespace, 0)
+        is_deleted = self._deletions.cover((namespace, manifest.key))
+        return not is_deleted and manifest.chunk_bytes <= min(self.room_bytes(), left)
+
+    def room_bytes(self) -> int:
+        """Bytes of chunks that fit without one being lost."""
+        return sum(tier.allocator.free_bytes for tier in self._disks or (self._ram,))
 
     def _make_room_to_put(self, manifest: ChunkManifest, tier: str) -> Residence | None:
         """RAM for a chunk that is to be written to `tier`; None where it has to wait."""
@@ -242,13 +238,15 @@ class EntryTable:
         exceed a quota."""
         entry = put.entry
         with self._lock:
-            if self._find(entry.address) is not None:
+            gone = put.is_copy and self._deletions.cover(entry.address)
+            if gone or self._find(entry.address) is not None:
                 self.abort(put)
                 return Committed(False, None)
             if not self._make_quota(entry.manifest):
                 self.abort(put)
                 raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
             self._index.add(entry)
+            self.counters.copied += put.is_copy
             life.add_copy(entry, put.residence)
             queue = self._queue_of(put.tier)
             writing = None if queue is None else self._begin_write(entry, queue)
@@ -271,9 +269,10 @@ class EntryTable:
         self._forget(entry)
         self.reuse.record_eviction(entry.address)
 
-    def delete(self, addresses: Iterable[Address]) -> int:
+    def delete(self, addresses: Sequence[Address]) -> int:
         """Forget chunks; the number that was present. Durable once `flush` is done."""
         with self._lock:
+            self._deletions.note(addresses)
             entries = self._find_all(addresses)
             for entry in entries:
                 self._forget(entry)
@@ -284,6 +283,7 @@ class EntryTable:
         cleared = 0
         while True:
             with self._lock:
+                self._deletions.note([namespace])
                 entries = self._index.page(namespace, CLEAR_BATCH, None)
                 for entry in entries:
                     self._forget(entry)
